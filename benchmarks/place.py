@@ -55,7 +55,7 @@ def environments() -> dict[str, dict[str, str]]:
         first_rank=24,
         world_size=512,
         gpus=8,
-        paddle_master="10.0.0.1:5000",
+        endpoints_master="10.0.0.1:5000",
         endpoints=",".join(endpoints),
         own_endpoints=",".join(endpoints[24:32]),
     )

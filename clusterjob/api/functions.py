@@ -95,8 +95,8 @@ def submit(
 ) -> FunctionJob:
     """Run ``function(*args, **kwargs)`` on every worker of a new job and return at once.
 
-    In the function, `clusterjob.bootstrap.init()` returns the worker's context. Its process group
-    is ready.
+    In the function, `clusterjob.bootstrap.init()` returns the worker's context. The process group
+    of the context is ready.
 
     Args:
         function: a function that cloudpickle can pickle, including functions of ``__main__``,
@@ -121,9 +121,9 @@ def map(  # noqa: A001 - named like Executor.map
     """Run ``function(value)`` as a separate job for each value; under Slurm as one array.
 
     Args:
-        function: as for `submit`.
+        function: as in `submit`.
         values: the arguments, one per job.
-        settings: as for `submit`; ``array="%8"`` limits the number of running jobs to 8.
+        settings: as in `submit`; ``array="%8"`` limits the number of running jobs to 8.
 
     Raises:
         UsageError: a setting is unknown or invalid.
@@ -167,7 +167,7 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
         flags, cluster, directory=Path.cwd(), use=Usage(sources=tuple(_sources(calls[0][0])))
     )
     if settings.backend in _DISTANT or settings.values.get("login"):
-        # Results are pickles; reading pickles from other machines here is unsafe.
+        # Results are pickles; loading pickles that other machines have written is unsafe.
         raise UsageError(
             f"the cluster {settings.cluster!r} cannot return a function's results",
             "submit a script instead",
@@ -182,7 +182,7 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
 
 
 def _sources(function: Callable[..., Any]) -> Iterator[Path]:
-    """Yield the files that ask for the job, for the trust check.
+    """Yield the files with the code that submits the job, for the trust check.
 
     These are the running script, or the directory of an interactive session, and the function's
     file.
@@ -209,8 +209,9 @@ def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> lis
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     from submitit.core.utils import DelayedSubmission
 
-    # Workers must find the modules beside the submitting script, and those in directories that it
-    # added to sys.path. The interpreter's own directories differ between hosts and stay behind.
+    # Workers must find the modules in the directory of the submitting script and in the directories
+    # that the script added to sys.path. The interpreter's own directories differ between hosts, so
+    # they are not in the pickle.
     own = tuple(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix})
     entries = (os.path.abspath(entry) for entry in sys.path)
     paths = [entry for entry in entries if not entry.startswith(own)]

@@ -1,7 +1,7 @@
 """Run a function of this program in several processes of this machine: `clusterjob.spawn`.
 
 For example ``clusterjob.spawn(train, args=(True,), nprocs=2, gpus="4,5")``. The processes are the
-workers of an agent, as under `clusterjob launch`: preload, supervision and verdict are the same.
+workers of an agent, as under `clusterjob launch`, with the same preload, supervision and verdict.
 The call is pickled into a temporary directory, which is removed when `spawn` returns.
 """
 
@@ -54,8 +54,8 @@ def spawn(
         args: positional arguments of the function.
         kwargs: keyword arguments of the function.
         nprocs: number of processes; by default one per GPU, or one if there is no GPU.
-        gpus: the GPUs that the processes see, as CUDA_VISIBLE_DEVICES names them: ``"4,5"`` or
-            ``[4, 5]``; None for all visible ones, ``""`` for none.
+        gpus: the GPUs that the processes see, in CUDA_VISIBLE_DEVICES format: ``"4,5"`` or
+            ``[4, 5]``; None for all visible GPUs, ``""`` for no GPU.
 
     Returns:
         The function's results, in rank order.
@@ -64,7 +64,7 @@ def spawn(
         Exception: the function's exception on the rank that failed first, with the rank and its
             traceback as the cause.
         JobFailed: a process was killed, or ended without a result.
-        UsageError: a GPU is not visible here, or an argument is invalid.
+        UsageError: a GPU is not visible to this process, or an argument is invalid.
         PlacementError: this process already belongs to a job, or to one of several nodes.
         ClusterJobError: the call cannot be pickled.
     """
@@ -110,7 +110,8 @@ def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_")
     }
-    # A separate rendezvous address: a platform's port serves one job, and several spawns may run.
+    # A separate rendezvous address: a platform's port serves one job, and several calls of `spawn`
+    # may run at the same time.
     environ |= {
         "CLUSTERJOB_NNODES": "1",
         "CLUSTERJOB_NODE_RANK": "0",
@@ -152,7 +153,8 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C reaches only this process, which lets the agent stop the workers in order.
+                # Ctrl-C must reach only this process; it then closes the lifeline, and the agent
+                # stops the workers in order.
                 start_new_session=True,
             )
         except OSError as error:

@@ -34,6 +34,11 @@ _BUILTIN: Mapping[str, str] = {
     "mlp": "clusterjob.backends.mlp.backend:MlpBackend",
 }
 
+# Backends that are preferred to `local` if their command exists and the function returns True.
+_PREFERRED: Mapping[str, tuple[str, str]] = {
+    "slurm": ("sbatch", "clusterjob.backends.slurm.client:is_here"),
+}
+
 
 @dataclass(frozen=True)
 class Status:
@@ -45,8 +50,9 @@ class Status:
         verdict: the verdict, once the job has ended.
         started_at: when its workers first started, RFC 3339, UTC; None before.
         restarts: number of restarts of the workers.
-        handle: the handle of the job, if its record has none and the backend found it.
-        provisional: whether the verdict is a guess because the hosts that have it were unreachable.
+        handle: the handle of the job, if its record has no handle and the backend found one.
+        provisional: whether the verdict is a guess because the hosts that have the real verdict
+            were unreachable.
     """
 
     state: JobState
@@ -79,7 +85,7 @@ class Backend(Protocol):
 
     Attributes:
         capabilities: the features that it supports; `clusterjob.core.capabilities` refuses a job
-            that uses another one.
+            that uses another feature.
         hints: its own advice for a missing feature; see `clusterjob.core.capabilities.Declares`.
     """
 
@@ -87,7 +93,7 @@ class Backend(Protocol):
     hints: ClassVar[Mapping[Capability, str]]
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return what submitting the job will do; run no command and contact no host."""
+        """Return the plan of a job; run no command and contact no host."""
 
     def submit(self, plan: Plan) -> Handle:
         """Start a planned job whose files are already written.
@@ -105,9 +111,9 @@ class Backend(Protocol):
         """Return the status of jobs by job id, with one request to the cluster for all jobs."""
 
     def collect(self, record: Record) -> None:
-        """Bring the logs in `record.job_dir` up to date.
+        """Update the logs in `record.job_dir`.
 
-        Does nothing if the job itself writes there.
+        Does nothing if the job itself writes its logs into this directory.
         """
 
     def cancel(self, records: Sequence[Record]) -> None:
@@ -140,7 +146,7 @@ class Checker(Protocol):
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Check whether the cluster can run a job, and yield each check when it is done.
 
-        Starts no job and changes nothing.
+        It does not start a job and makes no changes.
 
         Raises:
             UsageError: the job is invalid on this cluster.
@@ -174,14 +180,14 @@ class Foreground(Protocol):
     def interrupt_prompt(self, record: Record) -> bool:
         """Interrupt the worker that reads from this process's terminal, if there is one.
 
-        Returns whether there is one.
+        Returns True if there is such a worker.
         """
 
 
 class _Names(Sequence[str]):
-    """The names of all backends, the built-in ones first.
+    """The names of all backends, the built-in backends first.
 
-    Entry points are read only if the built-in names do not suffice. Reading the metadata of every
+    Entry points are read only if the built-in names are not enough. Reading the metadata of every
     installed package takes 0.1 s in a large environment.
     """
 
@@ -213,17 +219,18 @@ class _Names(Sequence[str]):
 
 
 def names() -> Sequence[str]:
-    """Return the names of all backends, the built-in ones first."""
+    """Return the names of all backends, the built-in backends first."""
     return _Names()
 
 
 def preferred() -> str:
     """Return the default backend: `slurm` if this machine can submit to Slurm, else `local`."""
-    if shutil.which("sbatch") is not None:
-        from clusterjob.backends.slurm.client import Client
-
-        if Client.is_here():
-            return "slurm"
+    for name, (command, path) in _PREFERRED.items():
+        if shutil.which(command) is not None:
+            module, _, attribute = path.partition(":")
+            is_here: Callable[[], bool] = getattr(importlib.import_module(module), attribute)
+            if is_here():
+                return name
     return "local"
 
 

@@ -187,22 +187,22 @@ def request_cancel(record: Record) -> None:
         try:
             private_dirs.make(record.job_dir)
         except OSError:
-            pass  # only this record is lost, for example on a full disk
+            pass  # the disk may be full: only the record of this request is lost
     ends.cancel(record.job_dir)
 
 
 def verdict_without_coordinator(
     job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str
 ) -> Verdict:
-    """Return the verdict of a job whose coordinator wrote none, from the files of its nodes.
+    """Return the verdict from the nodes' files if the coordinator wrote no verdict.
 
     A missing verdict never counts as a success.
 
     Args:
         job_dir: the job's directory.
-        started_at: when its workers first started.
+        started_at: time of the first start of the workers.
         restarts: number of restarts of the workers.
-        otherwise: the verdict, or the reason of LOST, if no node wrote an end.
+        otherwise: the verdict, or the reason of a LOST verdict, if no node wrote an end.
     """
     common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
     if ends.cancelled(job_dir):

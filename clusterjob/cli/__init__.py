@@ -58,7 +58,7 @@ def _global_options(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    The exit code is the job's own when the command follows the job, else 0, 1, 2 or 130.
+    The exit code is that of the job if the command follows the job, else 0, 1, 2 or 130.
     """
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal cannot encode must not end the command.
@@ -96,7 +96,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _refusal(error: typer.TyperException) -> UsageError:
-    """Return a parser error as a `UsageError`, with the option that was probably meant as hint."""
+    """Return a parser error as a `UsageError`; the hint is the probably intended option."""
     unknown, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
     if type(error).__name__ == "NoSuchOption" and context is not None:
         from clusterjob.cli.suggestions import suggest
@@ -112,9 +112,9 @@ def _refusal(error: typer.TyperException) -> UsageError:
 
 
 def _nowhere_to_write(error: OSError) -> int:
-    """Report that stdout cannot be written; stay silent if its reader has closed the pipe."""
+    """Report that stdout cannot be written; print nothing if its reader has closed the pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # so that flushing the buffer at exit raises nothing
+    os.dup2(nowhere, sys.stdout.fileno())  # a flush of the buffer at exit then raises no error
     os.close(nowhere)
     return (
         1

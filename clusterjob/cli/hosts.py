@@ -174,8 +174,8 @@ def fetch(
 ) -> int:
     """Fetch changed result files from the hosts of a job.
 
-    Files that have changed here are replaced only after a confirmation or with --force. The exit
-    code is 1 if some were not replaced.
+    Files that have changed on this machine are replaced only after a confirmation or with --force.
+    The exit code is 1 if some files were not replaced.
     """
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The commands `env`, `config`, `trust` and `doctor`, which inspect and start no job."""
+"""The commands `env`, `config`, `trust` and `doctor`, which do not start a job."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def register(app: typer.Typer) -> None:
 def env(as_json: Json = False) -> int:  # noqa: FBT002
     """Show the detected environment and how it was found.
 
-    It is the rank assignment of this process in a job. The command lists which variable gave which
-    field, which variables are ignored and which conflict. The exit code is 1 if some conflict.
+    The environment contains the rank assignment of this process in a job. The command lists the
+    variable of each field, the ignored variables and the variables that conflict. The exit code is
+    1 if variables conflict.
     """
     from clusterjob.node.environments import show
 
@@ -79,8 +80,8 @@ def trust(
 ) -> int:
     """Show and trust the configuration file of a project.
 
-    The command shows the lines that the file executes, and asks. The trust ends when the file
-    changes, or when the ssh configuration, template or host file that it names changes.
+    The command shows the lines that the file executes, and asks for a confirmation. The trust ends
+    when the file changes, or when the ssh configuration, template or host file in it changes.
     """
     import sys
     from pathlib import Path

@@ -27,7 +27,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
     )
     for option in OPTIONS.values():
         if not option.help:
-            continue  # only in files and variables
+            continue  # this option exists only in files and variables
         names = [name for name in (option.flag, option.short) if name]
         kind: Any = list[str] | None if option.merge else str | None
         if not option.metavar:
@@ -45,7 +45,7 @@ def _parameter(key: str, kind: Any, *names: str, **declaration: Any) -> inspect.
 
 
 def with_job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the ``**flags`` of a command ``(ctx, own options, **flags)`` by the job options."""
+    """Replace ``**flags`` in a command ``(ctx, own options, **flags)`` by the job options."""
     own = inspect.signature(command, eval_str=True)
     mine = [
         parameter
@@ -102,7 +102,7 @@ def program_of(ctx: typer.Context) -> Program:
     """Return the program of the command line.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the command line has no program.
     """
     from clusterjob.errors import UsageError
 

@@ -127,7 +127,7 @@ def _listed_id(record: Record, *, together: bool) -> str:
 
 
 def print_end(record: Record, status: Status) -> None:
-    """Print how one of several jobs ended; nothing if it has no verdict."""
+    """Print the verdict of one of several jobs; print nothing if it has no verdict."""
     if status.verdict is not None:
         say_end(record, status.verdict)
 
@@ -243,7 +243,7 @@ class LogPrinter:
 class Progress:
     """Shows why a job is pending: a spinner on a terminal, else a line when the reason changes.
 
-    It prints nothing once the job runs, except the number of each restart.
+    While the job runs, it prints only the number of each restart.
     """
 
     def __init__(self) -> None:

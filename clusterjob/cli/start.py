@@ -104,7 +104,7 @@ def _print_id(job_id: str) -> None:
 
     try:
         print(job_id, flush=True)
-    except OSError as error:  # the job runs, so the error must name its id
+    except OSError as error:  # the job runs, so the error must contain its id
         raise ClusterJobError(
             f"{error.strerror}: standard output", f"the job runs; its id is {job_id}"
         ) from error

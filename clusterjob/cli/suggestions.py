@@ -1,6 +1,6 @@
-"""Suggest an option for an unknown one: a typo, or an option of torchrun, sbatch or mpirun.
+"""Suggest an option for an unknown option: a typo, or one of torchrun, sbatch or mpirun.
 
-Options of accelerate are known too.
+Options of accelerate are included too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SBATCH_LETTERS = {
     "-b": "begin",
     "-m": "distribution",
 }
-# Options that torchrun needs and that the agents find out by themselves.
+# Options of torchrun that clusterjob does not need: the agents detect these values.
 _FOUND_OUT = (
     "--node-rank",
     "--master-addr",

@@ -36,7 +36,7 @@ class Watch:
             )
         self._record = record
         self._reader = LogReader(record.job_dir, rank=rank, node=node, raw=raw)
-        # Unknown if each node of a platform chooses its own number of workers.
+        # The world size is unknown if each node of a platform sets its own number of workers.
         world_size = (
             None if record.job.nproc_is_default else record.nodes * record.job.nproc_per_node
         )
@@ -81,13 +81,13 @@ class Watch:
 
 
 class WatchArray:
-    """Reports how each element of an array ends."""
+    """Prints the verdict of each element of an array."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
 
     def to_the_end(self) -> int:
-        """Print how each element ends until all have; return the first exit code that is not 0."""
+        """Print each element's verdict until all have ended; return the first nonzero exit code."""
         return jobs.wait_for_all([self._record], print_end)
 
 

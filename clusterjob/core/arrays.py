@@ -169,7 +169,7 @@ def program_of(program: Program, values: Sequence[tuple[str, str]]) -> Program:
     given = dict(values)
     mark = re.compile(
         "|".join(re.escape("{" + name + "}") for name in given)
-    )  # one substitution for all: a value may look like a mark
+    )  # one substitution for all names: a value may also contain the text {name}
     placed = {match[1:-1] for arg in program.args for match in mark.findall(arg)}
     args = [mark.sub(lambda match: given[match[0][1:-1]], arg) for arg in program.args]
     return replace(

@@ -124,7 +124,7 @@ _FEATURES = {
 
 
 class Declares(Protocol):
-    """A backend, as far as it declares what it supports.
+    """The attributes with which a backend declares the features that it supports.
 
     Attributes:
         capabilities: the supported features.
@@ -141,7 +141,8 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
     Args:
         spec: the job.
         cluster: the backend's name, for the error.
-        backend: the backend, with the attributes of `Declares`; one without them supports nothing.
+        backend: the backend, with the attributes of `Declares`; a backend without these attributes
+            supports none of the features.
 
     Raises:
         SpecError: the job uses a missing feature; the message names the option.

@@ -1,6 +1,6 @@
 """Read configuration files and merge them with options and variables into a job's settings.
 
-Options override CLUSTERJOB_* variables, these override the cluster's profile, and the profile
+Options override CLUSTERJOB_* variables, variables override the cluster's profile, and the profile
 overrides the defaults of the project and of the user. A configuration file is clusterjob.toml,
 [tool.clusterjob] of pyproject.toml, or config.toml in the user's configuration directory::
 
@@ -38,14 +38,14 @@ from clusterjob.node.system.files import read_regular
 from clusterjob.node.system.sanitize import sanitize
 
 _TOP_KEYS = ("cluster", "defaults", "clusters")
-_LARGEST = 1 << 20  # largest size of a configuration file, in bytes
+_MAX_BYTES = 1 << 20  # maximum bytes of a configuration file
 _VARIABLE_PREFIX = "CLUSTERJOB_"
 
 
 class ProjectSshConfig(str):
     """Path of an ssh configuration, from a setting of a project's file.
 
-    Reading such a configuration may execute commands.
+    ssh may execute commands when it reads such a configuration.
     """
 
     __slots__ = ()
@@ -58,8 +58,8 @@ class Settings:
     Attributes:
         cluster: name of the profile, or of the backend if there is no such profile.
         backend: name of the cluster's backend.
-        values: the settings that are set anywhere, by key.
-        origins: where each value was set, by key; a merged value names all places.
+        values: the settings that a file, a variable or an option sets, by key.
+        origins: the origin of each value, by key; for a merged value, all origins.
     """
 
     cluster: str
@@ -103,9 +103,11 @@ def resolve(
         flags: options of the command line, by key of `OPTIONS`.
         cluster: value of --cluster, or None.
         environ: environment with the CLUSTERJOB_* variables.
-        directory: directory in which the search for the project's file starts; it goes upwards.
+        directory: directory in which the search for the project's file starts; the search continues
+            in the directories above.
         backends: names of the backends; each is also the name of a cluster.
-        fallback: returns the cluster, called only if none is named; by default the first backend.
+        fallback: returns the cluster; called only if no cluster is named. The default is the first
+            backend.
         use: how the caller will use the settings; by default nothing is executed.
 
     Raises:
@@ -319,7 +321,7 @@ def find_files(directory: Path) -> list[ConfigFile]:
 
 
 def find_project(directory: Path) -> ConfigFile | None:
-    """Return the project's file in a directory or above it; None if there is no usable one.
+    """Return the project's file in a directory or above it; None if no file is usable.
 
     Raises:
         ConfigError: it is broken or has an unknown key.
@@ -379,7 +381,7 @@ def _pyproject_table(path: Path) -> dict[str, Any] | None:
         ConfigError: the file is broken and seems to have this table.
     """
     try:
-        text = read_regular(path, _LARGEST).decode(errors="replace")
+        text = read_regular(path, _MAX_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return None
     if "clusterjob" not in text:
@@ -404,7 +406,7 @@ def _read(path: Path) -> dict[str, Any]:
         import tomli as tomllib
     try:
         data: dict[str, Any] = tomllib.loads(
-            read_regular(path, _LARGEST).decode().replace("\r\n", "\n")
+            read_regular(path, _MAX_BYTES).decode().replace("\r\n", "\n")
         )
         return data
     except tomllib.TOMLDecodeError as error:

@@ -11,12 +11,12 @@ __all__ = ["listed_gpus", "shares", "visible_gpus"]
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that jobs here may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that jobs on this machine may use, in CUDA_VISIBLE_DEVICES format."""
     return listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), _installed())
 
 
 def shares(available: list[str], nodes: int, per_node: int) -> list[list[str]] | None:
-    """Return the GPUs of each node when all nodes run on this machine; None if too few.
+    """Return each node's GPUs when all nodes run on this machine; None if there are too few.
 
     Args:
         available: the GPUs of this machine.

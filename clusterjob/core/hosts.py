@@ -18,7 +18,7 @@ _NAME = re.compile(r"[\w.-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")
 _USER = re.compile(r"\w[\w.+%#=-]*(@\w[\w.-]*)?")
 
 # Volcengine's MLP: in a task of the MPI kind only worker 0 runs the command; this file lists the
-# others.
+# other workers.
 PLATFORM_FILE, PLATFORM_PORT = "MLP_MPI_HOSTFILE", "MLP_SSH_PORT"
 
 
@@ -185,8 +185,8 @@ def _expanded(part: str, text: str) -> Iterator[str]:
             yield from _expanded(f"{head}{number:0{len(numbers[1])}d}{tail}", text)
 
 
-# host:8 most likely means 8 workers: apart from 22, sshd does not listen on such small ports.
-_MOST_WORKERS = 128
+# host:8 most likely means 8 workers: of the ports up to 128, sshd usually listens only on 22.
+_MAX_WORKERS = 128
 
 
 def _host(word: str, text: str) -> Host:
@@ -199,7 +199,7 @@ def _host(word: str, text: str) -> Host:
     elif place.count(":") == 1:
         name, _, port_text = place.partition(":")
         port = _port(port_text, text)
-        if port <= _MOST_WORKERS and port != 22:
+        if port <= _MAX_WORKERS and port != 22:
             raise SpecError(
                 f"{_short(word)} means port {port} of {name}, which is probably not a port of sshd",
                 f"for {port} workers: `{name} slots={port}` in a host file, or"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clusterjob.errors import SpecError
 
-_LARGEST = 100_000  # bytes; Linux allows 131,072 per variable with its name (MAX_ARG_STRLEN)
+_MAX_BYTES = 100_000  # of a value; Linux allows 131,072 bytes per NAME=VALUE (MAX_ARG_STRLEN)
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Secret:
                 raise SpecError(
                     f"--secret {self.name}: its file cannot be read: {why}", hint
                 ) from None
-        if b"\0" in value or len(value) > _LARGEST:
+        if b"\0" in value or len(value) > _MAX_BYTES:
             raise SpecError(
                 f"--secret {self.name}: the value does not fit into a variable",
-                f"the value must be at most {_LARGEST} bytes without a NUL byte",
+                f"the value must be at most {_MAX_BYTES} bytes without a NUL byte",
             )
         return value
 

@@ -56,9 +56,9 @@ from clusterjob.node.verdict import JobState, Verdict
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two polls of one job
-_ARRAY = "an array"  # shown instead of a state: each element has its own
-_LONGEST_PAUSE_OF_MANY = 1.0  # seconds between two polls of many jobs
+_FIRST_PAUSE, _MAX_PAUSE = 0.02, 0.25  # first and maximum seconds between two polls of one job
+_ARRAY = "an array"  # shown instead of a state: each element has a state of its own
+_MAX_PAUSE_OF_MANY = 1.0  # maximum seconds between two polls of many jobs
 
 
 def resolve_settings(
@@ -130,7 +130,7 @@ def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
 
 
 def _with_value(item: str) -> str:
-    """Return NAME=VALUE for an item of ``--env``; NAME alone takes this environment's value."""
+    """Return NAME=VALUE for an item of ``--env``; add this process's value to NAME alone."""
     if "=" in item:
         return item
     if item not in os.environ:
@@ -139,7 +139,7 @@ def _with_value(item: str) -> str:
 
 
 def _refuse_inside_a_job() -> None:
-    """Refuse to submit from inside a job: the new job would run on one of its nodes by mistake.
+    """Refuse to submit from inside a job: the new job might use that job's nodes by mistake.
 
     Raises:
         PlacementError: the environment is that of a job's node.
@@ -217,8 +217,8 @@ def _gpus(asked: int | str | None) -> tuple[str, int | None]:
 def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
     """Remove the hosts from the settings and return them.
 
-    They come from --hosts or --hostfile. If neither is set, the ssh backend takes the hosts from
-    the platform's variables.
+    The hosts are those of --hosts or --hostfile. If neither is set, the ssh backend reads the hosts
+    from the platform's variables.
     """
     text, file = values.pop("hosts", None), values.pop("hostfile", None)
     found = hosts.named_hosts(text, file, directory=directory)
@@ -233,8 +233,9 @@ def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts
 def default_python(environ: Mapping[str, str]) -> str:
     """Return the default Python interpreter of a job.
 
-    It is that of the active virtual or conda environment, else the one that runs clusterjob. An
-    isolated installation (pipx, uv tool) usually has no torch: there it is python3 from PATH.
+    The default is the interpreter of the active virtual or conda environment, else the interpreter
+    that runs clusterjob. An isolated installation (pipx, uv tool) usually has no torch: its default
+    is python3 from PATH.
     """
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         candidate = Path(environ.get(variable) or "/nonexistent") / "bin" / "python"
@@ -281,7 +282,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         submitter=processes.ProcessIdentity.of_this_process(), array=plan.array,
     )  # fmt: skip
     try:
-        # First, so that a killed submit leaves no job directory without a record.
+        # Save the record first: a killed submit then leaves no job directory without a record.
         records.save(record)
         plans.write_files(plan, values)
         for file in plan.files:
@@ -296,7 +297,8 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
             backend.cancel(records.elements(replace(record, handle=handle)))
             raise
         except KeyboardInterrupt:
-            # The cancel request below is read only once the job starts; this cancels it in a queue.
+            # The job reads the cancel request below only after its start. This call also cancels a
+            # job that waits in a queue.
             with contextlib.suppress(ClusterJobError):
                 backend.cancel(records.elements(replace(record, handle=handle)))
             raise
@@ -306,7 +308,8 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         )
         raise
     except KeyboardInterrupt:
-        # At any point of the submit: `status` shows the request, and a part that still starts ends.
+        # Ctrl-C may stop the submit at any point. `status` shows this request, and a part of the
+        # job that still starts reads it and ends.
         ends.cancel(plan.job_dir)
         raise
     except ClusterJobError:
@@ -321,7 +324,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
 def _remove_leftovers(records: Records) -> None:
     """Remove partial records and old, unused job directories that killed submits left.
 
-    A directory is unused if it has no record and nothing was started in it.
+    A directory is unused if it has no record and no process was started in it.
     """
     files.remove_leftovers(records.directory)
     try:
@@ -336,7 +339,7 @@ def _remove_leftovers(records: Records) -> None:
             or any((job_dir / ENDS).glob("*"))
         ):
             continue
-        # The directory of a queued job looks the same, and NFS may not list its record yet.
+        # The directory of a queued job also looks unused, and NFS may not list its record yet.
         with contextlib.suppress(OSError):
             if files.is_old(job_dir) and not records.has(job_dir.name):
                 shutil.rmtree(job_dir, ignore_errors=True)
@@ -380,7 +383,7 @@ def doctor_checks(settings: config.Settings, directory: Path) -> Iterator[Check]
 
     Args:
         settings: the job's settings.
-        directory: as for `make_spec`.
+        directory: the default working directory, as in `make_spec`.
 
     Raises:
         UsageError: the cluster cannot run a job with these settings.
@@ -424,7 +427,7 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
         if record.end is not None and (status.provisional or status.state is JobState.UNKNOWN):
-            status = _from_end(Verdict.from_json(record.end))  # the best that is known
+            status = _from_end(Verdict.from_json(record.end))  # the recorded, provisional end
         if status.handle is not None and record.handle is None and record.index is None:
             record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job
         elif status.handle is not None and record.handle is None:
@@ -471,13 +474,13 @@ def with_states(error: AmbiguousId) -> AmbiguousId:
 
 
 def _ask(name: str, group: Sequence[Record]) -> dict[str, Status]:
-    """Ask one backend for the status of jobs.
+    """Query one backend for the status of jobs.
 
     A broken record or directory makes only its own job UNKNOWN.
     """
     try:
         backend = _backend(name)
-    except ClusterJobError as error:  # the backend's package is no longer installed
+    except ClusterJobError as error:  # the backend's package is not installed any more
         return {record.job_id: Status(JobState.UNKNOWN, error.message) for record in group}
     try:
         return backend.status(group)
@@ -543,13 +546,13 @@ def fetch(
         paths: files and directories, relative to the job's working directory.
         target: destination directory; with several hosts, each gets a directory ``node<k>`` in it.
         nodes: nodes to copy from; None for all.
-        may_replace: takes the files that have changed here; returns whether to replace them, all
-            or none.
+        may_replace: receives the names of the files that have changed on this machine; returns
+            whether to replace all of them or none.
         limits: how much each host may send.
 
     Raises:
         ClusterJobError: the working directory is on this machine, a host cannot be reached, or a
-            host has nothing at a path.
+            host has no file at a path.
         UsageError: the job has no such node.
     """
     backend = _backend(record.backend)
@@ -564,7 +567,7 @@ def fetch(
 
 
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
-    """Stop jobs; return each job with True if it still had to be stopped.
+    """Stop jobs; return each job, and whether it still had to be stopped.
 
     The elements of an array are stopped together. A job whose recorded end is provisional may still
     run: its backend tries again and notes the attempt in the job's directory.
@@ -609,10 +612,11 @@ def follow(
 
     Args:
         record: the job.
-        show: takes the new lines of one poll, in order, in small batches; a batch is empty if only
-            an unfinished line has grown.
+        show: receives the new lines of one poll, in order, in small batches; a batch is empty if
+            only an unfinished line has grown.
         progress: called with the status at each poll.
-        reader: source of the lines; it may have read some already, or may read only one worker's.
+        reader: source of the lines; it may have read some lines already, or may read only the lines
+            of one worker.
         logs: whether to fetch the logs, which takes time if they are on another machine.
     """
     reader = reader or LogReader(record.job_dir)
@@ -628,7 +632,7 @@ def follow(
         if now.verdict is not None:
             return now.verdict
         progress(now)
-        pause = _FIRST_PAUSE if first is not None else min(_LONGEST_PAUSE, pause * 1.3)
+        pause = _FIRST_PAUSE if first is not None else min(_MAX_PAUSE, pause * 1.3)
         time.sleep(pause)
 
 
@@ -636,7 +640,7 @@ def wait_for_all(wanted: Sequence[Record], on_end: Callable[[Record, Status], No
     """Wait until all jobs have ended; return the first exit code that is not 0, else 0.
 
     Args:
-        wanted: the jobs, such as an array's elements; their order decides which code is first.
+        wanted: the jobs, such as an array's elements; "first" means the first in this order.
         on_end: called with each job when its end is seen.
     """
     open_ = [element for record in wanted for element in Records().elements(record)]
@@ -651,7 +655,7 @@ def wait_for_all(wanted: Sequence[Record], on_end: Callable[[Record, Status], No
         open_ = [record for record, now in pairs if now.verdict is None]
         if not open_:
             return next((code for code in codes.values() if code), 0)
-        pause = _FIRST_PAUSE if ended else min(_LONGEST_PAUSE_OF_MANY, pause * 1.3)
+        pause = _FIRST_PAUSE if ended else min(_MAX_PAUSE_OF_MANY, pause * 1.3)
         time.sleep(pause)
 
 

@@ -13,7 +13,7 @@ from clusterjob.backends.base import Status
 from clusterjob.core.records import SEPARATOR, Record, Records
 from clusterjob.node.system import files
 
-_CACHE = ".ended.json"  # beside the records, whose names never begin with a dot
+_CACHE = ".ended.json"  # in the directory of the records, whose names never begin with a dot
 _SCHEMA = 1
 # Inode, modification time (ns since the epoch) and size (bytes); they change with the file.
 Stamp = tuple[int, int, int]
@@ -53,7 +53,7 @@ def row_of(record: Record, status: Status) -> ListRow:
 
 
 class Listing:
-    """All jobs: the rows of the ended jobs, and the records of the others.
+    """All jobs: the rows of the ended jobs, and the records of the other jobs.
 
     Attributes:
         rows: jobs with a recorded verdict; each element of an array has a row.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import zipfile
 
 NAME = "clusterjob-node.pyz"
-LIMIT = 150_000  # bytes; a larger zip slows submissions to many hosts (a test checks it)
-# Code that only submits jobs to other machines. It needs libraries of an installed clusterjob; see
+LIMIT = 150_000  # maximum bytes; a larger zip slows submissions to many hosts (a test checks it)
+# Code that only submits jobs to other machines. It needs the libraries of an installation; see
 # `clusterjob.node.zip.importer`.
 LEFT_OUT = (
     "cli/",
@@ -28,15 +28,15 @@ LEFT_OUT = (
     "backends/slurm/",
     "backends/ssh/",
 )
-# The modules that load the others. Those are in one compressed block, which is half as long as
-# separate entries and starts faster.
+# The modules that load the other modules. The other modules are in one compressed block, which is
+# half as large as separate entries and is loaded faster.
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/zip/__init__.py", "node/zip/importer.py")
 _INSTALL = (
     "\nfrom clusterjob.node.zip import importer as _importer\n\n_importer.install(__file__)\n"
 )
 _DOCSTRING = re.compile(r'r?"""')
 _END_BYTES = 22  # length of the end record of a zip without a comment
-_MOST_KEPT = 4  # zips of other sources, such as another environment, to keep
+_MAX_KEPT = 4  # maximum number of zips of other sources, such as another environment, to keep
 _made: dict[str, bytes] = {}  # zips that this process has built, by cache name
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time, so equal sources give equal bytes
 
@@ -44,10 +44,10 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time, so equal sources give equal bytes
 def node_zip(cache: Path | None = None) -> bytes:
     """Return the package as a zip that Python can run, and import from on PYTHONPATH.
 
-    It has everything that a job needs, so it may shadow an installed package; `LEFT_OUT` lists the
-    parts that it lacks. It has only sources: compiled files would work with one version of Python,
-    save 30 ms of the agent's start and triple the size. Comment lines and docstrings are removed,
-    but line numbers stay the same, so a traceback names the lines of the source.
+    The zip has everything that a job needs, so it may shadow an installed package; `LEFT_OUT` lists
+    the parts that it lacks. It has only sources: compiled files would work with only one version of
+    Python, save 30 ms of the agent's start and triple the size. Comment lines and docstrings are
+    removed, but line numbers stay the same, so a traceback shows the lines of the source.
 
     Inside a job, the job's own zip is returned.
 
@@ -93,7 +93,7 @@ def keep(data: bytes, cache: Path) -> None:
         private_dirs.make(cache)
         files.write_atomic(kept, data)
         others = [path for path in cache.glob("node-*.pyz") if path != kept]
-        for other in sorted(others, key=lambda path: path.stat().st_mtime)[:-_MOST_KEPT]:
+        for other in sorted(others, key=lambda path: path.stat().st_mtime)[:-_MAX_KEPT]:
             other.unlink(missing_ok=True)
     except OSError:
         pass
@@ -166,9 +166,9 @@ def _make(package: Path, sources: list[Path]) -> bytes:
 def bare(source: str) -> str:
     """Return Python source without comment lines and docstrings, each statement on its own line.
 
-    It scans lines instead of parsing, which takes a twentieth of the time. It relies on the layout
-    of this package: a docstring has triple double quotes, follows a line that ends with a colon or
-    is the first statement, and ends its line. A test compares the result with Python's parser.
+    It scans the lines, which takes a twentieth of the time of Python's parser. It relies on the
+    layout of this package: a docstring has triple double quotes, follows a line that ends with a
+    colon or is the first statement, and ends its line. A test compares the result with the parser.
     """
     kept: list[str] = []
     closing, in_docstring, may_begin = "", False, True

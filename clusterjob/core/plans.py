@@ -55,8 +55,8 @@ class PlannedCommand:
         env: variables added to its environment.
         node_rank: rank of the node that it starts.
         host: the host to start it on over SSH; empty for this machine, or if argv names the host.
-        directory: working directory on the host; a ``~`` at its beginning is the home directory
-            there.
+        directory: working directory on the host; a ``~`` at its beginning is the home directory on
+            that host.
     """
 
     argv: tuple[str, ...]
@@ -93,7 +93,7 @@ class Plan:
         spec: the job.
         files: files to write, in this order.
         commands: commands to start, in this order, once all files are written.
-        notes: messages for the user, such as that there are too few GPUs.
+        notes: messages for the user, such as a warning about too few GPUs.
         array: for an array, the data for its record.
         sends_code: whether the files of the working directory are sent too.
     """
@@ -185,7 +185,7 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         values: the user's secrets, as `job_secrets.packed` returns them.
 
     Raises:
-        RecordError: it cannot be written, or the disk is full; nothing of it is left.
+        RecordError: it cannot be written, or the disk is full; no part of it is left.
     """
     try:
         private_dirs.make(plan.job_dir.parent)

@@ -70,8 +70,8 @@ class Record:
         submitter: the process that submits it; other processes check whether it still runs.
         end: the verdict as plain data once it is known; it remains when the job's directory is
             removed.
-        provisional: whether the end is a guess, because hosts that have it were not reached; a
-            later answer corrects it.
+        provisional: whether the end is a guess, because the hosts that have the real end were not
+            reached; a later answer corrects it.
         array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each part
             that was submitted).
         index: for an element of an array, its index.
@@ -160,7 +160,7 @@ class Record:
 
     @property
     def may_be_corrected(self) -> bool:
-        """Whether the recorded end is provisional and recent, so that hosts are asked again."""
+        """Whether the recorded end is provisional and recent, so that hosts are polled again."""
         if not self.provisional or self.end is None:
             return False
         try:
@@ -313,7 +313,7 @@ class Records:
         try:
             self._path(job_id).unlink(missing_ok=True)
         except OSError:
-            pass  # where files cannot be removed, the record could not be written either
+            pass  # if files cannot be removed from the directory, the record was not written either
 
     def elements(self, record: Record) -> list[Record]:
         """Return the elements of an array with their recorded ends; for another job, the job."""

@@ -1,11 +1,11 @@
 """Render templates into scripts and YAML; refuse a template that writes an unquoted value.
 
 The filters of this module quote every value. Templates are in ``templates/`` at the top of the
-source tree; a wheel contains them as ``clusterjob/templates``. A template may come from a cloned
+source tree; a wheel contains them as ``clusterjob/templates``. A template may be part of a cloned
 repository, and a dry run renders it. Therefore it runs in jinja2's sandbox. The length of the
 script is limited, as are the results of the operators ``*``, ``**`` and ``%``. Methods and filters
 such as ``ljust`` and ``center`` are not limited: a hostile template can use much memory and time,
-but do no other harm.
+but cannot do other harm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import jinja2
     from yaml import ScalarNode
 
-_MOST_TEXT = 4 << 20  # characters that a template may write; Slurm takes scripts of up to 4 MiB
+_MAX_TEXT = 4 << 20  # maximum characters of a rendered text; Slurm accepts scripts of up to 4 MiB
 
 
 class Quoted(str):
@@ -41,8 +41,8 @@ def sh(value: object) -> Quoted:
     """
     if isinstance(value, Quoted):
         return value
-    # shlex.quote keeps a carriage return inside the quotes, and sbatch refuses a script that has
-    # one before a line break.
+    # shlex.quote keeps a carriage return inside the quotes, and sbatch refuses a script that has a
+    # carriage return before a line break.
     return Quoted(shlex.quote(str(value)).replace("\r", "'$'\\r''"))
 
 
@@ -53,7 +53,7 @@ def sh_words(values: Iterable[object]) -> Quoted:
 
 def sh_line(values: Iterable[object]) -> Quoted:
     """Quote several values as several bash words on one line, also if a value has a line break."""
-    # sh_words puts a line break between single quotes, and nowhere else.
+    # In the result of sh_words, every line break is between single quotes.
     return Quoted(sh_words(values).replace("\n", "'$'\\n''"))
 
 
@@ -127,8 +127,8 @@ def in_shell(value: Any, path: str, variable: str) -> Any:
 def template_directory() -> Path:
     """Return the directory of the templates.
 
-    It is inside the package of a wheel, and beside the package in a source tree. Inside a job it
-    belongs to the installed package, as the node zip has no templates.
+    In a wheel it is inside the package; in a source tree it is in the same directory as the
+    package. Inside a job it belongs to the installed package: the node zip has no templates.
 
     Raises:
         TemplateError: this process runs inside a job, and no package of its version is installed.
@@ -188,9 +188,9 @@ def _bounded(pieces: Iterable[str]) -> str:
 
     found, size = [], 0
     for piece in pieces:
-        size += len(piece) + 1  # an empty piece costs time too
-        if size > _MOST_TEXT:
-            raise jinja2.TemplateRuntimeError(f"it writes more than {_MOST_TEXT:,} characters")
+        size += len(piece) + 1  # + 1: an empty piece also takes time
+        if size > _MAX_TEXT:
+            raise jinja2.TemplateRuntimeError(f"it writes more than {_MAX_TEXT:,} characters")
         found.append(piece)
     return "".join(found)
 
@@ -210,7 +210,7 @@ def _environment(directory: Path) -> jinja2.Environment:
         ) -> Any:
             if not _is_small(operator, left, right=right):
                 raise jinja2.TemplateRuntimeError(
-                    f"the result of {operator} may be longer than {_MOST_TEXT:,} characters"
+                    f"the result of {operator} may be longer than {_MAX_TEXT:,} characters"
                 )
             return super().call_binop(context, operator, left, right)
 
@@ -236,7 +236,7 @@ def _is_small(operator: str, left: Any, right: Any) -> bool:
     lengths = [len(value) for value in (left, right) if hasattr(value, "__len__")]
     numbers = [abs(value) for value in (left, right) if isinstance(value, (int, float))]
     if lengths:
-        return math.prod(lengths) * math.prod(numbers) <= _MOST_TEXT
+        return math.prod(lengths) * math.prod(numbers) <= _MAX_TEXT
     return all(number <= 2**64 for number in numbers) and (operator == "*" or numbers[-1] <= 64)
 
 

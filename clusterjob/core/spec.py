@@ -22,7 +22,7 @@ from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.options import OPTIONS, Target
 from clusterjob.errors import SpecError
-from clusterjob.node.contract import LAUNCH_VARIABLES
+from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
 
@@ -83,9 +83,9 @@ class JobSpec:
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
         resources: the requested resources.
         nproc_per_node: workers on each node.
-        nproc_is_default: whether nproc_per_node is a default; a platform that knows its nodes' GPUs
-            may replace it. In a plan, whether the platform will replace it.
-        max_restarts: how often the workers are started again after a failure.
+        nproc_is_default: whether nproc_per_node is a default; a platform may replace it by the
+            number of GPUs of a node. In a plan, whether the platform will replace it.
+        max_restarts: maximum number of restarts of the workers after a failure.
         start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
         launcher: ``agent``, ``torchrun`` for torch's agent on each node, or ``srun`` for one Slurm
             task per worker.
@@ -93,12 +93,12 @@ class JobSpec:
         template: the user's template that replaces the backend's.
         options: backend options by name, such as Slurm flags (``--set``).
         hosts: the hosts of the nodes, in order, for backends without a queue.
-        gpus: GPUs of each host: their numbers, or ``auto`` for idle ones; empty for all.
+        gpus: GPUs of each host: their numbers, or ``auto`` for idle GPUs; empty for all.
         login: login host of a cluster whose commands are missing on this machine; empty if this
             machine has them.
         include_secrets: also send files that look like secrets.
-        sync: send the working directory to the hosts, or to the login host; if false, it exists
-            there already, under the same path.
+        sync: send the working directory to the hosts, or to the login host; if false, these hosts
+            already have it under the same path.
         container: container image in which a node runs the job.
         array, sweep: the elements of the job, if it is an array; see
             `clusterjob.core.arrays.parse`.
@@ -193,7 +193,7 @@ class JobSpec:
 
     def _check_program(self) -> None:
         if not self.sync:
-            return  # the program is where the job runs, and perhaps not on this machine
+            return  # the program may exist only on the machines that run the job
         if not self.workdir.is_dir():
             raise SpecError(f"the working directory {str(self.workdir)!r} does not exist")
         if self.program.kind == "script":
@@ -260,7 +260,7 @@ class JobSpec:
     def from_json(cls, data: Mapping[str, Any]) -> JobSpec:
         """Return the spec that `to_json` wrote, without the files of secrets.
 
-        An unknown key is ignored and a missing one has its default. The values are not validated
+        An unknown key is ignored, and a missing key has its default. The values are not validated
         again: the script or the working directory may have been removed meanwhile.
 
         Raises:

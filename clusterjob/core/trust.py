@@ -1,9 +1,10 @@
 """Decide whether settings of a project's configuration file may be used.
 
-The decision depends on who could have written the file, on the program that the user runs, and on
-the files that the user has trusted. A cloned repository may contain a configuration file. Its
-numbers and names are harmless. Every other setting executes something or sends a job elsewhere. It
-is used for a program of the same project; otherwise only after ``clusterjob trust``.
+The decision depends on the users who could have written the file, on the program that the user
+runs, and on the files that the user has trusted. A cloned repository may contain a configuration
+file. Its numbers and names are harmless. Every other setting executes something or sends a job to
+another cluster. Such a setting is used for a program of the same project; for any other program it
+is used only after ``clusterjob trust``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from clusterjob.errors import ConfigError, Untrusted
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 
-# Settings that neither execute anything nor send a job elsewhere. Every other setting needs trust,
-# so a new one needs it until it is added here.
+# Settings that neither execute anything nor send a job to another cluster. Every other setting
+# needs trust, so a new setting needs trust until it is added to this set.
 HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
     "max_restarts", "start", "launcher", "require_gpus", "gpus", "sync", "account", "partition",
@@ -113,7 +114,7 @@ def why_ignored(path: Path) -> str:
 
 
 def risky_settings(data: Mapping[str, Any]) -> list[RiskySetting]:
-    """Return all settings of a file that execute something or send a job elsewhere."""
+    """Return all settings of a file that execute something or send a job to another cluster."""
     found = (
         [RiskySetting("", "cluster", value=data["cluster"])]
         if data.get("cluster", HERE[0]) not in HERE
@@ -146,7 +147,8 @@ def check(
         lines: the settings of the file that the command would use and that need trust.
         workdirs: the directory in which the program starts; if a project's file sets it, also the
             user's current directory. The program must be below the file's directory from each of
-            them. Otherwise a file could declare another project's program its own.
+            these directories. Otherwise a file could declare that another project's program is its
+            own.
         use: how the command will use the settings.
 
     Raises:

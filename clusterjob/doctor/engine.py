@@ -8,7 +8,7 @@ from enum import Enum
 
 from clusterjob.errors import ClusterJobError
 
-_SHOWN = 4  # hosts to name; the rest is only counted
+_SHOWN = 4  # maximum number of hosts to name; the other hosts are only counted
 
 
 class CheckState(str, Enum):
@@ -17,7 +17,7 @@ class CheckState(str, Enum):
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
-    UNKNOWN = "unknown"  # not checked, or only a job can show it
+    UNKNOWN = "unknown"  # not checked, or visible only to a running job
 
     def __str__(self) -> str:
         return self.value
@@ -71,14 +71,14 @@ def unknown(words: str, hint: str = "") -> CheckFinding:
 
 @dataclass(frozen=True)
 class CheckStep:
-    """One check function, with its name and the checks that it needs.
+    """One check function, with its name and the earlier checks that it needs.
 
     Attributes:
         name: the check's name.
         find: runs the check and returns its findings; a `ClusterJobError` or an OSError counts as
             a failure with the error's message.
         needs: names of earlier checks that must succeed before this one runs.
-        hint: the hint for an error that has none.
+        hint: the hint for an error without a hint of its own.
     """
 
     name: str
@@ -143,7 +143,7 @@ def of_hosts(found: Mapping[str, CheckFinding], total: int | None = None) -> Ite
 
 
 def listed(hosts: Iterable[str]) -> str:
-    """Return host names as text: the first ones, and the number of the others."""
+    """Return host names as text: the first names, and the number of the other hosts."""
     names = list(hosts)
     more = len(names) - _SHOWN
     return ", ".join(names) if more <= 1 else f"{', '.join(names[:_SHOWN])} and {more} more"

@@ -32,7 +32,7 @@ def interpreter(answer: Answer) -> CheckFinding:
 
 
 def torch(answer: Answer, *, needed: bool = True) -> CheckFinding:
-    """Check torch as that interpreter imports it.
+    """Check torch as the job's interpreter imports it.
 
     Args:
         answer: the facts about the machine.
@@ -98,12 +98,12 @@ def start(answer: Answer, mode: str) -> CheckFinding:
 
 
 def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) -> CheckFinding:
-    """Check the GPUs: those of the driver, those that torch sees, and those that the job needs.
+    """Compare the GPUs of the driver, the GPUs that torch sees, and the GPUs that the job needs.
 
     Args:
         installed: number of GPUs that the driver shows to this user.
         answer: the facts about the machine.
-        wanted: number of GPUs that the job needs on it; None if the job does not specify it.
+        wanted: number of GPUs that the job needs on the machine; None if the job does not set it.
         required: whether too few GPUs are an error; else the job is a rehearsal on the CPU.
     """
     seen = answer["facts"]["gpus"]

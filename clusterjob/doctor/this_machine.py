@@ -20,9 +20,10 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, ok, warning
 from clusterjob.node.host_server import host_check
+from clusterjob.node.host_server.requests import Facts
 from clusterjob.node.system import files
 
-_TIMEOUT = 5.0  # seconds to resolve a name
+_TIMEOUT = 5.0  # maximum seconds to resolve a name
 _SLOW_NAME = 1.0  # seconds; a slower resolution is a warning
 
 
@@ -57,8 +58,10 @@ class Machine:
         with tempfile.TemporaryDirectory(prefix="clusterjob-doctor-") as folder:
             archive = Path(folder) / node_zip.NAME
             archive.write_bytes(node_zip.node_zip(node_zip.cache_directory()))
-            request = {"python": spec.python, "setup": list(spec.setup), "env": dict(spec.env)}
-            self._answer = host_check.facts(str(spec.workdir), request, node_zip=str(archive))
+            request = Facts(
+                spec.python, tuple(spec.setup), env=dict(spec.env), workdir=str(spec.workdir)
+            )
+            self._answer = host_check.facts(request, node_zip=str(archive))
         yield fitness.interpreter(self._answer)
 
     def _gpus(self) -> Iterator[CheckFinding]:

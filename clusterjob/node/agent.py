@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract
+from clusterjob.node import contract, environments
 from clusterjob.node.contract import World
-from clusterjob.node.environments import paddle_endpoints
+from clusterjob.node.environments import worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
@@ -79,16 +79,12 @@ class Agent:
         self._world: World | None = None
         self._running: set[int] = set()  # local ranks
         self._exec_reason = ""  # why the workers are not forked, until it is sent
-        # A task of a Slurm step is a child of slurmstepd. Slurm does not notice that slurmstepd was
-        # killed: the job stays RUNNING, and scancel does not reach this agent. On other platforms
-        # the parent may end.
-        in_step = os.environ.get("SLURM_STEP_ID") and os.environ.get("CLUSTERJOB_TASK")
-        self._slurmstepd = os.getppid() if in_step else None
+        self._supervisor = environments.supervisor(os.environ)
         self._stop_ordered = False
         self._warning_sent = self._kill_sent = False
         self._forkserver_end: asyncio.Future[None] | None = None
-        # Node 0 holds one more port, for PADDLE_MASTER.
-        self._held = paddle_endpoints.HeldPorts(nproc + (topology.node_rank == 0))
+        # Node 0 holds one more port, which rank 0 binds itself.
+        self._held = worker_endpoints.HeldPorts(nproc + (topology.node_rank == 0))
         self._directory = log_files.node_directory(job_dir, topology.node_rank)
         self._timeline = log_files.Timeline(self._directory)
         self._failures = Failures(
@@ -116,7 +112,7 @@ class Agent:
         loop.add_reader(self._forkserver.control, self._receive_from_forkserver)
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
         self._requests.listen(self._forkserver.early)
-        if self._slurmstepd is not None and self._topology.node_rank == 0:
+        if self._supervisor is not None and self._topology.node_rank == 0:
             self._requests.poll_job_dir()  # the coordinator then informs the other nodes
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
@@ -213,7 +209,7 @@ class Agent:
 
     async def _join(self) -> None:
         """Join the coordinator. No link is set if the job was cancelled first."""
-        address = paddle_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
+        address = worker_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
         hello = messages.Hello(
             node_rank=self._topology.node_rank,
             host=self._host,
@@ -222,8 +218,8 @@ class Agent:
             nnodes=self._topology.nnodes,
             nproc=self._nproc,
             counted_by=self._job.counted_by,
-            endpoints=tuple(paddle_endpoints.endpoint(address, p) for p in self._held.ports),
-            wants_endpoints=paddle_endpoints.may_be_used(self._options.program),
+            endpoints=tuple(worker_endpoints.endpoint(address, p) for p in self._held.ports),
+            wants_endpoints=worker_endpoints.may_be_used(self._options.program),
         )
         if self._topology.node_rank == 0:
             self._coordinator = Coordinator(
@@ -289,7 +285,7 @@ class Agent:
             return
         variables = contract.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
-        ) | paddle_endpoints.backend_default(os.environ, gpus)
+        ) | worker_endpoints.backend_default(os.environ, gpus)
         variables |= {
             contract.JOB_ID: self._job.job_id,
             contract.JOB_DIR: str(self._job_dir),
@@ -507,9 +503,9 @@ class Agent:
             await asyncio.sleep(log_files.INTERVAL)
             self._timeline.note()
             self._console.show()
-            if self._slurmstepd not in (None, os.getppid()):
-                self._slurmstepd = None
-                self._node_failed("slurmstepd, the parent of this node's agent, was killed")
+            if self._supervisor is not None and self._supervisor[1] != os.getppid():
+                name, self._supervisor = self._supervisor[0], None
+                self._node_failed(f"{name}, the parent of this node's agent, was killed")
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 They are the contract between the submit half and the node half. Workers get torch's own variables,
 so a script that does not know clusterjob runs under it. Source:
 https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables". They also get
-PaddlePaddle's variables (`paddle_endpoints`).
+variables of other frameworks (`worker_endpoints`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import paddle_endpoints
 from clusterjob.node.system import network
 
 JOB_ID = "CLUSTERJOB_JOB_ID"
@@ -37,7 +36,7 @@ LAUNCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", *paddle_endpoints.VARIABLES,
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
 )  # fmt: skip
 
 
@@ -55,8 +54,8 @@ class World:
             different numbers of workers).
         world_size: number of workers of the job.
         gpus: number of GPUs that a worker of this node sees.
-        paddle_master: ``host:port`` on which PaddlePaddle's rank 0 listens; empty if no ports are
-            reserved for its processes.
+        endpoints_master: ``host:port`` that rank 0 binds itself, for a framework that needs it;
+            empty if no ports are reserved.
         endpoints: endpoints of all workers, by rank, separated by commas; empty if the list is too
             long for a variable.
         own_endpoints: endpoints of this node's workers, in the same form.
@@ -72,7 +71,7 @@ class World:
     first_rank: int
     world_size: int
     gpus: int = 0
-    paddle_master: str = ""
+    endpoints_master: str = ""
     endpoints: str = ""
     own_endpoints: str = ""
 
@@ -107,7 +106,7 @@ def worker_variables(
         # If True, every rank is a client: env:// scripts work unchanged, and the store outlives
         # rank 0.
         "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
-    } | _of_paddle(world, local_rank, rank=rank)
+    }
 
 
 def store_address(world: World, launcher: str) -> str:
@@ -120,30 +119,6 @@ def store_address(world: World, launcher: str) -> str:
         if world.agent_store or launcher == "torchrun"
         else ""
     )
-
-
-def _of_paddle(world: World, local_rank: int, rank: str) -> dict[str, str]:
-    """Return PaddlePaddle's variables; empty if no ports are reserved for its processes."""
-    own = world.own_endpoints.split(",")
-    if not world.paddle_master or len(own) != world.nproc:
-        return {}
-    variables = {
-        "PADDLE_TRAINER_ID": rank,
-        "PADDLE_TRAINERS_NUM": str(world.world_size),
-        "PADDLE_MASTER": world.paddle_master,  # not torch's port: rank 0 binds it itself
-        "PADDLE_CURRENT_ENDPOINT": own[local_rank],
-        "PADDLE_NNODES": str(world.nnodes),
-        "PADDLE_RANK_IN_NODE": str(local_rank),
-        "PADDLE_LOCAL_RANK": str(local_rank),
-        "PADDLE_LOCAL_SIZE": str(world.nproc),
-    }
-    if world.endpoints:
-        variables["PADDLE_TRAINER_ENDPOINTS"] = world.endpoints
-    if world.gpus:
-        variables["FLAGS_selected_gpus"] = str(
-            local_rank % world.gpus
-        )  # init_parallel_env() requires it on a machine with GPUs
-    return variables
 
 
 def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:

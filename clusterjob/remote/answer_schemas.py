@@ -20,6 +20,7 @@ from clusterjob.core.schema import (
     Text,
 )
 from clusterjob.node.host_server import commands, poll, results
+from clusterjob.node.host_server.requests import HostRequest
 
 MAX_LINE = 1 << 20  # bytes of an answer's JSON line, unless its request allows more
 MAX_FILES = 10_000  # files of one node that an answer may name
@@ -92,21 +93,22 @@ _COMMAND = AnswerSchema(
     ),
     2 * commands.MAX_OUTPUT,
 )
+# By the class name of the request.
 _ANSWERS = {
-    "check": AnswerSchema(_CHECK),
-    "fit": AnswerSchema(Object({"errors": _TEXTS})),
-    "facts": AnswerSchema(_INTERPRETER),
-    "install": AnswerSchema(Object({"missing": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
-    "blobs": AnswerSchema(Object({"wrong": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
-    "reserve": AnswerSchema(Object({"devices": Nullable(_TEXT), "short": _TEXT})),
-    "up": AnswerSchema(Object({"up": Flag()}, {"why": _TEXT})),
-    "cancel": AnswerSchema(Object({"running": Flag()})),
-    "poll_node": AnswerSchema(
+    "Check": AnswerSchema(_CHECK),
+    "Fit": AnswerSchema(Object({"errors": _TEXTS})),
+    "Facts": AnswerSchema(_INTERPRETER),
+    "Install": AnswerSchema(Object({"missing": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
+    "ReceiveFiles": AnswerSchema(Object({"wrong": ListOf(_DIGEST, 100_000)}), max_line=8 << 20),
+    "Reserve": AnswerSchema(Object({"devices": Nullable(_TEXT), "short": _TEXT})),
+    "Up": AnswerSchema(Object({"up": Flag()}, {"why": _TEXT})),
+    "Cancel": AnswerSchema(Object({"running": Flag()})),
+    "PollNode": AnswerSchema(
         Object({"known": Flag(), "alive": Flag(), "files": _FILES, "more": Flag()}),
         poll.MAX_ANSWER,
         max_line=4 << 20,
     ),
-    "poll_jobs": AnswerSchema(
+    "PollJobs": AnswerSchema(
         Object(
             {
                 "jobs": ListOf(
@@ -118,24 +120,26 @@ _ANSWERS = {
         max_line=16 << 20,
     ),
     # The request sets the limit of the bytes that follow.
-    "tree": AnswerSchema(Object({"absent": ListOf(_PATH)})),
-    "digests": AnswerSchema(
+    "Tree": AnswerSchema(Object({"absent": ListOf(_PATH)})),
+    "Digests": AnswerSchema(
         Object({"digests": ListOf(Text(64, "([0-9a-f]{64})?"), results.MAX_DIGESTS)})
     ),
-    "get": AnswerSchema(
+    "Get": AnswerSchema(
         Object({"lengths": ListOf(Integer(0, results.MAX_BYTES), results.MAX_PARTS)}),
         results.MAX_BYTES,
     ),
-    "listen": AnswerSchema(
+    "Listen": AnswerSchema(
         Object({"port": Integer(1, 65535), "addresses": ListOf(Text(64, r"[0-9A-Fa-f:.]+"), 1000)})
     ),
-    "probe": AnswerSchema(Object({"reached": ListOf(Text(64), 1000), "why": MapOf(_TEXT, 1000)})),
-    "run": _COMMAND,
-    "reap": _COMMAND,
+    "ProbeAddresses": AnswerSchema(
+        Object({"reached": ListOf(Text(64), 1000), "why": MapOf(_TEXT, 1000)})
+    ),
+    "RunCommand": _COMMAND,
+    "ReapCommand": _COMMAND,
 }
-# The answer to a request that returns nothing, such as put, start, remove or drop.
+# The answer to a request that returns nothing, such as Put, Start, Remove or DropCommand.
 _EMPTY = AnswerSchema(Object())
-# Average bytes of a tree's entry, which limits the answer to "tree".
+# Average bytes of a tree's entry, which limits the answer to `Tree`.
 TREE_ENTRY_BYTES = 400
 # One entry of a tree: path, kind, mode, size, modification time in ns, target of a link.
 TREE_ENTRY = Row((_PATH, Text(4, "file|dir|link"), Integer(0, 0o777), Integer(), Integer(), _PATH))
@@ -143,6 +147,6 @@ TREE_ENTRY = Row((_PATH, Text(4, "file|dir|link"), Integer(0, 0o777), Integer(),
 HEADER = Object({"size": Integer()}, {"error": Text(1 << 20)})
 
 
-def answer_schema(op: str) -> AnswerSchema:
+def answer_schema(request: HostRequest) -> AnswerSchema:
     """Return the schema of the answer to a request."""
-    return _ANSWERS.get(op, _EMPTY)
+    return _ANSWERS.get(type(request).__name__, _EMPTY)

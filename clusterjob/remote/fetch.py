@@ -12,11 +12,12 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterjob.core.schema import SchemaError
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
+from clusterjob.node.host_server.requests import Digests, Get, Tree
 from clusterjob.node.host_server.results import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
 from clusterjob.remote.answer_schemas import TREE_ENTRY, TREE_ENTRY_BYTES
 from clusterjob.remote.destination import (
@@ -96,7 +97,6 @@ class Fetch:
         self._session = session
         self._label = session.label
         self._request = request
-        self._where: dict[str, Any] = {"job": request.job_id, "workdir": request.workdir}
         self._done = Fetched(self._label)
 
     def run(self) -> Fetched:
@@ -135,13 +135,10 @@ class Fetch:
             paths = list(dict.fromkeys(asked.values()))
             most = _TREE_MARGIN + request.max_files * TREE_ENTRY_BYTES
             answer, data = self._session.ask(
-                "tree",
+                Tree(request.job_id, request.workdir, tuple(paths), most=request.max_files),
                 bulk=True,
-                paths=paths,
-                most=request.max_files,
                 timeout=_SLOW,
                 max_bytes=most,
-                **self._where,
             )
             absent = [text for text, path in asked.items() if path in answer["absent"]]
             rows = data.splitlines()
@@ -308,7 +305,9 @@ class Fetch:
         for begin in range(0, len(paths), MAX_DIGESTS):
             some = paths[begin : begin + MAX_DIGESTS]
             answer, _ = self._session.ask(
-                "digests", bulk=True, paths=some, timeout=_SLOW, **self._where
+                Digests(self._request.job_id, self._request.workdir, tuple(some)),
+                bulk=True,
+                timeout=_SLOW,
             )
             if len(answer["digests"]) != len(some):
                 raise HostError(
@@ -336,7 +335,9 @@ class Fetch:
 
     def _get(self, parts: list[tuple[str, int, int]]) -> list[bytes]:
         """Return the bytes of each (path, offset, length); fewer if the file became shorter."""
-        answer, data = self._session.ask("get", bulk=True, parts=parts, **self._where)
+        answer, data = self._session.ask(
+            Get(self._request.job_id, self._request.workdir, tuple(parts)), bulk=True
+        )
         lengths = answer["lengths"]
         fits = len(lengths) == len(parts) and all(
             length <= most for length, (_, _, most) in zip(lengths, parts, strict=False)

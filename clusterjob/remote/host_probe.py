@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import Check
 from clusterjob.remote.pool import for_each
 from clusterjob.remote.sessions import Place, Sessions
 
@@ -61,7 +62,7 @@ def probe_hosts(sessions: Sessions, place: Place, *, own: bool = True) -> list[H
         try:
             begin = time.time()
             answer, _ = sessions.session(place, node).ask(
-                "check", need=0, torch=own, own=own, gpus=True
+                Check(need=0, torch=own, own=own, gpus=True)
             )
             end = time.time()
         except HostError as error:

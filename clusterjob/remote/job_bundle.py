@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from clusterjob.core.snapshot import Snapshot, SnapshotEntry, changed
 from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import Install, Put, ReceiveFiles
 from clusterjob.remote.session import Session
 
 _SLOW = 600.0  # seconds for slow requests: a large copy on a slow disk
@@ -40,8 +40,10 @@ class JobBundle:
         Raises:
             HostError: a file cannot be written, or the host does not answer.
         """
-        listed = [(name, mode, len(data)) for name, mode, data in files]
-        self._ask("put", files=listed, body=b"".join(data for _, _, data in files))
+        listed = tuple((name, mode, len(data)) for name, mode, data in files)
+        self._session.ask(
+            Put(self._job_id, self._node, listed), body=b"".join(data for _, _, data in files)
+        )
 
     def install(self, snapshot: Snapshot) -> None:
         """Install the complete code in the job's directory on the host.
@@ -52,7 +54,9 @@ class JobBundle:
         """
         packed = snapshot.packed()
         for _ in range(3):  # a file that is damaged in the host's store is sent again
-            answer = self._ask("install", bulk=True, body=packed, timeout=_SLOW)
+            answer, _ = self._session.ask(
+                Install(self._job_id), bulk=True, body=packed, timeout=_SLOW
+            )
             if not answer["missing"]:
                 return
             self._send(set(answer["missing"]), snapshot)
@@ -79,15 +83,10 @@ class JobBundle:
                     done += len(piece)
                     self._progress(done, total)
 
-            listed = [(entry.value, entry.size) for entry in batch]
-            answer = self._ask(
-                "blobs", bulk=True, files=listed, body=pieces(), size=size, timeout=_SLOW
+            listed = tuple((entry.value, entry.size) for entry in batch)
+            answer, _ = self._session.ask(
+                ReceiveFiles(listed), bulk=True, body=pieces(), size=size, timeout=_SLOW
             )
             if answer["wrong"]:
                 raise changed(next(entry for entry in batch if entry.value in answer["wrong"]))
             sent += size
-
-    def _ask(self, op: str, **more: Any) -> dict[str, Any]:
-        answer, _ = self._session.ask(op, job=self._job_id, node=self._node, **more)
-        found: dict[str, Any] = answer
-        return found

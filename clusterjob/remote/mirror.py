@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.poll import MAX_BYTES
+from clusterjob.node.host_server.requests import PollNode
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import files
@@ -194,13 +195,10 @@ class JobMirror:
         sizes, most = self._sizes(logs=logs), LOG_BYTES if logs else STATUS_BYTES
         have = {**self._stamps, **sizes}
         answer, data = session.ask(
-            "poll_node",
+            PollNode(
+                self._job_id, self._node, logs=logs, most=most, sizes=sizes, stamps=self._stamps
+            ),
             bulk=logs,
-            job=self._job_id,
-            node=self._node,
-            logs=logs,
-            most=most,
-            have=have,
         )
         check_progress(session.label, [answer], data=data, most=most)
         self._volume = self._volume or Volume(session.label, self._job_dir)

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from clusterjob.core.schema import SchemaError
 from clusterjob.errors import HostError
-from clusterjob.remote.answer_schemas import HEADER, MAX_ERROR, answer_schema
+from clusterjob.node.host_server.requests import REQUESTS, HostRequest
+from clusterjob.remote.answer_schemas import HEADER, MAX_ERROR, AnswerSchema, answer_schema
 
 # A host that sends or accepts fewer bytes than this within its timeout makes no progress.
 PROGRESS_BYTES = 1 << 14
@@ -131,14 +132,13 @@ class Exchange:
 
     def ask(
         self,
-        op: str,
+        request: HostRequest,
         *,
         body: bytes | Iterable[bytes] = b"",
         size: int = 0,
         timeout: float | None = None,
         max_bytes: int | None = None,
         bulk: bool = False,
-        **fields: Any,
     ) -> tuple[Any, bytes]:
         """Send a request and return its answer; see `clusterjob.remote.session.Session.ask`."""
         pieces: Iterable[bytes] = [body] if isinstance(body, bytes) else body
@@ -146,12 +146,13 @@ class Exchange:
         seconds = timeout or self._timeout
         try:
             deadline = Deadline(seconds)
-            self.send(json.dumps({"op": op, "size": total, **fields}).encode() + b"\n", deadline)
+            line = {**REQUESTS.encode(request), "size": total}
+            self.send(json.dumps(line).encode() + b"\n", deadline)
             for piece in pieces:
                 self.send(piece, deadline)
             longest = None if bulk else seconds + _ANSWER_TIMEOUTS * self._timeout
             answer, data = self._receive(
-                op,
+                answer_schema(request),
                 Deadline(seconds, min(seconds, self._timeout), total=longest),
                 max_bytes=max_bytes,
             )
@@ -177,8 +178,9 @@ class Exchange:
             raise HostError(self.label, answer["error"][:MAX_ERROR])
         return answer, data
 
-    def _receive(self, op: str, deadline: Deadline, max_bytes: int | None) -> tuple[Any, bytes]:
-        expected = answer_schema(op)
+    def _receive(
+        self, expected: AnswerSchema, deadline: Deadline, max_bytes: int | None
+    ) -> tuple[Any, bytes]:
         most = expected.max_bytes if max_bytes is None else max_bytes
         answer = json.loads(self.line(expected.max_line, deadline))
         HEADER.check(answer, "the answer")

@@ -18,6 +18,7 @@ import paramiko
 
 from clusterjob.core.schema import SchemaError
 from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import HostRequest
 from clusterjob.remote.answer_schemas import MAX_ERROR
 from clusterjob.remote.connect import Connection
 from clusterjob.remote.protocol import Deadline, Exchange
@@ -141,26 +142,24 @@ class Session:
 
     def ask(
         self,
-        op: str,
+        request: HostRequest,
         *,
         body: bytes | Iterable[bytes] = b"",
         size: int = 0,
         timeout: float | None = None,
         max_bytes: int | None = None,
         bulk: bool = False,
-        **fields: Any,
     ) -> tuple[Any, bytes]:
         """Send a request and return its answer.
 
         Args:
-            op: name of the request; see `clusterjob.node.host_server.server`.
+            request: the request; see `clusterjob.node.host_server.requests`.
             body: bytes that follow the request, or an iterable of pieces.
             size: number of bytes, if `body` is an iterable.
             timeout: seconds until the answer begins; after that the session's timeout holds for
                 each `clusterjob.remote.protocol.PROGRESS_BYTES` bytes of it.
             max_bytes: limit of the bytes after the answer, if it depends on the request.
             bulk: whether the answer has no total time limit while its bytes keep coming.
-            fields: fields of the request.
 
         Returns:
             The answer's JSON object, checked by `clusterjob.remote.answer_schemas`, and its bytes.
@@ -173,13 +172,12 @@ class Session:
             exchange = self._exchange or self._begin()
             try:
                 return exchange.ask(
-                    op,
+                    request,
                     body=body,
                     size=size,
                     timeout=timeout,
                     max_bytes=max_bytes,
                     bulk=bulk,
-                    **fields,
                 )
             except paramiko.SSHException as error:
                 self.close()

@@ -1,4 +1,4 @@
-"""Run a submitted function in a worker: load the pickled call, make it, write its outcome.
+"""Run a submitted function in a worker: load the pickled call, run it, write its outcome.
 
 The job's workers run it as ``python -m clusterjob.worker.call``. The files are in the job's
 directory, which only its owner can read.
@@ -57,7 +57,7 @@ class PlainCall:
     argv: list[str]
 
     def result(self) -> Any:
-        """Make the call."""
+        """Run the function and return its value."""
         sys.argv = self.argv
         return self.function(*self.args, **self.kwargs)
 
@@ -91,7 +91,7 @@ def read_outcome(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
         attempt: number of the job's start.
 
     Raises:
-        JobFailed: the outcome cannot be unpickled here.
+        JobFailed: the outcome cannot be unpickled on this machine.
     """
     try:
         data = _outcome_file(job_dir, rank, attempt=attempt).read_bytes()
@@ -141,7 +141,7 @@ def results(
 
 
 def main() -> None:
-    """Make this worker's call."""
+    """Run this worker's call."""
     named = os.environ.get(contract.JOB_DIR)
     if not named:
         raise UsageError(
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def _make(delayed: Any, job_dir: Path, rank: int) -> None:
-    """Make a call and write its outcome."""
+    """Run a call and write its outcome."""
     outcome_file = _outcome_file(job_dir, rank, attempt=contract.read_attempt(os.environ))
     outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -177,7 +177,7 @@ def _continue_later(context: Context, delayed: Any, paths: list[str], path: Path
     """On a preemption warning, save the call of the next attempt and requeue the job.
 
     This is submitit's Checkpointable: the function's ``checkpoint(*args, **kwargs)`` returns the
-    call that the next attempt makes. Only rank 0 calls it.
+    call that the next attempt runs. Only rank 0 calls ``checkpoint``.
     """
     checkpoint = getattr(delayed.function, "__submitit_checkpoint__", None) or getattr(
         delayed.function, "checkpoint", None

@@ -7,7 +7,7 @@ import os
 from clusterjob.errors import UsageError
 from clusterjob.worker.preemption import Preemptible
 
-# Importing typing costs as much as the rest of this module; type checkers accept any such name.
+# Importing typing costs as much as the rest of this module; type checkers need only the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-_ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may be gone
+_ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may have ended
 _SETTLING = 1.0  # maximum seconds for gloo's threads to release their last tensors
 OPERATIONS = ("mean", "sum", "min", "max", "product")
 
@@ -25,7 +25,8 @@ class Context(Preemptible):
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
     As a context manager it leaves the process group when the block ends. When the block ends with
-    an exception, it leaves at once and does not wait for the other processes: they may be gone.
+    an exception, it leaves at once and does not wait for the other processes, which may have
+    ended.
 
     Attributes:
         rank: index of this process in the job, 0 to world_size - 1.
@@ -36,13 +37,13 @@ class Context(Preemptible):
         nnodes: number of nodes in the job.
         master_addr: host name or address of rank 0's node; None if it is unknown (a world of one,
             an adopted group).
-        master_port: TCP port of torch's store there; None in the same cases.
+        master_port: TCP port of torch's store on that node; None if master_addr is None.
         backend: backend of the process group's collectives on `device`, ``nccl`` or ``gloo``; None
             without a process group.
         device: device of this process: ``cuda:N``, ``xpu:N`` or ``cpu``.
         source: family of variables that the rank was read from, such as ``clusterjob`` or
             ``torchrun``; ``none`` for a plain ``python train.py``, ``arguments`` if it was given to
-            init, ``process group`` if it is known from an adopted group only.
+            init, ``process group`` if only an adopted group gives it.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Context(Preemptible):
         return False
 
     def _abandon(self) -> None:
-        """Leave the group during a collective, without waiting for peers that may be gone.
+        """Leave the group during a collective, without waiting for peers that may have ended.
 
         destroy_process_group(), and otherwise the exit of the interpreter, wait in gloo's
         destructor for running collectives, such as DDP's when backward() fails (seen with torch

@@ -10,7 +10,7 @@ BACKENDS = ("nccl", "gloo")
 
 
 def accelerators() -> tuple[str, int]:
-    """Return torch's device type for this machine's GPUs, and how many torch can use.
+    """Return torch's device type for this machine's GPUs, and the number that torch can use.
 
     torch calls ROCm's GPUs ``cuda`` too.
     """
@@ -27,12 +27,12 @@ def choose_backend(asked: str | None, gpus: int, kind: str = "cuda") -> str:
     """Return the backend of the process group on this machine.
 
     Args:
-        asked: the backend that the script asks for; None for the default.
+        asked: the backend that the script requests; None for the default.
         gpus: number of GPUs that torch can use.
         kind: torch's device type for them: ``cuda`` (also for AMD) or ``xpu``.
 
     Raises:
-        UsageError: nccl is asked for, and torch can use no GPU.
+        UsageError: nccl is requested, but torch cannot use any GPU.
     """
     if asked == "nccl" and not (gpus and kind == "cuda"):
         raise UsageError(
@@ -62,7 +62,7 @@ def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) 
         process_group: argument of `init`; False means that one process uses all GPUs on purpose.
 
     Raises:
-        PlacementError: it is such a task.
+        PlacementError: this process is such a task.
     """
     alone = (
         worker is not None

@@ -8,7 +8,7 @@ import sys
 
 from clusterjob.worker import process, store
 
-# Importing typing costs as much as the rest of this module; type checkers accept any such name.
+# Importing typing costs as much as the rest of this module; type checkers need only the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
@@ -23,11 +23,11 @@ class ProcessState:
     Attributes:
         context: the context that `init` returned, until it is left.
         timeout: the timeout that `init` was given, in seconds.
-        rounds: number of process groups that were made here.
+        rounds: number of process groups that were made in this process.
         pid: pid of the process that called `init`; a forked child inherits this state and must not
             use it.
         watched: whether `watch` has installed its hooks.
-        hosted: on rank 0, the store that it serves itself, and for how many processes.
+        hosted: on rank 0, the store that rank 0 itself serves, and its number of processes.
         abandoned: whether threads of an abandoned group may still run.
     """
 
@@ -45,7 +45,7 @@ state = ProcessState()
 
 
 def leave(*, failed: bool) -> None:
-    """Leave the process group that was made here and forget the context, if there is one.
+    """Leave the process group that this process made, and drop the context, if there is one.
 
     Args:
         failed: whether this process ends in the middle of its work and must not wait for other

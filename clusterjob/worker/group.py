@@ -23,11 +23,11 @@ from clusterjob.worker.store import note_joined, open_store, where
 def make(
     finding: Finding, backend: str | None, timeout: float | None, *, process_group: bool | None
 ) -> Context:
-    """Return a new context, with a new process group if one is asked for.
+    """Return a new context, with a new process group if the script requests one.
 
     Args:
         finding: this process's rank assignment.
-        backend: the backend that the script asks for; None for this machine's default.
+        backend: the backend that the script requests; None for this machine's default.
         timeout: seconds after which a collective, or the rendezvous of all ranks, fails; None for
             torch's default.
         process_group: whether to make a process group; None to make one in every launched process.
@@ -73,7 +73,7 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
 
     Args:
         finding: this process's rank assignment, which may differ from its rank in the group.
-        backend: the backend that the script asks for.
+        backend: the backend that the script requests.
         process_group: the argument of `init`.
 
     Raises:
@@ -143,7 +143,8 @@ def _make_group(
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
     if backend == "nccl":
-        # With a device the communicator forms here, errors appear here, and barriers need no guess.
+        # With a device, torch makes the communicator in this call: errors appear now, and barriers
+        # need not guess a device.
         options["device_id"] = device
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
@@ -174,7 +175,7 @@ def _make_group(
             note_joined(place.store)
             if worker.rank == 0:
                 ending.state.hosted = place.store, worker.world_size
-    except RuntimeError as error:  # torch's DistError is one
+    except RuntimeError as error:  # torch's DistError is a RuntimeError
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RendezvousError(
             f"rank {worker.rank} of {worker.world_size} could not form the process group "
@@ -183,7 +184,7 @@ def _make_group(
     finally:
         siblings.close()
     if ending.state.rounds:
-        # torch wraps the hook to prefix "[rank0]:" at each group; keep only its first wrapper.
+        # torch wraps the hook at each group to add "[rank0]:"; keep only its first wrapper.
         sys.excepthook = hook
     ending.state.rounds += 1
     return rendezvous_result
@@ -207,7 +208,7 @@ def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
 
 
 def _context_by_hosts(rank: int, world_size: int) -> Context:
-    """Return the context of a group whose processes know only their ranks.
+    """Return the context of a group whose processes have ranks but no node ranks.
 
     The processes exchange their host names to compute local ranks and node ranks.
     """

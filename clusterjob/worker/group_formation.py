@@ -47,7 +47,7 @@ class GroupFormation:
         self._number = number
         self._ask = ask
         self._over = threading.Event()
-        self._is_there = False  # whether the other ranks can see that this one is alive
+        self._is_there = False  # whether the other ranks can see that this rank is alive
         self._begin = time.monotonic()
 
     def __enter__(self) -> None:
@@ -89,7 +89,7 @@ class GroupFormation:
                 if self._first(store, f"probe{number}"):
                     self._look(store)
         except (OSError, RuntimeError):
-            pass  # the store is gone; torch's own request fails too
+            pass  # the store has ended; torch's own request fails too
 
     def _look(self, store: Any) -> None:
         """Print which ranks do not answer, or that all ranks wait for each other."""
@@ -136,7 +136,7 @@ class GroupFormation:
             return ""
 
     def _connect(self) -> Any:
-        """Open a second connection: torch's waiting request blocks the first one."""
+        """Open a second connection: torch's waiting request blocks the first connection."""
         import torch.distributed as dist
 
         return SignedStore(

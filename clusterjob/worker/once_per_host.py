@@ -28,11 +28,11 @@ def notice_times() -> Iterator[float]:
 
 
 def lock_subject(subject: str) -> socket.socket | None:
-    """Take this host's lock for notices about a subject; None if another process holds it.
+    """Return this host's lock for notices about a subject; None if another process holds it.
 
     The lock is released when it is closed or the process ends. It is a Unix socket without a file
     (unix(7), "abstract"), whose name only one process of a machine can have. The first process that
-    asks gets it: a fixed choice, such as local rank 0, may be missing.
+    binds the name gets the lock: a fixed choice, such as local rank 0, may be missing.
 
     Args:
         subject: the subject of the notices.

@@ -1,6 +1,6 @@
 """Warn a training script of a preemption, and let it exit so that the job is requeued.
 
-The warning comes through a pipe of the agent that started this process. Under another launcher it
+The warning arrives in a pipe of the agent that started this process. Under another launcher it
 is a file in the job's directory, which is polled once a second, or a signal of the scheduler.
 `Context` inherits from `Preemptible`.
 """
@@ -11,7 +11,7 @@ import os
 
 from clusterjob.worker import process
 
-# Importing typing costs as much as the rest of this module; type checkers accept any such name.
+# Importing typing costs as much as the rest of this module; type checkers need only the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _INTERVAL = 1.0  # seconds between two polls of the warning file
-_LEAVING = 5.0  # timeout in seconds to leave a process group whose other members may be gone
+_LEAVING = 5.0  # timeout in seconds to leave a process group whose other members may have ended
 _FIRST_SIGNAL = 10  # offset from SIGRTMIN: libraries use the first real-time signals
 # Value of CLUSTERJOB_WARNING_FD without an agent: the scheduler signals each process of the job.
 BY_SIGNALS = "none"
@@ -54,7 +54,7 @@ class Preemptible:
         return _watch.poll()
 
     def on_preempt(self, callback: Callable[[], object]) -> None:
-        """Call a function once when the preemption warning comes.
+        """Call a function once when the preemption warning arrives.
 
         Several functions are called in the order in which they were registered. A function runs on
         the main thread as soon as that thread runs Python code, so a step may be half done. An
@@ -207,7 +207,7 @@ class _Watch:
             self._marker = ends.warning_file(self._job_dir, contract.read_attempt(os.environ))
 
     def poll(self) -> bool:
-        """Return whether the warning has come; on the main thread, call the callbacks first."""
+        """Return whether the warning has arrived; on the main thread, call the callbacks first."""
         if not self._seen:
             if self._pipe is not None:
                 self._seen = _ask(self._pipe, 0)[0]
@@ -270,7 +270,7 @@ class _Watch:
     # -- callbacks -------------------------------------------------------------------------------
 
     def add(self, callback: Callable[[], object]) -> None:
-        """Call a function when the warning comes, or now if it has come."""
+        """Call a function when the warning arrives, or now if it has already arrived."""
         import threading
 
         if threading.current_thread() is threading.main_thread():

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 
-# Importing typing costs as much as the rest of this module; type checkers accept any such name.
+# Importing typing costs as much as the rest of this module; type checkers need only the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ def report_pipe() -> int | None:
 
 
 def ask_agents(local_rank: int) -> Callable[..., None]:
-    """Return a function that asks the agents about missing ranks; a no-op without agents."""
+    """Return a function that reports missing ranks to the agents; a no-op without agents."""
     descriptor = report_pipe()
 
     def ask(missing: list[int], *, final: bool) -> None:

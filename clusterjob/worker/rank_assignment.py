@@ -26,8 +26,8 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
     Args:
         given: the assignment that the script gives to init, under torch's variable names.
         checked: whether conflicts are raised. Without it the finding may be incomplete, because the
-            script's own process group decides.
-        timeout: seconds to wait for rank 0, if only rank 0 knows its address.
+            ranks of the script's own process group are used.
+        timeout: seconds to wait for rank 0, if only rank 0 has its address.
 
     Raises:
         UsageError: rank or world_size is missing in `given`.
@@ -43,7 +43,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
     if checked and given:
         given = _on_one_machine(_among_siblings(given, timeout))
     variables = _local_rank_of_argv() | given
-    # Given ranks are read as torch's variables; the rest of the environment does not count.
+    # Given ranks are read as torch's variables; the rest of the environment is ignored.
     finding = (
         torch_env.read(os.environ | variables)
         if variables
@@ -133,7 +133,7 @@ def _check_launcher(finding: Finding) -> None:
 
 
 def prepare(finding: Finding) -> None:
-    """Set environment defaults for torch that the user has not set, outside of our agents.
+    """Set unset environment defaults for torch in a process without a clusterjob agent.
 
     These are the network interface, the timeout of the resolver, and this process's share of the
     cores (OMP_NUM_THREADS). Child processes inherit all of them.
@@ -157,7 +157,7 @@ def prepare(finding: Finding) -> None:
 def _local_rank_of_argv() -> dict[str, str]:
     """Return LOCAL_RANK from ``--local-rank=N``, if it is not in the environment.
 
-    torch.distributed.launch of older torch gives it only there.
+    torch.distributed.launch of older torch gives it only on the command line.
     """
     if os.environ.get("LOCAL_RANK") or not (
         os.environ.get("RANK") and os.environ.get("WORLD_SIZE")

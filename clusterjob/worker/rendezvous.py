@@ -1,8 +1,8 @@
 """Rendezvous of ranks over torch's store: check all ranks, and name missing or wrong ones.
 
 Each rank sends a few requests to the store for any size of the job: it compares its facts with
-those of the first rank that joined. Only rank 0 reads the facts of all ranks. An error is one line
-here; torch waits half an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
+those of the first rank that joined. Only rank 0 reads the facts of all ranks. An error is one line.
+torch alone waits half an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _GRACE = 5.0  # seconds that the other ranks wait for rank 0 after their own tim
 _FARTHEST_CLOCK = 60.0  # seconds; a larger difference of two hosts' clocks is reported
 _QUICK = 3.0  # maximum seconds of a normal start
 # Seconds between two polls of the overseeing rank.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
-_EAGER_PAUSE = 0.002  # the longest pause during a normal start: all ranks wait for that poll
-_MOST_NAMED = 8
-_LONGEST_ANSWER = 4000
-_LONGEST_NAME = 300  # characters of a text that another process wrote
+_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.01
+_EAGER_PAUSE = 0.002  # maximum pause during a normal start: all ranks wait for that poll
+_MAX_NAMED = 8
+_MAX_ANSWER = 4000
+_MAX_NAME = 300  # characters of a text that another process wrote
 Ask = Callable[..., None]  # (missing ranks, final=whether the caller gives up)
 
 
@@ -70,7 +70,7 @@ class Facts:
         try:
             fields = json.loads(data)
             for name in ("host", "boot", "job", "versions", "gpu"):
-                fields[name] = sanitize(fields[name])[:_LONGEST_NAME]
+                fields[name] = sanitize(fields[name])[:_MAX_NAME]
             if all(type(fields[name]) is int for name in ("rank", "pid", "world_size")):
                 return cls(**fields | {"time": float(fields["time"])})
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
@@ -189,14 +189,14 @@ def join(
                 RuntimeError
             ):  # this rank has the answer; the store may have ended with rank 0
                 store.add("heard", 1)
-    except RuntimeError as error:  # torch's DistError is one
+    except RuntimeError as error:  # torch's DistError is a RuntimeError
         raise RanksMissingError(
             f"{who(own)} has joined, and rank 0 does not end the rendezvous: {_first(error)}"
         ) from error
     kind = RanksMissingError if answer.get("timed_out") else RendezvousError
     raise kind(
-        sanitize(str(answer["refused"]))[:_LONGEST_ANSWER],
-        sanitize(str(answer["hint"]))[:_LONGEST_ANSWER],
+        sanitize(str(answer["refused"]))[:_MAX_ANSWER],
+        sanitize(str(answer["hint"]))[:_MAX_ANSWER],
     )
 
 
@@ -236,15 +236,15 @@ def _enter(call: _Call) -> bool:
             _report_clock(store, first, how=f"{off} ahead of rank 0's")
         else:
             _report_clock(store, own, how=f"{off} behind {_whose(first)}")
-    # A refused rank writes the refusal before it is counted, so that a full count implies no
-    # refusal is missing.
+    # A refused rank writes the refusal before it is counted: when the count is full, every
+    # refusal is written.
     if store.add("count", 1) == own.world_size:
         store.set("full", "")
     return first == own
 
 
 def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
-    """Return why two processes cannot be of one job, and a hint; both empty if they can.
+    """Return why two processes cannot be in one job, and a hint; both are empty if they can.
 
     The result is the same in both processes.
     """
@@ -282,13 +282,13 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
 
     Raises:
         RendezvousError: no rank oversees, and rank 0 does not answer.
-        RuntimeError: torch's error, if the store is gone.
+        RuntimeError: torch's error, if the store has ended.
     """
     store, worker = call.store, call.worker
     notices = once_per_host.notice_times()
     begin = time.monotonic()
-    due, pause = next(notices), _SHORTEST_PAUSE
-    longest = _LONGEST_PAUSE if oversees else _idle_pause(worker.world_size)
+    due, pause = next(notices), _MIN_PAUSE
+    longest = _MAX_PAUSE if oversees else _idle_pause(worker.world_size)
     all_wait, repeated = True, False
     if not oversees:
         _await_good_start(store, min(timeout, _QUICK) + _GRACE)
@@ -297,7 +297,7 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
             _answer_all(call, timeout - (time.monotonic() - begin))
             return
         if not repeated and store.check(["again"]):
-            repeated, pause = True, _SHORTEST_PAUSE
+            repeated, pause = True, _MIN_PAUSE
             _repeat(call)
         waited = time.monotonic() - begin
         if oversees and all_wait and waited > _QUICK:
@@ -329,17 +329,17 @@ def _await_good_start(store: Any, seconds: float) -> None:
 
     Args:
         store: the store of the rendezvous.
-        seconds: the longest wait.
+        seconds: maximum seconds to wait.
 
     Raises:
-        RuntimeError: torch's error, if the store is gone.
+        RuntimeError: torch's error, if the store has ended.
     """
     begin = time.monotonic()
     try:
         store.wait(["end_wait"], timedelta(seconds=seconds))
     except RuntimeError:
-        if time.monotonic() - begin < seconds - _LONGEST_PAUSE:
-            raise  # the store is gone
+        if time.monotonic() - begin < seconds - _MAX_PAUSE:
+            raise  # the store has ended
 
 
 def _answer_all(call: _Call, seconds: float) -> None:
@@ -356,13 +356,13 @@ def _answer_all(call: _Call, seconds: float) -> None:
 
 
 def _call_again(call: _Call, seconds: float) -> None:
-    """Wait until all ranks have confirmed: if the last rank came late, others may have died.
+    """Wait until all ranks have confirmed: if the last rank joined late, others may have died.
 
-    torch would wait for them silently. A rank that does not answer is named, and at the timeout the
-    rendezvous fails as for a missing rank.
+    torch would wait for them without a message. A rank that does not answer is named, and at the
+    timeout the rendezvous fails as for a missing rank.
 
     Args:
-        call: rank 0's part.
+        call: rank 0's arguments of `join`.
         seconds: seconds to wait; at least as long as the other ranks need for one poll.
     """
     store, worker = call.store, call.worker
@@ -386,7 +386,7 @@ def _call_again(call: _Call, seconds: float) -> None:
                 return
             due = next(notices)
             once_per_host.print_line(f"{text}; {waited:.0f} s so far")
-        time.sleep(_LONGEST_PAUSE)
+        time.sleep(_MAX_PAUSE)
 
 
 def _repeat(call: _Call) -> None:
@@ -398,7 +398,7 @@ def _repeat(call: _Call) -> None:
 def _idle_pause(world_size: int) -> float:
     """Return the seconds between two polls of a rank that does not oversee.
 
-    The store answers some thousands of requests a second.
+    The store handles some thousands of requests a second.
     """
     return min(1.0, max(0.25, world_size / 4096))
 
@@ -443,7 +443,7 @@ def _await_readers(store: Any, worker: Worker) -> None:
     end = time.monotonic() + _GRACE / 5
     others = worker.world_size - len(missing_ranks(store, worker)) - 1
     while store.add("heard", 0) < others and time.monotonic() < end:
-        time.sleep(_LONGEST_PAUSE)
+        time.sleep(_MAX_PAUSE)
 
 
 def _print_missing(call: _Call, waited: float) -> None:
@@ -462,8 +462,8 @@ def _print_missing(call: _Call, waited: float) -> None:
 
 
 def _report_clock(store: Any, of: Facts, how: str) -> None:
-    """Print that a machine's clock is off, once per machine and for at most `_MOST_NAMED`."""
-    if store.add(f"clock {of.host} {of.boot}", 1) == 1 and store.add("clocks", 1) <= _MOST_NAMED:
+    """Print that a machine's clock is off, once per machine and for up to `_MAX_NAMED` machines."""
+    if store.add(f"clock {of.host} {of.boot}", 1) == 1 and store.add("clocks", 1) <= _MAX_NAMED:
         once_per_host.print_line(f"the clock of {of.process()}, rank {of.rank}, is {how}")
 
 
@@ -483,7 +483,7 @@ def missing_ranks(store: Any, worker: Worker, key: str = "rank") -> list[int]:
 
 def describe_unresponsive(store: Any, ranks: list[int], how: str) -> str:
     """Return a text about ranks that joined and do not answer any more."""
-    known = store.multi_get([f"rank{rank}" for rank in ranks[:_MOST_NAMED]])
+    known = store.multi_get([f"rank{rank}" for rank in ranks[:_MAX_NAMED]])
     named = [f"{each.rank} on {each.process()}" for each in map(Facts.of, known)]
     return f"{_waiting_for(ranks, named)}: {how}"
 
@@ -503,7 +503,7 @@ def _missing(call: _Call, missing: list[int]) -> str:
             hosts[node] = Facts.of(store.get(f"rank{there[0]}")).host
     named = [
         f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})"
-        for rank in missing[:_MOST_NAMED]
+        for rank in missing[:_MAX_NAMED]
     ]
     known = (
         "started, and not yet at init()"

@@ -49,7 +49,7 @@ def find_port(rank: int, timeout: float | None = None) -> int:
 
 
 def take_listener(port: int) -> socket.socket | None:
-    """Return the listener that `meet` has made on this port; the caller owns it afterwards."""
+    """Return the listener that `find_port` has made on this port; the caller owns it afterwards."""
     return _held.pop(port, None)
 
 

@@ -1,6 +1,6 @@
 """Sign the values that ranks write to torch's store, with the job's key.
 
-torch's store lets any client write any value. Processes that our agents start have a key
+torch's store lets any client write any value. Processes that clusterjob's agents start have a key
 (CLUSTERJOB_STORE_KEY). Under other launchers there is no key, and values are not signed.
 """
 
@@ -24,7 +24,7 @@ class SignedStore:
     Args:
         store: the prefix store.
         number: index of the group among the groups over this store, from 0. The next group does
-            not accept the values of this one.
+            not accept the values of this group.
     """
 
     def __init__(self, store: Any, number: int) -> None:
@@ -48,14 +48,14 @@ class SignedStore:
         return self._check(name, self._store.get(name))
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
-        """Return values; raises as `get` does."""
+        """Return values; raise as `get` does."""
         return [
             self._check(name, value)
             for name, value in zip(names, self._store.multi_get(list(names)), strict=True)
         ]
 
     def compare_set(self, name: str, expected: str, value: str) -> bytes:
-        """Write a value if there is none, and return the stored value; raises as `get` does."""
+        """Write a value if there is none, and return the stored value; raise as `get` does."""
         assert not expected
         return self._check(name, self._store.compare_set(name, "", self._sign(name, value)))
 

@@ -22,9 +22,9 @@ from clusterjob.node.workers import torch_patches
 from clusterjob.worker import once_per_host, siblings
 
 _ANSWER = 2.0  # seconds for a connection, and for its first answer
-_NO_ROUTE_GRACE = 3.0  # seconds in which a network may come up, or a resolver be busy
+_NO_ROUTE_GRACE = 3.0  # seconds in which a network may start, or a resolver may be busy
 _PARTING = 5.0  # seconds that rank 0 waits at its end until all ranks have the group
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
+_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two polls of the number of joined ranks
 _BACKLOG = 4096
 # Stores that this process serves, by its pid and their address.
@@ -57,11 +57,11 @@ class GroupStore:
     counted: int
 
     def note_formed(self) -> None:
-        """Count the group, so that the next one gets another prefix, also in other processes."""
+        """Count the group, so that the next group gets another prefix in all processes."""
         try:
             self.whole.add(self.counter, self.number + 1 - self.counted)
         except RuntimeError:
-            pass  # torch's error for a store that is gone
+            pass  # torch's error for a store that has ended
 
 
 def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> GroupStore:
@@ -144,7 +144,8 @@ def _open(worker: Worker, timeout: float) -> Any:
         master_listen_fd=listener.detach(),
     )
     if found is None and torch_patches.has_agent_variables():
-        # Under our agents a destroyed group keeps its store, so its port stays taken: reuse it.
+        # Under clusterjob's agents a destroyed group keeps its store, so the port stays in use:
+        # reuse the store.
         _own[address] = store
     return store
 
@@ -212,11 +213,11 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
     """Wait until rank 0's port listens, and print the kernel's error once per host meanwhile.
 
     Raises:
-        RendezvousError: rank 0 cannot be reached within the timeout, or never will be.
+        RendezvousError: rank 0 cannot be reached within the timeout, or at all.
     """
     notices = once_per_host.notice_times()
     begin = time.monotonic()
-    due, pause = next(notices), _SHORTEST_PAUSE
+    due, pause = next(notices), _MIN_PAUSE
     turn = None
     try:
         while True:
@@ -247,7 +248,7 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
                 if turn:
                     once_per_host.print_line(f"{text}; {waited:.0f} s so far")
             time.sleep(pause)
-            pause = min(_LONGEST_PAUSE, pause * 1.5)
+            pause = min(_MAX_PAUSE, pause * 1.5)
     finally:
         if turn:
             turn.close()
@@ -262,8 +263,8 @@ def _check_store(link: socket.socket) -> None:
     connection at the PING, and counts as valid.
 
     Raises:
-        _ForeignListenerError: the answer is not torch's store's.
-        OSError: no answer came.
+        _ForeignListenerError: torch's store did not send the answer.
+        OSError: no answer arrived.
     """
     number = os.getpid() & 0xFFFFFFFF
     link.settimeout(_ANSWER)
@@ -295,4 +296,4 @@ def await_joined(store: Any, world_size: int) -> None:
         while store.add("joined", 0) < world_size and time.monotonic() < end:
             time.sleep(_JOINING_PAUSE)
     except RuntimeError:
-        pass  # torch's error for a store that is gone
+        pass  # torch's error for a store that has ended

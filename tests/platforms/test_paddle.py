@@ -17,7 +17,7 @@ from procs import Job
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import detect, paddle_endpoints, paddle_env
+from clusterjob.node.environments import detect, paddle_env, worker_endpoints
 from clusterjob.node.environments.topology import Worker
 
 VENV = ROOT / ".venv-paddle"
@@ -25,7 +25,7 @@ LOCAL = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
 
 
 def test_held_port_can_only_be_bound_with_so_reuseaddr() -> None:
-    held = paddle_endpoints.HeldPorts(3)
+    held = worker_endpoints.HeldPorts(3)
     try:
         assert len(set(held.ports)) == 3
         with socket.socket() as server, socket.socket() as client, socket.socket() as without_reuse:
@@ -49,7 +49,7 @@ def test_held_ports_are_not_given_out_for_port_0(tmp_path: Path) -> None:
     text = """
         import socket
         from pathlib import Path
-        from clusterjob.node.environments.paddle_endpoints import HeldPorts
+        from clusterjob.node.environments.worker_endpoints import HeldPorts
         Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40005")
         held, others = HeldPorts(4), []
         try:
@@ -79,20 +79,23 @@ def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
     return World(
         0, "10.0.0.0", master_port=29500, agent_store=True, node_rank=node_rank,
         nnodes=len(sizes), nproc=sizes[node_rank], first_rank=sum(sizes[:node_rank]),
-        world_size=sum(sizes), gpus=gpus, paddle_master="10.0.0.0:5000",
-        endpoints=paddle_endpoints.listed([item for node in endpoints for item in node]),
+        world_size=sum(sizes), gpus=gpus, endpoints_master="10.0.0.0:5000",
+        endpoints=worker_endpoints.listed([item for node in endpoints for item in node]),
         own_endpoints=",".join(endpoints[node_rank]),
     )  # fmt: skip
+
+
+def worker_variables(of: World, local_rank: int) -> dict[str, str]:
+    common = contract.worker_variables(of, local_rank, job_id="job", max_restarts=0)
+    return common | worker_endpoints.worker_variables(of, local_rank)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> None:
     for node_rank, size in enumerate(sizes):
         for local_rank in range(size):
-            variables = contract.worker_variables(
-                world(node_rank, sizes), local_rank, job_id="job", max_restarts=0
-            )
-            assert variables.keys() <= set(contract.LAUNCH_VARIABLES)
+            variables = worker_variables(world(node_rank, sizes), local_rank)
+            assert variables.keys() <= set(worker_endpoints.LAUNCH_VARIABLES)
             found, own = detect(variables), paddle_env.detect(variables)
             assert own is not None
             assert found.conflicts == own.conflicts == ()
@@ -121,28 +124,23 @@ def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> N
 
 def test_worker_gets_one_gpu_and_node_without_gpus_gets_gloo() -> None:
     chosen = [
-        contract.worker_variables(world(0, [4], gpus=2), local, job_id="job", max_restarts=0)[
-            "FLAGS_selected_gpus"
-        ]
-        for local in range(4)
+        worker_variables(world(0, [4], gpus=2), local)["FLAGS_selected_gpus"] for local in range(4)
     ]
     assert chosen == ["0", "1", "0", "1"]
-    assert "FLAGS_selected_gpus" not in contract.worker_variables(
-        world(0, [4]), 0, job_id="job", max_restarts=0
-    )
-    assert paddle_endpoints.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
+    assert "FLAGS_selected_gpus" not in worker_variables(world(0, [4]), 0)
+    assert worker_endpoints.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
     assert (
-        paddle_endpoints.backend_default({}, 2)
-        == paddle_endpoints.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0)
+        worker_endpoints.backend_default({}, 2)
+        == worker_endpoints.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0)
         == {}
     )
 
 
 def test_endpoint_list_too_long_for_environment_is_left_out() -> None:
-    assert paddle_endpoints.listed(["a:1", "b:2"]) == "a:1,b:2"
-    assert len(paddle_endpoints.listed(["10.200.200.200:50000"] * 4500)) > 90_000
-    assert paddle_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
-    variables = contract.worker_variables(world(0, [9000]), 3, job_id="job", max_restarts=0)
+    assert worker_endpoints.listed(["a:1", "b:2"]) == "a:1,b:2"
+    assert len(worker_endpoints.listed(["10.200.200.200:50000"] * 4500)) > 90_000
+    assert worker_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
+    variables = worker_variables(world(0, [9000]), 3)
     assert "PADDLE_TRAINER_ENDPOINTS" not in variables
     assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == (
         "10.0.0.0:5000",
@@ -279,7 +277,7 @@ TRAIN = """
         "weights": model.state_dict()["weight"].numpy().tolist(), "source": found.source,
         "place": [place.rank, place.local_rank, place.world_size, place.local_world_size],
         "master": f"{place.topology.master_addr}:{place.topology.master_port}",
-        "paddle_master": os.environ["PADDLE_MASTER"],
+        "endpoints_master": os.environ["PADDLE_MASTER"],
     }))
 """
 
@@ -315,7 +313,7 @@ def test_paddle_script_trains_on_two_ranks(
     ran = run([*LOCAL, *shape, "train.py"], tmp_path, {"CLUSTERJOB_HOME": str(tmp_path / "home")})
     assert ran.code == 0, ran.out + ran.err
     check_training(tmp_path, "clusterjob", nproc)
-    assert all(rank["master"] != rank["paddle_master"] for rank in rank_reports(tmp_path, 2))
+    assert all(rank["master"] != rank["endpoints_master"] for rank in rank_reports(tmp_path, 2))
 
 
 @pytest.mark.slow
@@ -355,7 +353,7 @@ def test_rank_assignment_is_detected_under_paddle_launcher(tmp_path: Path, pytho
     )
     assert ran.code == 0, ran.out + ran.err + logs
     check_training(tmp_path, "paddle", 2)
-    assert all(rank["master"] == rank["paddle_master"] for rank in rank_reports(tmp_path, 2))
+    assert all(rank["master"] == rank["endpoints_master"] for rank in rank_reports(tmp_path, 2))
 
 
 @pytest.mark.slow

@@ -20,13 +20,30 @@ from hypothesis import strategies as st
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError
+from clusterjob.node.host_server import requests
 from clusterjob.remote.fetch import Fetch, Request
 from clusterjob.remote.mirror import JobMirror
 from clusterjob.remote.protocol import Exchange
 
 HASH = "a" * 64
+SENT: dict[str, requests.HostRequest] = {
+    type(request).__name__: request
+    for request in (
+        requests.Check(need=0, torch=False, own=True),
+        requests.Facts("python", setup=(), env={}, workdir="~"),
+        requests.Get("x", "code", parts=(("a", 0, 1),)),
+        requests.Install("x"),
+        requests.Listen((20000,), nonce="n"),
+        requests.PollJobs(1, jobs=()),
+        requests.PollNode("x", 0, logs=True, most=1, sizes={}, stamps={}),
+        requests.ProbeAddresses(("10.0.0.1",), 20000, nonce="n", wait=1.0),
+        requests.Put("x", 0, files=()),
+        requests.RunCommand(("squeue",), env={}, job="", wait=1.0),
+        requests.Tree("x", "code", paths=("a",), most=1),
+    )
+}
 HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
-    "poll_node": (
+    "PollNode": (
         {
             "known": True,
             "alive": False,
@@ -38,7 +55,7 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         },
         b"abcde",
     ),
-    "check": (
+    "Check": (
         {
             "errors": [],
             "identity": "x",
@@ -53,7 +70,7 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         },
         b"",
     ),
-    "facts": (
+    "Facts": (
         {
             "unfit": "",
             "setup": False,
@@ -73,14 +90,14 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         },
         b"",
     ),
-    "run": ({"code": 0, "out": 2}, b"outerr"),
-    "probe": ({"reached": ["10.0.0.1"], "why": {"10.0.0.2": "no answer"}}, b""),
-    "listen": ({"port": 20000, "addresses": ["10.0.0.1"]}, b""),
-    "install": ({"missing": [HASH]}, b""),
+    "RunCommand": ({"code": 0, "out": 2}, b"outerr"),
+    "ProbeAddresses": ({"reached": ["10.0.0.1"], "why": {"10.0.0.2": "no answer"}}, b""),
+    "Listen": ({"port": 20000, "addresses": ["10.0.0.1"]}, b""),
+    "Install": ({"missing": [HASH]}, b""),
 }
 LOOKS = (
-    {"jobs": [{key: value for key, value in HONEST["poll_node"][0].items() if key != "alive"}]},
-    HONEST["poll_node"][1],
+    {"jobs": [{key: value for key, value in HONEST["PollNode"][0].items() if key != "alive"}]},
+    HONEST["PollNode"][1],
 )
 NAMES = st.sampled_from(
     [
@@ -140,25 +157,23 @@ def at_most_one_host_error() -> Iterator[None]:
     assert all(error.exit_code == 1 and len(error.message) < 5000 for error in raised)
 
 
-@fuzz(
-    data=st.binary(max_size=300), op=st.sampled_from([*HONEST, "poll_jobs", "tree", "get", "put"])
-)
-def test_any_bytes_from_host_are_an_answer_or_one_error(data: bytes, op: str) -> None:
+@fuzz(data=st.binary(max_size=300), name=st.sampled_from(sorted(SENT)))
+def test_any_bytes_from_host_are_an_answer_or_one_error(data: bytes, name: str) -> None:
     with host(data) as exchange, at_most_one_host_error():
-        exchange.ask(op)
+        exchange.ask(SENT[name])
 
 
 @fuzz(
     pair=st.sampled_from(sorted(HONEST)).flatmap(
-        lambda op: st.tuples(st.just(op), changed(HONEST[op][0]))
+        lambda name: st.tuples(st.just(name), changed(HONEST[name][0]))
     ),
     data=st.binary(max_size=8),
 )
 def test_accepted_answer_has_expected_fields_and_types(pair: tuple[str, Any], data: bytes) -> None:
-    op, answer = pair
-    honest = HONEST[op][0]
+    name, answer = pair
+    honest = HONEST[name][0]
     with host(packed(answer, data)) as exchange, at_most_one_host_error():
-        found, _ = exchange.ask(op)
+        found, _ = exchange.ask(SENT[name])
         required = honest.keys() - {"code", "out"}
         assert "error" in found or required <= found.keys()
         for key in required & found.keys():
@@ -183,7 +198,7 @@ def assert_nothing_beside(root: Path) -> None:
 
 
 @fuzz(
-    answer=changed(HONEST["poll_node"][0]),
+    answer=changed(HONEST["PollNode"][0]),
     data=st.just(b"abcde") | st.binary(max_size=8),
     logs=st.booleans(),
 )

@@ -28,11 +28,11 @@ def command(argv):
 def polled(request):
     return {"jobs": [{"known": True, "files": [], "more": False} for _ in request["jobs"]]}, b""
 def answer(request):
-    if request["op"] == "poll_jobs":
+    if request["type"] == "PollJobs":
         return polled(request)
-    if request["op"] == "run":
+    if request["type"] == "RunCommand":
         return ran(request["argv"])
-    if request["op"] == "check":
+    if request["type"] == "Check":
         return checked(), b""
     return {"missing": []}, b""
 def ran(argv):
@@ -193,7 +193,7 @@ def polled(request):
     data += b"srun: error: n1: task " + b"9" * 6000 + b": Killed\\n"
     files = [{"path": "ends/srun.0", "stamp": "1", "size": 2}]
     files += [{"path": "logs/slurm.out", "offset": 0, "size": len(data) - 2}]
-    if "logs/slurm.out" in request["jobs"][0]["have"]:
+    if "logs/slurm.out" in request["jobs"][0]["sizes"]:
         files, data = files[:1], data[:2]
     return {"jobs": [{"known": True, "files": files, "more": False}]}, data
 """,
@@ -220,9 +220,9 @@ def ran(argv):
 """,
     "still running": """
 def answer(request):
-    if request["op"] in ("run", "reap"):
+    if request["type"] in ("RunCommand", "ReapCommand"):
         return {"number": 1}, b""
-    return polled(request) if request["op"] == "poll_jobs" else (checked(), b"")
+    return polled(request) if request["type"] == "PollJobs" else (checked(), b"")
 """,
     "clock far in the future": """
 def checked(honest=checked):

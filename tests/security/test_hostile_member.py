@@ -32,7 +32,7 @@ from clusterjob.node.verdict import JobState
 # not poll again.
 CLAIMS = """
 def answer(request):
-    if request["op"] != "poll_node":
+    if request["type"] != "PollNode":
         return {"running": False}, b""
     end = {"schema": 1, "state": "SUCCEEDED", "exit_code": 0, "restarts": 0, "node_rank": 1,
            "ended_at": "2000-01-01T00:00:00Z"}

@@ -13,6 +13,7 @@ from doctoring import doctor, light_torch
 from sshworld import python_without_torch
 
 from clusterjob.node.host_server import host_check
+from clusterjob.node.host_server.requests import Fit
 
 MODULES = ("json", "torch", "importlib", "site", "warnings", "contextlib", "signal", "clusterjob")
 
@@ -55,7 +56,7 @@ def test_interpreter_probe_finds_torch_on_python_path_but_not_in_clone(
     clone: Path, tmp_path: Path
 ) -> None:
     python = str(python_without_torch(tmp_path))
-    request = {"python": python, "setup": [], "workdir": str(clone), "torch": True}
+    request = Fit("", python, setup=(), workdir=str(clone), torch=True)
     (error,) = host_check.interpreter(Path("/"), request)["errors"]
     assert "no torch" in error
     os.environ["PYTHONPATH"], before = str(light_torch(tmp_path / "lib")), os.environ["PYTHONPATH"]

@@ -21,6 +21,7 @@ from slurm_user import PROMPT
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import PollJobs
 
 pytestmark = pytest.mark.slow
 
@@ -466,7 +467,8 @@ def test_malicious_login_host_cannot_write_unrequested_files(name: str, tmp_path
     )
     record.job_dir.mkdir()
 
-    def forged_answer(op: str, **asked: Any) -> tuple[Any, bytes]:
+    def forged_answer(_: PollJobs, *, bulk: bool) -> tuple[Any, bytes]:
+        assert bulk
         return {
             "jobs": [
                 {"known": True, "more": False, "files": [{"path": name, "stamp": "1", "size": 3}]}

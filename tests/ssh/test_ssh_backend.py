@@ -34,6 +34,7 @@ from clusterjob.core import jobs, node_zip
 from clusterjob.core.hosts import Host
 from clusterjob.core.records import Records
 from clusterjob.errors import ClusterJobError, HostError, SpecError
+from clusterjob.node.host_server.requests import Check
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 from clusterjob.remote.sessions import Place, Sessions
@@ -687,11 +688,11 @@ threading.Thread(target=make_noise, daemon=True).start()
         session = sessions.session(
             Place((Host("gpu1"),), str(python), ssh_config=site.world.config), 0
         )
-        session.ask("check", need=0, torch=False, own=True)
+        session.ask(Check(need=0, torch=False, own=True))
         (noisy / "go").touch()
         wait_until((noisy / "made").exists, TEST_TIMEOUT, "the noise")
         with pytest.raises(HostError, match="gpu1: it sends a malformed answer"):
-            session.ask("check", need=0, torch=False, own=True)
+            session.ask(Check(need=0, torch=False, own=True))
     finally:
         sessions.close()
 

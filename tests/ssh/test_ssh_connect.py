@@ -19,6 +19,7 @@ from sshworld import World, sh
 
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import StopListening
 from clusterjob.remote import connect, ssh_config
 from clusterjob.remote.connect import ConnectOptions
 from clusterjob.remote.pool import Pool, TaskOutcome, complaint, for_each
@@ -571,4 +572,4 @@ def test_error_of_host_that_ends_early_is_read(pool: Pool, monkeypatch: pytest.M
         timeout=10.0,
     )
     with pytest.raises(HostError, match="no Python: there is no interpreter no-such-python"):
-        session.ask("poll_node")
+        session.ask(StopListening())

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clusterjob.node.host_server import requests
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.system.codec import Codec, Limit, MalformedMessageError
+from clusterjob.node.system.codec import (
+    Codec,
+    Limit,
+    MalformedMessageError,
+    UnknownMessageError,
+)
 from clusterjob.node.workers import forkserver_messages
 
 CODECS = [
@@ -21,6 +27,7 @@ CODECS = [
     forkserver_messages.FROM_AGENT,
     forkserver_messages.FROM_WORKER,
     forkserver_messages.FROM_FORKSERVER,
+    requests.REQUESTS,
 ]
 
 
@@ -39,6 +46,8 @@ class AllTypes:
     ranks: Annotated[tuple[int, ...], Limit(2)]
     inner: Inner
     variables: dict[str, str]
+    sizes: dict[str, Annotated[int, Limit(5)]]
+    parts: Annotated[tuple[tuple[str, int], ...], Limit(2)]
     note: str = ""
 
 
@@ -51,6 +60,8 @@ MESSAGE = AllTypes(
     ranks=(1, 2),
     inner=Inner(3),
     variables={"A": "b"},
+    sizes={"a": 5},
+    parts=(("x", 1), ("y", 2)),
 )
 CODEC = Codec(AllTypes)
 
@@ -61,6 +72,11 @@ def encoded(**changes: Any) -> dict[str, Any]:
 
 def test_message_is_equal_after_json_round_trip() -> None:
     assert CODEC.decode(encoded()) == MESSAGE
+
+
+def test_text_of_a_map_may_be_longer_than_other_texts() -> None:
+    variables = {"A": "x" * (1 << 20)}
+    assert CODEC.decode(encoded(variables=variables)).variables == variables
 
 
 def test_missing_field_with_default_gets_default() -> None:
@@ -75,8 +91,9 @@ def test_unknown_field_is_ignored() -> None:
 
 @pytest.mark.parametrize("name", ["Nothing", None, 7, ["AllTypes"], {}])
 def test_unknown_message_is_refused_by_name(name: object) -> None:
-    with pytest.raises(MalformedMessageError, match="unknown message"):
+    with pytest.raises(UnknownMessageError, match="unknown message") as refused:
         CODEC.decode(encoded(type=name))
+    assert refused.value.shown == repr(name)
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(AllTypes)][:-1])
@@ -110,6 +127,14 @@ def test_missing_field_is_refused_by_name(field: str) -> None:
         ("inner", [1]),
         ("variables", {"A": 1}),
         ("variables", []),
+        ("sizes", {"a": 6}),
+        ("sizes", {"a": "5"}),
+        ("sizes", [["a", 5]]),
+        ("parts", [["x"]]),
+        ("parts", [["x", 1, 2]]),
+        ("parts", [[1, "x"]]),
+        ("parts", [["x", 1], ["x", 1], ["x", 1]]),
+        ("parts", [{"x": 1}]),
     ],
 )
 def test_wrong_value_is_refused_with_field_name(field: str, value: object) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import docs_commands
 import pytest
 from test_docs import COMMANDS, PAGES, ROOT, options_of, read, section
 
@@ -147,6 +148,63 @@ def test_commands_in_pages_have_only_known_options() -> None:
         if (unknown_option := find_unknown_option(line))
     ] == []
     assert find_unknown_option("run --nodez 2 train.py") == "--nodez"
+
+
+def test_each_command_in_code_blocks_is_run_by_exactly_one_test() -> None:
+    shown = [
+        (page, command)
+        for page in docs_commands.pages()
+        for command in docs_commands.shown_commands((ROOT / page).read_text(encoding="utf-8"))
+    ]
+    runs = [
+        (page, command)
+        for session in docs_commands.SESSIONS
+        for page in session.pages
+        for command in session.commands
+    ]
+    assert len(shown) > 40
+    assert set(shown) - set(runs) == set(), "add a test to tests/e2e/test_docs_commands.py"
+    assert set(runs) - set(shown) == set(), "no page shows these any more"
+    assert len(runs) == len(set(runs)), "two tests run the same command"
+
+
+def test_commands_in_code_blocks_are_found_in_each_form() -> None:
+    page = """
+A sentence with `clusterjob list`.
+
+    clusterjob run a.py    # a comment
+    clusterjob launch [OPTIONS] SCRIPT
+    clusterjob.submit(f)
+    X=1 torchrun a.py \\
+        --lr 1
+
+```console
+$ python train.py
+clusterjob: SUCCEEDED
+```
+
+```sh
+clusterjob wait a
+```
+"""
+    assert docs_commands.shown_commands(page) == [
+        "clusterjob run a.py",
+        "X=1 torchrun a.py --lr 1",
+        "python train.py",
+        "clusterjob wait a",
+    ]
+
+
+def test_tests_that_run_shown_commands_exist() -> None:
+    for session in docs_commands.SESSIONS:
+        file, _, name = session.runner.rpartition("::")
+        code = (ROOT / (file or docs_commands.RUNNERS)).read_text(encoding="utf-8")
+        assert f"\ndef {name}(" in code, session.runner
+
+
+def test_replaced_values_of_shown_commands_stand_in_pages() -> None:
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in docs_commands.pages())
+    assert [shown for shown in docs_commands.REPLACED if shown not in text] == []
 
 
 @pytest.mark.parametrize(("page", "max_lines"), [("README.md", 160), ("docs/architecture.md", 350)])

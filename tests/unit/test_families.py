@@ -473,7 +473,7 @@ def test_flux_job_with_uneven_nodes_is_refused() -> None:
     )
 
 
-def test_paddle_endpoints_give_node_rank_and_local_rank() -> None:
+def test_worker_endpoints_give_node_rank_and_local_rank() -> None:
     endpoints = "10.0.0.1:6170,10.0.0.1:6171,10.0.0.2:6170,10.0.0.2:6171"
     for rank, (node, local) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         own = {

@@ -12,14 +12,13 @@ from procs import alive, wait_until
 from clusterjob.node.environments.slurm_commands import slurm_environment
 from clusterjob.node.host_server import commands
 from clusterjob.node.host_server.commands import Commands
+from clusterjob.node.host_server.requests import DropCommand, ReapCommand, RunCommand
 
 
 def run(
-    session: Commands, *argv: str, wait: float = 20.0, **fields: Any
+    session: Commands, *argv: str, wait: float = 20.0, job: str = ""
 ) -> tuple[dict[str, Any], bytes]:
-    return session.answer(
-        {"op": "run", "argv": list(argv), "env": {}, "job": "", "wait": wait, **fields}
-    )
+    return session.run(RunCommand(argv, env={}, job=job, wait=wait))
 
 
 def test_command_stdout_and_stderr_are_returned_separately_as_bytes(tmp_path: Path) -> None:
@@ -44,12 +43,12 @@ def test_long_command_is_reaped_later_and_does_not_block_others(tmp_path: Path) 
         wait=0.0,
     )
     assert run(session, "echo", "second")[1] == b"second\n"
-    assert session.answer({"op": "reap", "number": first["number"], "wait": 0.0}) == (
+    assert session.reap(ReapCommand(first["number"], wait=0.0)) == (
         {"number": first["number"]},
         b"",
     )
     (tmp_path / "go").touch()
-    assert session.answer({"op": "reap", "number": first["number"], "wait": 20.0}) == (
+    assert session.reap(ReapCommand(first["number"], wait=20.0)) == (
         {"code": 0, "out": 6},
         b"first\n",
     )
@@ -59,7 +58,7 @@ def test_dropped_command_is_killed(tmp_path: Path) -> None:
     session = Commands(tmp_path)
     answer, _ = run(session, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", wait=0.0)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 10)
-    assert session.answer({"op": "drop", "number": answer["number"]}) == ({}, b"")
+    assert session.drop(DropCommand(answer["number"])) == {}
     assert not alive(int((tmp_path / "pid").read_text()))
 
 

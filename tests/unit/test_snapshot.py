@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from clusterjob.core import snapshot
 from clusterjob.errors import SubmitError
 from clusterjob.node.host_server import code_store
+from clusterjob.node.host_server.requests import Install, ReceiveFiles
 
 
 def fill(root: Path, **files: str) -> None:
@@ -217,7 +218,7 @@ class Store:
 
     def install(self, taken: snapshot.Snapshot, job: str) -> list[str]:
         (self.home / "jobs" / job).mkdir(parents=True, exist_ok=True)
-        return code_store.install(self.home, {"job": job}, packed=taken.packed())["missing"]
+        return code_store.install(self.home, Install(job), packed=taken.packed())["missing"]
 
     def send(self, taken: snapshot.Snapshot, missing: list[str]) -> list[str]:
         entries = taken.of_digests(set(missing))
@@ -228,7 +229,9 @@ class Store:
             return part
 
         return code_store.receive(
-            self.home, {"files": [(entry.value, entry.size) for entry in entries]}, read=read
+            self.home,
+            ReceiveFiles(tuple((entry.value, entry.size) for entry in entries)),
+            read=read,
         )["wrong"]
 
     def code(self, job: str) -> Path:
@@ -316,6 +319,6 @@ def test_failed_installation_leaves_no_files(host: Store, project: Path) -> None
     broken.append(["no/such/folder/file", "file", 0o644, 1, hashlib.sha256(b"a").hexdigest()])
     with pytest.raises(OSError):
         code_store.install(
-            host.home, {"job": "one"}, packed=zlib.compress(json.dumps(broken).encode())
+            host.home, Install("one"), packed=zlib.compress(json.dumps(broken).encode())
         )
     assert list((host.home / "jobs" / "one").iterdir()) == []

@@ -26,8 +26,8 @@ from clusterjob.node.verdict import (
 
 _FILE = "platform.json"
 _LAG = 20.0  # maximum seconds until a log shows a task's last lines
-_SETTLING = 60.0  # seconds without a known task until it counts as gone
-_UNSEEN = 120.0  # the same if no task was ever shown and the submission is in doubt
+_SETTLING = 60.0  # seconds without a task in the list until the job counts as lost
+_UNSEEN = 120.0  # seconds after a submission in doubt until a job without a task counts as lost
 _RETRY_TIMEOUT = 60.0  # maximum seconds after the interval until the platform starts a retry
 # Seconds by which the platform's clock may differ from this machine's, its time zone included.
 CLOCKS_APART = 86_400.0
@@ -41,10 +41,10 @@ class Retries:
     Attributes:
         times: the maximum number of retries; 0 for none.
         interval: seconds between an end and the next start.
-        failures: whether it retries after a failure.
-        reclaims: whether it retries after it reclaimed the machines.
-        preemptible: whether it may reclaim the machines. Without `reclaims` it then still retries,
-            without a limit.
+        failures: whether the platform retries after a failure.
+        reclaims: whether the platform retries after it reclaimed the machines, at most `times`.
+        preemptible: whether the platform may reclaim the machines. If it may and `reclaims` is
+            False, the platform still retries after it, without a limit.
     """
 
     times: int = 0
@@ -84,9 +84,10 @@ class Known:
         path: the file that stores the data.
         tasks: ids of all tasks, in the order of the attempts.
         started: ids of the tasks that have run.
-        ended: when each ended task was first seen to have ended.
-        collected: ids of the tasks whose logs are complete here.
-        missing_since: since when the platform shows no task of the job; None if it shows one.
+        ended: for each ended task, the time of the first poll that showed its end.
+        collected: ids of the tasks whose logs are complete on this machine.
+        missing_since: time since which the platform shows no task of the job; None if it shows a
+            task.
     """
 
     path: Path
@@ -137,7 +138,7 @@ class Known:
         return Seen(newest, self.tasks.index(newest.id), first=self.tasks[0])
 
     def note_collected(self, task_id: str) -> None:
-        """Record that an attempt's logs are complete here, if enough time has passed."""
+        """Record that an attempt's logs are complete on this machine, if enough time has passed."""
         if time.time() > self.ended.get(task_id, time.time()) + _LAG:
             self.collected.append(task_id)
             self._save()
@@ -189,7 +190,7 @@ _unsaved: dict[Path, Known] = {}  # data of this process that could not be writt
 
 
 def waits(task: Task) -> str:
-    """Return one line on what a task waits for."""
+    """Return the reason of a task's wait as one line."""
     since = f" since {task.created_at}" if task.created_at else ""
     return "; ".join(
         filter(None, (f"{task.words or 'queued'} on the platform{since}", task.reason))
@@ -239,7 +240,7 @@ def verdict(
 
     Args:
         seen: the attempt.
-        own: the verdict of its agents, if there is one.
+        own: the verdict of its agents; None if they wrote no verdict.
         instances: the states of its workers on the platform.
         retries: the platform's retry policy.
         cancelled: whether a user has cancelled the job.
@@ -306,9 +307,9 @@ def verdict(
 def _tells_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
     """Return whether the agents' verdict shows only that the attempt was stopped, not why.
 
-    A platform that stops a task may signal workers too, and a worker may end before its agent
-    reacts. A node that the platform stops during its setup lines, or before the other nodes, looks
-    like a failed node.
+    A platform that stops a task may send the signal to the workers too, and a worker may end before
+    its agent reacts. If the platform stops a node during the setup lines, or before other nodes,
+    the agents report a failed node.
     """
     if own.state is JobState.PREEMPTED:
         return cancelled

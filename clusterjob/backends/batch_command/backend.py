@@ -1,7 +1,7 @@
 """Base class of the backends for platforms with a submit command.
 
-A job is submitted once, all its attempts are tasks of one name, and its logs and verdict come from
-the platform's logs.
+A job is submitted once, and all its attempts are tasks with one name. Its logs and verdict are read
+from the platform's logs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from clusterjob.node.verdict import JobState, Verdict
 Account = tuple[tuple[str, str], ...]  # the variables that select an account, sorted
 
 _PRIVATE = "task.private"  # file with a task and its secrets, for the platform's command
-# Searches for a task whose submission is in doubt, and seconds between two of them.
+# Number of searches for a task whose submission is in doubt, and seconds between two searches.
 _SEARCHES, _PAUSE = 3, 1.0
 _PARALLEL = 8  # parallel calls to a platform
-_MAX_DETAILS = 8  # waiting jobs per status request whose workers are asked for the reason
-_LINES, _MAX_LINES = 500, 128_000  # lines of a worker's log to ask for: at first, and at most
+_MAX_DETAILS = 8  # maximum number of waiting jobs per status request whose reason is queried
+_LINES, _MAX_LINES = 500, 128_000  # lines of a worker's log in the first request; maximum lines
 
 
 @dataclass
@@ -63,7 +63,7 @@ class PlatformBackend(ABC):
         self._task_lists: dict[Account, _TaskList] = {}
         self._last: dict[str, Status] = {}
         self._collected: dict[str, float] = {}
-        # Jobs that have ended since their logs were collected: collect them once more.
+        # Jobs that have ended after the last copy of their logs: copy the logs once more.
         self._just_ended: set[str] = set()
         self._lines: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
@@ -108,7 +108,7 @@ class PlatformBackend(ABC):
         suffix: str,
         rate: float,
     ) -> Handle:
-        """Submit tasks one after the other; an error or Ctrl-C cancels the submitted ones.
+        """Submit tasks one after the other; an error or Ctrl-C cancels the submitted tasks.
 
         Args:
             plan: the job.
@@ -155,7 +155,7 @@ class PlatformBackend(ABC):
         finally:
             path.unlink(missing_ok=True)
         for path in (token_file(plan.job_dir), secrets_file(plan.job_dir)):
-            path.unlink(missing_ok=True)  # the platform has them; nothing here needs them
+            path.unlink(missing_ok=True)  # the platform has the secrets; this machine needs no copy
         names = [plan.job_id] if plan.array else ids
         return Handle(
             self.NAME,
@@ -215,7 +215,7 @@ class PlatformBackend(ABC):
         return self.account_of(record.job.options)
 
     def _list_tasks(self, account: Account, records: Sequence[Record]) -> tuple[_TaskList, bool]:
-        """Return the account's tasks, and whether they come from a new query."""
+        """Return the account's tasks, and whether they are the answer to a new query."""
         names = frozenset(record.job_id for record in records)
         pause = min(self.poll(record.job.options) for record in records)
         listed = self._task_lists.get(account, _TaskList())
@@ -325,7 +325,7 @@ class PlatformBackend(ABC):
                 "the platform does not show it (yet)",
             )
         if cancelled:
-            # Mark the element itself: the cancel request may be that of its whole array.
+            # Mark the element itself: the cancel request may be in the directory of the array.
             shared.request_cancel(record)
         return shared.ended(
             shared.verdict_without_coordinator(
@@ -334,7 +334,7 @@ class PlatformBackend(ABC):
         )
 
     def _adopted(self, record: Record, seen: Seen) -> Handle:
-        """Return the handle of a job whose submitter died before it recorded one."""
+        """Return the handle of a job whose submitter died before it recorded a handle."""
         first = seen.first if record.index is None else record.whole_id
         data = {
             "ids": [first],
@@ -353,12 +353,12 @@ class PlatformBackend(ABC):
     def _verdict(
         self, record: Record, known: Known, seen: Seen, platform: Platform, *, cancelled: bool
     ) -> Verdict | None:
-        """Return the verdict of an ended attempt; None while its log may still bring one."""
+        """Return the verdict of an ended attempt; None while its log may still get a verdict."""
         stream = LogStream(record.job_dir, 0, attempt=seen.attempt)
         ran = seen.task.id in known.started
         instances = platform.instances(seen.task.id) if ran else []
         if ran and stream.verdict is None:
-            with contextlib.suppress(ClusterJobError):  # ended before it had a log
+            with contextlib.suppress(ClusterJobError):  # the task may have ended without a log
                 self._collect_nodes(
                     record,
                     platform,
@@ -388,7 +388,7 @@ class PlatformBackend(ABC):
     # -- logs --------------------------------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
-        """Copy the logs of all attempts as far as they are written.
+        """Copy the current logs of all attempts.
 
         Raises:
             ClusterJobError: the platform did not answer the first request for this job.
@@ -449,7 +449,7 @@ class PlatformBackend(ABC):
         _in_parallel(collect, instances)
 
     def fetch(self, record: Record, *_: Any) -> NoReturn:
-        """Refuse: the platform's disks are not accessible from here.
+        """Refuse: the platform's disks are not accessible from this machine.
 
         Raises:
             ClusterJobError: always.
@@ -482,7 +482,7 @@ class PlatformBackend(ABC):
 
 
 def _in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Apply a function to items, `_PARALLEL` in parallel; raise the first error at the end."""
+    """Apply a function to items, `_PARALLEL` at a time; raise the first error at the end."""
     if len(items) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(_PARALLEL, len(items))) as pool:
@@ -499,7 +499,7 @@ def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str
 
     Raises:
         SubmitError: the platform refuses the task.
-        SubmitInDoubtError: the platform gave no clear answer, and does not show the task yet.
+        SubmitInDoubtError: the platform's answer is unclear, and it does not list the task yet.
     """
     try:
         return platform.submit(path)

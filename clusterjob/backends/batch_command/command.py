@@ -14,7 +14,7 @@ from typing import Any
 
 TIMEOUT = 60.0  # seconds; the default timeout of a command
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_LONGEST = 400  # characters of an error message that are shown
+_MAX_SHOWN = 400  # maximum characters of an error message to show
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CommandOutput:
     Attributes:
         code: the exit code; negative for a signal.
         out, err: stdout and stderr, without terminal colours.
-        timed_out: whether it was killed at the timeout; its effects are then unknown.
+        timed_out: whether the command was killed at the timeout; its effects are then unknown.
     """
 
     code: int
@@ -37,13 +37,13 @@ class CommandOutput:
         """The error message as one line."""
         lines = [line.strip() for line in (self.err or self.out).splitlines()]
         text = "; ".join(dict.fromkeys(line for line in lines if line)) or f"exit code {self.code}"
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
     @property
     def data(self) -> Any:
-        """The first JSON value in stdout, None if there is none.
+        """The first JSON value in stdout; None if there is no JSON value.
 
-        Text may precede it, such as a notice of a newer version.
+        Text may precede the value, such as a notice of a newer version.
         """
         for match in re.finditer(r"[\[{]", self.out):
             with contextlib.suppress(ValueError):
@@ -78,7 +78,7 @@ def run(
             why = f"{os.path.basename(argv[0])} did not answer within {timeout:g} s"
             return CommandOutput(process.returncode, _ESCAPES.sub("", out), err=why, timed_out=True)
         except BaseException:
-            _kill(process)  # the caller no longer waits for its effects
+            _kill(process)  # the caller does not wait for the command any more
             raise
     return CommandOutput(process.returncode, _ESCAPES.sub("", out), err=_ESCAPES.sub("", err))
 

@@ -1,11 +1,11 @@
 """Sort the lines of a node's log on the platform into the log files of the job's directory.
 
 The agent numbers its lines (`clusterjob.node.logs.log_protocol`), so that the log may be fetched
-repeatedly and in any pieces. Lines without a number come from setup lines or the image. They go to
-``agent.log``; a line fetched again is recognised by its neighbours.
+repeatedly and in any pieces. Lines without a number are output of setup lines or of the image. They
+are written to ``agent.log``; a line that was fetched before is recognised by its neighbours.
 
-Several processes may do this, at the same time or on different days: ``stream.json`` beside the
-logs records the lines taken so far, under a lock.
+Several processes may sort lines, at the same time or on different days: ``stream.json`` in the
+directory of the logs records the lines taken so far, under a lock.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _STATE, _LOCK = "stream.json", "stream.lock"
 _OURS = re.compile(
     r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII
 )
-_MAX_KNOWN = 2000  # lines without a number that are remembered
-_MAX_GAPS = 200  # remembered ranges of missing lines
-_MAX_FILES = 8192  # files per node and process; lines of more workers go to agent.log
+_MAX_KNOWN = 2000  # maximum number of lines without a number to remember
+_MAX_GAPS = 200  # maximum number of ranges of missing lines to remember
+_MAX_FILES = 8192  # maximum files per node and process; lines of more workers go to agent.log
 _MAX_VERDICT = 32 << 20  # characters
 _NUMBER, _NAMES = Integer(0, 2**53), ListOf(Text())
 _SIZES = MapOf(_NUMBER)
@@ -50,7 +50,7 @@ class LogStream:
     """The log lines of one node in one attempt of the job.
 
     Args:
-        job_dir: the job's directory here.
+        job_dir: the job's directory on this machine.
         node_rank: the node's rank.
         attempt: the number of the attempt, from 0.
     """
@@ -69,20 +69,20 @@ class LogStream:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict of this attempt, from node 0's agent; None until then and on other nodes."""
+        """The verdict of this attempt, from node 0's agent; None before it, and on other nodes."""
         found = self._taken().verdict
         return None if found is None else replace(Verdict.from_json(found), attempt=self._attempt)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """The (first, last) numbers of missing lines, which are taken if they arrive later."""
+        """The (first, last) numbers of missing lines; they are added if they arrive later."""
         return [(first, last) for first, last in self._taken().missing]
 
     def joins(self, lines: Sequence[str]) -> bool:
         """Return whether the end of a log overlaps the lines taken so far.
 
-        If it does not, lines between them are missing. Then fetch more lines, unless this is the
-        whole log.
+        If not, the lines in between are missing. Then fetch more lines, unless `lines` is the whole
+        log.
         """
         taken = self._taken()
         first = len(lines)
@@ -98,8 +98,8 @@ class LogStream:
         """Add new lines to the files.
 
         Args:
-            lines: any piece of the node's log, the oldest line first. Lines that were taken before
-                are skipped, wherever the piece begins. Split the log at line feeds only:
+            lines: any piece of the node's log, the oldest line first. The piece may begin at any
+                line; lines that were taken before are skipped. Split the log at line feeds only:
                 `str.splitlines` splits at more characters.
 
         Raises:
@@ -202,7 +202,7 @@ class LogStream:
         taken.verdict, taken.verdict_part = found, ""
 
     def _note_gap(self, number: int, taken: _Taken, pages: _Pages) -> None:
-        """Report the missing lines before line `number`, and end the lines left open before."""
+        """Report the missing lines before line `number`, and end unfinished earlier lines."""
         if number == taken.next:
             return
         for name in taken.open:
@@ -231,7 +231,7 @@ class LogStream:
             }
             return {"sizes": state["sizes"], "attempts": attempts}
         except (KeyError, TypeError, ValueError, AttributeError):
-            return {"sizes": {}, "attempts": {}}  # invalid file: take all lines again
+            return {"sizes": {}, "attempts": {}}  # the file is invalid: add all lines again
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -250,7 +250,7 @@ class _Taken:
     Attributes:
         next: the number of the next line.
         known: digests of the last `_MAX_KNOWN` lines without a number.
-        bare: the number of such lines since the last line with a number.
+        bare: the number of lines without a number since the last line with a number.
         missing: ranges [first, last] of skipped line numbers.
         open: files whose last line continues in a later line of the log.
         seconds: the time of the last line with a time.
@@ -306,11 +306,12 @@ class _Taken:
         return False
 
     def known_of(self, lines: Sequence[str]) -> int:
-        """Return how many of the first lines, all without a number, were taken before.
+        """Return the number of first lines that were taken before; all lines have no number.
 
         The lines follow the same numbered line as the last `bare` known lines, but the piece may
-        begin later than that. If it contains all known lines, the result is certain. Else the
-        longest overlap of the end of the known lines with the start of the piece counts.
+        begin after the first of these known lines. If the piece contains all known lines, the
+        result is certain. Else it is the longest overlap of the end of the known lines with the
+        start of the piece.
         """
         digests = [_digest(line) for line in lines]
         known = self.known[-self.bare :] if self.bare else []
@@ -345,7 +346,7 @@ def _digest(line: str) -> str:
 
 
 def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
-    """Parse lines and sort the numbered ones; a log may show lines of one moment in any order."""
+    """Parse lines, sort the numbered lines; a log may show lines of one moment in any order."""
     items = [(line, log_protocol.parse(line)) for line in lines]
     places = [index for index, (_, item) in enumerate(items) if item is not None]
     ordered = sorted(
@@ -372,7 +373,7 @@ def _first_new(items: Sequence[tuple[str, NumberedLine | None]], first: int, tak
     if last is not None and last.number == taken.next - 1:
         return min(first, run + taken.bare)
     if last is not None and first == len(items):
-        return first  # the whole piece is before the newest known line
+        return first  # all lines of the piece are before the newest known line
     follower = items[first][1] if first < len(items) else None
     if follower is not None and follower.number > taken.next and last is None:
         return run  # the lines follow a gap
@@ -383,7 +384,7 @@ def _first_new(items: Sequence[tuple[str, NumberedLine | None]], first: int, tak
 
 
 class _Pages:
-    """The growing files of a node; truncated first to the sizes in the stored state.
+    """The growing files of a node; first, each is truncated to its size in the stored state.
 
     A process that died may have added lines without recording them.
     """
@@ -417,7 +418,7 @@ class _Pages:
         self._grown = {}
 
     def write(self) -> None:
-        # The timeline comes last: it must not name bytes that are not written yet.
+        # Write the timeline last: it must not refer to bytes that are not written yet.
         for name in sorted(self._added, key=lambda name: name == TIMELINE):
             handle = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:

@@ -86,7 +86,7 @@ class Platform(Protocol):
         """Return a task's workers, node 0 first; an empty list before they are created.
 
         Raises:
-            ClusterJobError: as above.
+            ClusterJobError: the platform does not answer, or refuses the login.
         """
 
     def lines(self, task_id: str, instance: str, count: int) -> list[str]:
@@ -95,12 +95,12 @@ class Platform(Protocol):
         The list is shorter if the log has fewer lines.
 
         Raises:
-            ClusterJobError: as above.
+            ClusterJobError: the platform does not answer, or refuses the login.
         """
 
     def cancel(self, task_id: str) -> None:
         """Cancel a task; do nothing if it has ended.
 
         Raises:
-            ClusterJobError: as above.
+            ClusterJobError: the platform does not answer, or refuses the login.
         """

@@ -6,8 +6,8 @@
                                     script restores them
 
 ``.gitignore`` files are not sent. The snapshot has already applied them, and the platform's command
-would apply them again: a ``*.pyz`` line would drop the node zip. A symbolic link is restored as a
-link, to any target, as over SSH: its target may be outside the snapshot or on the platform's disks.
+would apply them again: a ``*.pyz`` line would exclude the node zip. As over SSH, a symbolic link is
+restored as a link to any target: the target may be outside the snapshot or on the platform's disks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Upload:
     """A directory to upload.
 
     Attributes:
-        root: the directory; it contains nothing else.
+        root: the directory; it contains only files to upload.
         files: the number of files.
         size: their total size in bytes.
         digest: the digest of the code; empty if no code is sent.
@@ -68,8 +68,8 @@ def stage(
         limit: the maximum size of the working directory in bytes.
 
     Raises:
-        SubmitError: the working directory is too large, cannot be read, contains a path `OWN` or
-            changes meanwhile, or the copy cannot be written; no part of the copy is left.
+        SubmitError: the working directory is too large, cannot be read, contains a path `OWN`, or
+            changes during the copy; or the copy cannot be written. No part of the copy is left.
     """
     root = job_dir / DIRECTORY
     shutil.rmtree(root, ignore_errors=True)  # left by a submitter that died

@@ -29,6 +29,7 @@ from clusterjob.doctor import engine
 from clusterjob.doctor.engine import Check
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract
+from clusterjob.node.environments import worker_endpoints
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
@@ -38,7 +39,8 @@ from clusterjob.node.verdict import JobState
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
-# Passed on to workers: a job that submits another job here records it in the user's own directory.
+# Passed to the workers: a job that submits another job on this machine then records that job in the
+# user's own directory.
 _HOME = "CLUSTERJOB_HOME"
 _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is killed
 
@@ -58,7 +60,7 @@ class LocalBackend:
 
         Raises:
             SpecError: the interpreter does not exist, there are too few GPUs and `require_gpus` is
-                set, or this backend does not have an option.
+                set, or an option does not exist in this backend.
             TemplateError: the user's template cannot be rendered.
         """
         _check_interpreter(spec)
@@ -103,7 +105,7 @@ class LocalBackend:
         """Start the agents.
 
         Raises:
-            SubmitError: an agent cannot be started; those that were started are stopped again.
+            SubmitError: an agent cannot be started; the agents that already run are stopped.
         """
         agents: list[dict[str, int]] = []
         lifelines = self._lifelines.setdefault(plan.job_id, [])
@@ -137,7 +139,7 @@ class LocalBackend:
         return Handle(NAME, plan.job_id, data={"agents": agents, **here})
 
     def detach(self, handle: Handle) -> None:
-        """Release the job from this process; it then runs alone.
+        """Release the job from this process; the job then runs without it.
 
         Raises:
             SubmitError: the request cannot be written to the job's directory; the job ends.
@@ -166,7 +168,7 @@ class LocalBackend:
         """Stop the workers through every agent; kill agents that outlast the job's grace period.
 
         Raises:
-            ClusterJobError: a job runs on another host and can be cancelled only there.
+            ClusterJobError: a job runs on another host and can be cancelled only on that host.
         """
         for record in records:
             self._cancel(record)
@@ -182,7 +184,7 @@ class LocalBackend:
         )
 
     def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that reads from this process's terminal; return whether one does."""
+        """Interrupt the worker that reads this process's terminal; return False if none does."""
         readers = [
             reader
             for agent in _live_agents(record)
@@ -198,7 +200,7 @@ class LocalBackend:
         return True
 
     def close(self) -> None:
-        """Do nothing: the lifelines of detached jobs are closed already."""
+        """Do nothing: the lifelines of detached jobs are already closed."""
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of this machine for a job."""
@@ -264,7 +266,7 @@ def _start(
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in contract.LAUNCH_VARIABLES
+        if name not in worker_endpoints.LAUNCH_VARIABLES
         and name not in hidden
         and (name == _HOME or not name.startswith("CLUSTERJOB_"))
     }
@@ -290,7 +292,7 @@ def _start(
     finally:
         for descriptor in (read_end, *lent):
             os.close(descriptor)
-    # The agent outlives this process; a set return code keeps Popen from warning about that.
+    # The agent may run longer than this process. With a return code, Popen does not warn about it.
     process.returncode = 0
     return process.pid, write_end
 
@@ -319,7 +321,8 @@ def _host(record: Record) -> str:
 
 
 def _status(record: Record) -> Status:
-    # Checked before the result is read: an agent that is dead by now has written its verdict.
+    # Check the agents before reading the result: an agent that is not alive has already written its
+    # verdict.
     alive = bool(_live_agents(record))
     verdict = ends.read_result(record.job_dir)
     if verdict is not None:

@@ -31,10 +31,10 @@ from clusterjob.node.program import Program
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
 _TASK = "task.yaml"
-# Seconds between the platform's SIGTERM and its SIGKILL; the default of container clusters.
+# Seconds between SIGTERM and SIGKILL of the platform; the default of Kubernetes.
 _KILL_GRACE = 30.0
 _POLL = 5.0  # seconds between two polls while a job is followed
-_RATE = 2.0  # array elements submitted per second
+_RATE = 2.0  # maximum number of array elements to submit per second
 _ACCOUNT = {"profile": "VOLC_PROFILE", "region": "VOLC_REGION"}
 
 
@@ -63,12 +63,12 @@ class MlpBackend(PlatformBackend):
         """Return the plan of a job: its tasks, and the entry script that every worker runs.
 
         Raises:
-            SpecError: an option is not valid here.
+            SpecError: an option is not valid for this backend.
             TemplateError: the user's template cannot be rendered.
         """
         options = task.MlpOptions.of(spec.options)
         gpus = task.gpus_of(spec)
-        left_open = spec.nproc_is_default  # the platform tells each worker its number of GPUs
+        left_open = spec.nproc_is_default  # the platform sets the number of GPUs of each worker
         if left_open and gpus:
             spec = replace(spec, nproc_per_node=gpus, nproc_is_default=False)
         if spec.sync:
@@ -210,7 +210,7 @@ class MlpBackend(PlatformBackend):
         return Volc(dict(account))
 
     def account_of(self, options: Mapping[str, str]) -> Account:
-        """Return the account that a job's options select, or else the environment."""
+        """Return the account that a job's options select, else that of the environment."""
         chosen = {
             name: options.get(key) or os.environ.get(name, "") for key, name in _ACCOUNT.items()
         }

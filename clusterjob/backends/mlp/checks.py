@@ -37,14 +37,14 @@ FLAGS: Mapping[str, Sequence[str]] = {
 }
 _DOCS = "see the platform's documentation: https://www.volcengine.com/docs/6459"
 _CONFIGURE = "run `volc configure`, or set VOLC_AK, VOLC_SK and VOLC_REGION"
-_SLOW = 10.0  # seconds after which an answer is slow
+_SLOW = 10.0  # seconds; a slower answer is a warning
 
 
 class Account:
     """The doctor checks of an account, through the command on this machine.
 
     Args:
-        spec: the job to check for.
+        spec: the job.
         volc: the account's tasks.
         account: the variables that select the account: VOLC_PROFILE, VOLC_REGION.
     """

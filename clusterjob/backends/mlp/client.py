@@ -35,12 +35,12 @@ STATES: Mapping[str, JobState] = {
     "Exception": JobState.FAILED,
 }
 SUBMIT_TIMEOUT = 600.0  # seconds; the same command uploads the code
-_PAGE = 100  # rows to ask for in one answer
+_PAGE = 100  # number of rows to request in one answer
 # The platform's default page size. An answer with fewer rows is the last page, even if the platform
 # limits pages to fewer than `_PAGE` rows.
 _DEFAULT_PAGE = 10
 _MAX_PAGES = 200
-_FEW = 3  # up to this number of names, each name has its own search
+_FEW = 3  # maximum number of names for which each name has its own search
 _TASK_ID = re.compile(r"\bt-\d{14}-\w+")
 _INSTALL = (
     'run the installer from the page "command line tool" of the platform\'s documentation; '
@@ -127,8 +127,8 @@ class Volc:
     """Manage one account's tasks through the command.
 
     Args:
-        account: values of the `ACCOUNT` variables. A variable of `ACCOUNT` that is not in here is
-            unset for the command, even if this shell has it. Keys are not part of it.
+        account: values of the `ACCOUNT` variables. A variable of `ACCOUNT` without a value is unset
+            for the command, even if it is set in this shell. The access keys are not included.
         submit_timeout: timeout in seconds for an upload with its submission.
     """
 
@@ -333,10 +333,10 @@ def _submitted(answer: CommandOutput) -> str | None:
 
 
 def _rows(answer: CommandOutput) -> list[Mapping[str, Any]]:
-    """Return the rows of an answer: a list, or an object that contains one.
+    """Return the rows of an answer, which is a list or an object that contains a list.
 
     Raises:
-        ClusterJobError: the answer is neither.
+        ClusterJobError: the answer has another form.
     """
     data = answer.data
     if data is None and not answer.out.strip():
@@ -347,7 +347,7 @@ def _rows(answer: CommandOutput) -> list[Mapping[str, Any]]:
             [data] if _get(data, "Id", "JobId") else None,
         )
     if data is None and re.search(r"^\s*null\s*$", answer.out, re.MULTILINE):
-        return []  # Go encodes an empty list as null
+        return []  # null: Go encodes an empty list in this way
     if not isinstance(data, list):
         raise ClusterJobError(
             f"{COMMAND} did not print a list: {answer.out.strip()[:120]!r}",
@@ -383,7 +383,7 @@ def _instance(row: Mapping[str, Any], index: int) -> Instance:
     node_rank = int(match[2]) if match else index
     code = _get(row, "ExitCode")
     return Instance(
-        name=f"worker_{node_rank}",  # `logs` needs this form; answers contain other forms
+        name=f"worker_{node_rank}",  # `logs` needs this form; answers may have another form
         node_rank=node_rank,
         words=str(_get(row, "State", "Status") or ""),
         exit_code=int(code) if re.fullmatch(r"-?\d+", str(code)) else None,
@@ -428,7 +428,7 @@ def _moment(value: Any) -> str | None:
 def made_at(task: Task) -> float:
     """Return a task's submission time in seconds since the epoch, by the platform's clock.
 
-    The time comes from the task's id, else from its creation time; 0 if both are missing.
+    The time is read from the task's id, else from its creation time; it is 0 if both are missing.
     """
     match = re.match(r"t-(\d{14})", task.id)
     try:

@@ -16,6 +16,7 @@ from clusterjob.core.render import sh
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node import contract
+from clusterjob.node.environments import worker_endpoints
 
 CODE_PATH = "/root/code"  # the default directory of the code in a task
 KEYS = (
@@ -156,7 +157,7 @@ class MlpOptions:
                     "list variables of this machine, or FIELD=VARIABLE, such as "
                     "ImageCredential.RegistryToken=REGISTRY_TOKEN",
                 )
-            if target.startswith("CLUSTERJOB_") or target in contract.LAUNCH_VARIABLES:
+            if target.startswith("CLUSTERJOB_") or target in worker_endpoints.LAUNCH_VARIABLES:
                 raise SpecError(f"secrets: {target} is set by the launcher", "remove it")
             found[target] = source
         return found
@@ -222,7 +223,7 @@ def _check_envs(value: Any) -> None:
 def fields(
     spec: JobSpec, job_id: str, upload: str, entry: str, index: int | None = None
 ) -> dict[str, Any]:
-    """Return a task's fields; secrets get no value here.
+    """Return a task's fields; the fields of secrets have no value.
 
     Args:
         spec: the job.
@@ -335,7 +336,7 @@ def _environment(spec: JobSpec, options: MlpOptions, index: int | None) -> list[
 
 
 def flavor_of(spec: JobSpec) -> str:
-    """Return the flavor of a job's machines; empty if neither option nor table selects one.
+    """Return the flavor of a job's machines; empty if no option and no table selects a flavor.
 
     Raises:
         SpecError: the flavor has fewer GPUs than the job requests; or the option ``flavor`` is not
@@ -370,7 +371,7 @@ def flavor_of(spec: JobSpec) -> str:
 
 
 def gpus_of(spec: JobSpec) -> int | None:
-    """Return the GPUs per machine from the table of flavors; None if it has no such flavor."""
+    """Return the GPUs per machine from the table of flavors; None if it lacks the job's flavor."""
     return MlpOptions.of(spec.options).flavors.get(flavor_of(spec))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHost, LoginHosts
     from clusterjob.remote.fetch import Fetched
 
-_SCANCEL_WORDS = 1000  # ids on one command line
+_SCANCEL_WORDS = 1000  # maximum number of ids on one command line
 
 
 class SlurmBackend:
@@ -48,7 +48,7 @@ class SlurmBackend:
     # -- planning ----------------------------------------------------------------------------------
 
     def plan(self, spec: JobSpec) -> Plan:
-        """Return the plan of a job; only an array asks the cluster, for its MaxArraySize.
+        """Return the plan of a job; query the cluster only for an array (MaxArraySize).
 
         Raises:
             SpecError: an option is invalid, or sbatch has no such option.
@@ -96,7 +96,7 @@ class SlurmBackend:
         )
 
     def _submit_there(self, plan: Plan, login: Login) -> Handle:
-        """Copy the job to a login host, and submit it to Slurm there."""
+        """Copy the job to a login host, and submit it to Slurm on that host."""
         host = self._host(login)
         client = Client(shell=host.within(plan.job_id))
         data: dict[str, Any] = {"conf": None, "login": login.to_json()}
@@ -120,10 +120,10 @@ class SlurmBackend:
     def detach(self, handle: Handle) -> None:
         """Do nothing: a Slurm job does not depend on this process."""
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------
 
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
-        """Return the status of jobs from their directories, then one squeue, then accounting."""
+        """Return the status of jobs: read their directories, then squeue once, then accounting."""
         found, open_ = status.by_directory(records)
         distant = [record for record in open_ if record.job.login]
         if distant:
@@ -197,7 +197,7 @@ class SlurmBackend:
             else:
                 forgotten[handle.id] = (record, handle)
         if forgotten:
-            # In the time of the cluster's clock, which may differ from this machine's.
+            # Submit times by the cluster's clock, which may differ from this machine's clock.
             submitted = {
                 key: (
                     handle.data["at"] + handle.data.get("ahead", 0.0),
@@ -217,7 +217,7 @@ class SlurmBackend:
         return found
 
     def _resend(self, client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:
-        """Repeat the cancels that Slurm did not answer; keep them if it still does not answer."""
+        """Repeat the cancels that Slurm did not answer; keep them while it does not answer."""
         keys = [
             record.handle.id
             for record in records
@@ -230,14 +230,14 @@ class SlurmBackend:
             status.clear_pending_cancel(record)
 
     def _may_run(self, record: Record) -> bool:
-        """Return whether a job with a recorded end may run: Slurm shows it or does not answer."""
+        """Return whether a job with a recorded end may run: Slurm shows it, or does not answer."""
         snapshot = self._at(status.cluster_of(record))[1].poll(urgent=True)
         handle = record.handle or status.adopt(record, snapshot, wholes={})
         return bool(snapshot.error) or (
             handle is not None and status.is_active(snapshot, record, handle=handle)
         )
 
-    # -- cancelling --------------------------------------------------------------------------------
+    # -- logs, results, cancelling -----------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
         """Copy the logs from the login host, if there is one.
@@ -263,7 +263,7 @@ class SlurmBackend:
 
         Raises:
             ClusterJobError: the job has no login host, the host is not reachable, a path does not
-                exist there, or a file cannot be written here.
+                exist on the host, or a file cannot be written on this machine.
         """
         login = status.cluster_of(record).login
         if login is None:
@@ -274,12 +274,13 @@ class SlurmBackend:
         return [self._host(login).fetch(request)]
 
     def interrupt(self, record: Record) -> bool:
-        """Ask the agents to interrupt the workers, and to stop them after the job's grace.
+        """Request that the agents interrupt the workers, and stop them after the job's grace.
 
-        The agents see the request in the job's directory.
+        The agents read the request in the job's directory.
 
         Returns:
-            True at once; False if no worker of an agent runs, so the job can only be cancelled.
+            True, without waiting for the workers; False if no agent runs workers, so that the job
+            can only be cancelled.
 
         Raises:
             ClusterJobError: the login host is not reachable.
@@ -287,7 +288,7 @@ class SlurmBackend:
         runs = (
             shared.progress(record.job_dir)[0] is not None
             and ends.read_result(record.job_dir) is None
-        )  # with a result the attempt has ended, and the job is queued again
+        )  # if there is a result, the attempt has ended, and the job is queued again
         if record.job.launcher == "srun" or not runs:
             return False
         ends.cancel(record.job_dir, interrupt=True)
@@ -298,8 +299,8 @@ class SlurmBackend:
     def cancel(self, records: Sequence[Record]) -> None:
         """Cancel jobs through their agents and Slurm, with one scancel per cluster.
 
-        The agents see the request in the job's directory. If Slurm does not answer, the next status
-        call repeats the cancel.
+        The agents read the request in the job's directory. If Slurm does not answer, the next
+        status call repeats the cancel.
 
         Raises:
             ClusterJobError: Slurm refuses; Slurm does not answer and a job has no agents; or the
@@ -364,7 +365,7 @@ def _submit_pieces(
             if ids:
                 Client(cluster=cluster, shell=host).run(["scancel", *ids])
             raise
-        except KeyboardInterrupt:  # sbatch gets the SIGINT too, but may have submitted the job
+        except KeyboardInterrupt:  # sbatch also gets the SIGINT, but may have submitted the job
             ends.cancel(plan.job_dir)  # the script exits if it finds this request
             if host is not None:
                 host.request_cancel([plan.job_id])
@@ -379,7 +380,7 @@ def _submit_pieces(
 def _scancel(client: Client, keys: Sequence[str]) -> SlurmOutput | None:
     """Cancel jobs with scancel; return its answer if it failed, else None.
 
-    Jobs that have ended are no failure.
+    A job that has already ended does not count as a failure.
     """
     words = _scancel_words(keys)
     for begin in range(0, len(words), _SCANCEL_WORDS):

@@ -22,19 +22,20 @@ from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, listed, ok, unknown, warning
 from clusterjob.doctor.this_machine import directory_checks
 from clusterjob.errors import SubmitError
+from clusterjob.node.host_server.requests import Check
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _TIMEOUT = 20.0  # seconds; Slurm's own timeout is 10 s by default
-_SLOW = 3.0  # seconds of a controller answer above which a check warns
+_SLOW = 3.0  # seconds; a slower answer of the controller is a warning
 _OLDEST = (
     20,
     11,
 )  # first release whose srun gives a step only its own resources; clusterjob was built on 22.05
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d{1,9})")
-_SHOWN = 8  # partitions listed if the job names none
+_SHOWN = 8  # maximum number of partitions to list if the job names no partition
 
 
 @dataclass
@@ -112,7 +113,7 @@ class SlurmCluster:
 
     def _login(self) -> Iterator[CheckFinding]:
         assert self._host is not None
-        answer, _ = self._host.ask("check", need=0, torch=False, own=False)
+        answer, _ = self._host.ask(Check(need=0, torch=False, own=False))
         self._remote_home = answer["home"]
         for error in answer["errors"]:
             yield failed(
@@ -207,7 +208,7 @@ class SlurmCluster:
             yield ok(there)
 
     def _show_partitions(self) -> Iterator[CheckFinding]:
-        hidden = ["--all"] if self._named() else []  # a hidden partition may be named
+        hidden = ["--all"] if self._named() else []  # the named partition may be hidden
         shown = self._ask("sinfo", *hidden, "--noheader", "--format=%P|%a|%l|%D|%T|%G")
         if shown.code != 0:
             raise SubmitError(f"sinfo: {shown.words}", hint(shown.words))

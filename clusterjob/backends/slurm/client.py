@@ -1,4 +1,4 @@
-"""Run Slurm's client commands with a timeout, in an environment that names no other job."""
+"""Run Slurm's client commands with a timeout, without the variables of an enclosing job."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from clusterjob.errors import SubmitError
 from clusterjob.node.environments.slurm_commands import slurm_environment
 
 UNREACHED = -1000  # instead of an exit code: the result of the command is unknown
-# Seconds for `scontrol ping` if no cluster is named. It takes 0.06 s without a configuration.
+# Timeout in seconds of `scontrol ping` if no cluster is named. Without a configuration, the command
+# takes 0.06 s.
 _PING = 3.0
-_MOST_WORDS = 2000  # characters of an error message
+_MAX_MESSAGE = 2000  # maximum characters of an error message
 TIMEOUT = 60.0  # seconds for one command; Slurm's commands have their own timeout of 10 to 30 s
 
-# After these errors the controller may have accepted the job, and may start it once it is back.
+# After these errors the controller may have accepted the job, and may start the job when the
+# controller runs again.
 _IN_DOUBT = re.compile(
     r"timed out|Zero Bytes were transmitted|Unexpected message|Insane message"
     r"|communication failure",
@@ -73,13 +75,13 @@ class SlurmOutput:
     @property
     def words(self) -> str:
         """The start of stderr as one line, without the prefix ``COMMAND: error:``."""
-        begin = self.err[: 4 * _MOST_WORDS].splitlines()
+        begin = self.err[: 4 * _MAX_MESSAGE].splitlines()
         lines = [
             re.sub(r"^(?:\w+: (?:error: )?)?(?:allocation failure: )?", "", line).strip()
             for line in begin
         ]
         return (
-            "; ".join(dict.fromkeys(line for line in lines if line))[:_MOST_WORDS]
+            "; ".join(dict.fromkeys(line for line in lines if line))[:_MAX_MESSAGE]
             or f"exit code {self.code}"
         )
 
@@ -121,7 +123,7 @@ class Shell(Protocol):
         """Start a command in a clean environment of that machine, with `more` added.
 
         Raises:
-            SubmitError: the command is not installed there.
+            SubmitError: the command is not installed on that machine.
         """
 
 
@@ -129,10 +131,10 @@ class Client:
     """Runs Slurm's commands.
 
     Args:
-        conf: the configuration that the job was submitted with (SLURM_CONF); None for that of the
-            environment.
-        cluster: name of the cluster in a federation, as printed by ``sbatch --parsable``; None for
-            the only one.
+        conf: the configuration that the job was submitted with (SLURM_CONF); None for the
+            configuration of this process's environment.
+        cluster: name of the cluster in a federation, as printed by ``sbatch --parsable``; None if
+            there is only one cluster.
         shell: the machine that runs the commands; None for this machine.
         hidden: variables of this process that are removed from the environment of the commands,
             because sbatch passes its whole environment to the job.
@@ -165,30 +167,6 @@ class Client:
         )
         return f"{place}\0{self.cluster or ''}"
 
-    @staticmethod
-    def is_here() -> bool:
-        """Return whether this machine can submit to Slurm: it has sbatch and a configuration.
-
-        If no configuration is in the usual places, `scontrol ping` must name a controller, which
-        may be up or down.
-        """
-        if shutil.which("sbatch") is None:
-            return False
-        configured = (
-            "/etc/slurm/slurm.conf",
-            "/etc/slurm-llnl/slurm.conf",
-            "/run/slurm/conf/slurm.conf",
-            "/etc/default/sackd",
-        )
-        if any(map(os.environ.get, ("SLURM_CONF", "SLURM_CONF_SERVER"))) or any(
-            map(os.path.exists, configured)
-        ):
-            return True
-        try:
-            return "Slurmctld(" in Client().run(["scontrol", "ping"], timeout=_PING).out
-        except SubmitError:
-            return False
-
     def start(self, argv: Sequence[str], more: Mapping[str, str] | None = None) -> Started:
         """Start a Slurm command, without variables of an enclosing job (submitit#1814).
 
@@ -218,7 +196,7 @@ class Client:
     def run(
         self, argv: Sequence[str], more: Mapping[str, str] | None = None, timeout: float = TIMEOUT
     ) -> SlurmOutput:
-        """Run a Slurm command to its end, at most for timeout (seconds), then kill it.
+        """Run a Slurm command to its end; kill it after timeout (seconds).
 
         Raises:
             SubmitError: the command is not installed.
@@ -240,3 +218,27 @@ class Client:
 def hint(words: str) -> str:
     """Return the hint for an error message of Slurm; empty if there is none."""
     return next((text for pattern, text in _HINTS if re.search(pattern, words, re.IGNORECASE)), "")
+
+
+def is_here() -> bool:
+    """Return whether this machine can submit to Slurm: it has sbatch and a configuration.
+
+    If there is no configuration in the usual places, the output of `scontrol ping` must contain a
+    controller, which may be up or down.
+    """
+    if shutil.which("sbatch") is None:
+        return False
+    configured = (
+        "/etc/slurm/slurm.conf",
+        "/etc/slurm-llnl/slurm.conf",
+        "/run/slurm/conf/slurm.conf",
+        "/etc/default/sackd",
+    )
+    if any(map(os.environ.get, ("SLURM_CONF", "SLURM_CONF_SERVER"))) or any(
+        map(os.path.exists, configured)
+    ):
+        return True
+    try:
+        return "Slurmctld(" in Client().run(["scontrol", "ping"], timeout=_PING).out
+    except SubmitError:
+        return False

@@ -46,7 +46,7 @@ def choose(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Contain
     Args:
         spec: the job.
         job_dir: path of the job's directory on the nodes.
-        workdir: path of the working directory on the nodes; None for that of the spec.
+        workdir: path of the working directory on the nodes; None for the one in the spec.
 
     Raises:
         SpecError: ``--container`` names no image, or a directory cannot be mounted.

@@ -49,7 +49,7 @@ _OURS = {
     "test-only": "--dry-run", "time": "--time", "verbose": "the printed id",
     "wait": "clusterjob run", "wrap": "-- COMMAND",
 }  # fmt: skip
-# Slurm 26.05 also accepts --requeue=expedite, which no option of clusterjob can express.
+# Slurm 26.05 also accepts --requeue=expedite; clusterjob has no option for it.
 _OURS_AS_A_SWITCH = "requeue"
 _TRUE, _FALSE = ("true", "yes", "on", ""), ("false", "no", "off")
 _AFTER = ("after", "afterany", "afterok", "afternotok", "aftercorr", "afterburstbuffer")
@@ -58,12 +58,12 @@ _AFTER = ("after", "afterany", "afterok", "afternotok", "aftercorr", "afterburst
 def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the sbatch options for ``--set`` and the profile, and the unknown names.
 
-    An unknown name is one that sbatch(1) does not document. It may be an option of a plug-in of
-    the site, such as ``container-image``: `sbatch --help` lists those.
+    An unknown name is a name that sbatch(1) does not document. It may be an option of a plug-in of
+    the site, such as ``container-image``; `sbatch --help` lists the options of plug-ins.
 
     Raises:
-        SpecError: clusterjob sets the option itself, the name is a misspelt one of sbatch, or the
-            value is invalid.
+        SpecError: clusterjob sets the option itself, the name is a misspelt option of sbatch, or
+            the value is invalid.
     """
     words, unknown = [], []
     for key, value in given.items():
@@ -211,20 +211,21 @@ def notes(spec: JobSpec) -> list[str]:
 def tasks_per_node(spec: JobSpec) -> int:
     """Return the number of Slurm tasks on each node.
 
-    It is one, the agent; under ``--launcher srun`` it is one for each worker.
+    A node has one task, the agent; under ``--launcher srun`` it has one task for each worker.
     """
     return spec.nproc_per_node if spec.launcher == "srun" else 1
 
 
 def cpus_per_task(spec: JobSpec) -> int | None:
-    """Return the cores of one Slurm task; None if another option gives them.
+    """Return the cores of one Slurm task; None if another option sets them.
 
-    It is also None with ``exclusive=true``, because the job then gets whole nodes. A task without
-    a request gets one core for all workers of the node, so the default is one core per worker.
-    ``exclusive=user`` and the like keep other users away but give the task no more cores.
+    With ``exclusive=true`` the result is also None, because the job then gets whole nodes. Without
+    a request, Slurm gives a task one core for all workers of the node; therefore the default is one
+    core per worker. ``exclusive=user`` and similar values exclude other users from the node but do
+    not give the task more cores.
 
     Raises:
-        SpecError: --cpus-per-task and ``tres-per-task`` both give cores.
+        SpecError: --cpus-per-task and ``tres-per-task`` both set the cores.
     """
     per_worker = spec.resources.cpus_per_task
     per_task = _given(spec, "tres-per-task") or ""
@@ -282,7 +283,7 @@ def split_after(text: str) -> tuple[str, str]:
 
 
 def file_name(directory: str, name: str) -> str:
-    """Return a file's path with the directory escaped, because Slurm expands %j and the like.
+    """Return a file's path with the directory escaped: Slurm expands patterns such as %j.
 
     Args:
         directory: the directory of the file; Slurm expands nothing in it.
@@ -307,7 +308,8 @@ def check_warning(resources: Resources, signal_before: int | None) -> None:
     Slurm may send the signal up to 60 s early (sbatch(1), --signal).
 
     Raises:
-        SpecError: the signal would come before the job has started, or is above Slurm's maximum.
+        SpecError: Slurm would send the signal before the job has started, or the number of seconds
+            is above Slurm's maximum.
     """
     limit = resources.time_limit
     if signal_before is None:

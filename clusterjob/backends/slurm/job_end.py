@@ -1,4 +1,4 @@
-"""Find out how a Slurm job ended, from its directory first, then from Slurm's state.
+"""Find the verdict of a Slurm job, first from its directory, then from Slurm's state.
 
 A job without any sign of its end never counts as successful.
 """
@@ -32,7 +32,7 @@ _OOM_EXIT_CODE = 137
 _TASKS_ENDED = re.compile(
     r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<how>.+)$", re.MULTILINE
 )
-_MOST_TASKS = 4096  # tasks read from the output of srun
+_MAX_TASKS = 4096  # maximum number of tasks to read from the output of srun
 _LOST = ("NODE_FAIL", "BOOT_FAIL", "REVOKED")
 
 
@@ -44,9 +44,9 @@ def verdict_of(job_dir: Path) -> Verdict | None:
 def settled(verdict: Verdict, job_dir: Path) -> bool:
     """Return whether a verdict of the agents is final without Slurm's state.
 
-    A SIGTERM may come from scancel, from the time limit, or from a preemption with a requeue: only
-    Slurm's state shows which. The signal reaches all processes of the step at once, so it may end a
-    worker before the worker's agent has handled it.
+    The cause of a SIGTERM may be scancel, the time limit, or a preemption with a requeue: only
+    Slurm's state shows the cause. The signal reaches all processes of the step at once, so it may
+    end a worker before the worker's agent has handled it.
     """
     if verdict.state is JobState.FAILED:
         return not _by_the_way(verdict, job_dir)
@@ -58,7 +58,8 @@ def settled(verdict: Verdict, job_dir: Path) -> bool:
 def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
     """Return whether a failure may be only a side effect of a cancel or SIGTERM.
 
-    It may be a worker's reaction to SIGTERM, or a node whose agent had not started to listen.
+    The failure may be a worker's reaction to SIGTERM, or a node whose agent had not started to
+    listen.
     """
     return (
         ends.cancelled(job_dir)
@@ -76,9 +77,9 @@ def by_a_node(verdict: Verdict) -> bool:
 
 
 def explains(row: JobRow) -> bool:
-    """Return whether Slurm's state names the reason of the end.
+    """Return whether Slurm's state shows the reason of the end.
 
-    Failures of single nodes may follow from that reason.
+    That reason may be the cause of failures of single nodes.
     """
     return row.state in ("CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", *_LOST)
 
@@ -90,7 +91,7 @@ def step_code(job_dir: Path) -> int | None:
         number = path.suffix[1:]
         try:
             text = path.read_bytes().strip()
-        except OSError:  # deleted since it was listed
+        except OSError:  # the file was deleted after the directory was listed
             continue
         if (
             number.isascii()
@@ -113,7 +114,7 @@ def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
         return Verdict(JobState.FAILED, code, reason=f"srun ended with exit code {code}", **common)
 
     # srun returns the highest code of all tasks. The root cause is the first task whose last lines
-    # do more than report a lost peer, and preferably one that ended before srun killed the rest.
+    # do more than report a lost peer. A task that ended before srun began to kill is preferred.
     def rank_of(failure: Failure) -> tuple[bool, bool]:
         by_text = failure_texts.is_effect(failure_texts.meanings(failure.last_lines))
         return by_text, failure.effect
@@ -153,9 +154,9 @@ def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
             match = _TASKS_ENDED.fullmatch(line)
             if match is not None:
                 try:
-                    ranks = arrays.indices(match["ranks"], line)[: _MOST_TASKS - len(found)]
+                    ranks = arrays.indices(match["ranks"], line)[: _MAX_TASKS - len(found)]
                 except (SpecError, ValueError):
-                    continue  # not a list that srun writes
+                    continue  # this text is not a list of ranks from srun
                 found += [
                     _task(
                         job_dir,
@@ -227,7 +228,7 @@ def _rank_lines(job_dir: Path, rank: int) -> tuple[int, int | None, tuple[str, .
 
 
 def of_slurm(row: JobRow, own: Verdict | None, job_dir: Path, started_at: str | None) -> Verdict:
-    """Return the verdict of a job from Slurm's final state and the agents' verdict, if any."""
+    """Return the verdict of a job from Slurm's final state and the agents' verdict (or None)."""
     code = step_code(job_dir)
     common: dict[str, Any] = {"started_at": started_at, "ended_at": now()}
     why = f" ({row.reason})" if row.reason and row.reason != row.state else ""
@@ -283,8 +284,8 @@ def of_slurm(row: JobRow, own: Verdict | None, job_dir: Path, started_at: str | 
         and by_sigterm
         and not ends.cancelled(job_dir)
     ):
-        # The batch shell could not write srun's exit code. Slurm then ends the step with SIGTERM,
-        # which is not a cancel.
+        # The batch shell could not write srun's exit code. Slurm then ends the step with a SIGTERM
+        # that does not mean a cancel.
         killed = (
             f"the job's batch shell was killed by {signal_name(row.signal)}:"
             f" Slurm reports FAILED{why}"
@@ -292,7 +293,7 @@ def of_slurm(row: JobRow, own: Verdict | None, job_dir: Path, started_at: str | 
         return Verdict(JobState.FAILED, 128 + row.signal, reason=killed, **common)
     if own is not None and not (
         own.state is JobState.PREEMPTED and row.state == "CANCELLED"
-    ):  # agents take the SIGTERM of a cancel for a preemption
+    ):  # agents report the SIGTERM of a cancel as a preemption
         return own
     if row.state == "CANCELLED":
         return Verdict(

@@ -1,4 +1,4 @@
-"""A Slurm cluster behind an SSH login host: run commands there, and mirror its jobs here.
+"""A Slurm cluster behind an SSH login host: run commands, mirror jobs to this machine.
 
 A process uses one session with each login host.
 """
@@ -23,6 +23,15 @@ from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import HostError, SpecError, SubmitError
+from clusterjob.node.host_server.requests import (
+    Check,
+    DropCommand,
+    HostRequest,
+    ReapCommand,
+    Remove,
+    RequestStop,
+    RunCommand,
+)
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote import ssh_options
@@ -36,10 +45,10 @@ from clusterjob.remote.sessions import Place, Sessions
 OPTIONS = (*ssh_options.NAMES, "max_array_size")
 CODE = "code"
 _AT_ONCE = (
-    0.3  # seconds that the start request waits for the command's end, to save a second request
+    0.3  # seconds in which the start request waits for the command's end, to save a second request
 )
 _MARGIN = 50_000_000  # free bytes required beyond the size of the sent files, for logs
-_LONGEST_SILENCE = 15.0  # maximum seconds between two tries to reach a host
+_MAX_RETRY_PAUSE = 15.0  # maximum seconds between two tries to reach a host
 _UNMOUNTABLE = ',:"'
 
 
@@ -84,7 +93,7 @@ class Login:
                 "name one login host",
             )
         set_ = ssh_options.ConnectionSettings.of(given)
-        # The session needs any Python there: the job's may exist on the nodes only. With
+        # The session runs with any Python on the host: the job's may exist only on the nodes. With
         # setup lines, the session looks for a new enough Python before it runs them. The line ":"
         # does nothing; it makes sure that there is a setup line.
         place = Place(
@@ -158,13 +167,13 @@ class LoginHost:
         """
         return self._sessions.session(self._login.place, 0)
 
-    def ask(self, op: str, **more: Any) -> tuple[Any, bytes]:
+    def ask(self, request: HostRequest, *, bulk: bool = False) -> tuple[Any, bytes]:
         """Send a request to the host; see `clusterjob.remote.session.Session.ask`.
 
         Raises:
             HostError: there is no answer, or the request failed on the host.
         """
-        return self.session().ask(op, **more)
+        return self.session().ask(request, bulk=bulk)
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -172,7 +181,7 @@ class LoginHost:
         """Start a Slurm command on the login host.
 
         Raises:
-            SubmitError: the command is not installed there.
+            SubmitError: the command is not installed on the host.
         """
         return RemoteCommand(self, argv, more=more, job_id="")
 
@@ -185,7 +194,7 @@ class LoginHost:
     def poll(self, records: Sequence[Record]) -> dict[str, bool]:
         """Fetch new data of jobs; return for each job id whether more data is waiting.
 
-        After an error the host is not asked again for some seconds; the same error is raised.
+        For some seconds after an error, the host gets no request and the same error is raised.
 
         Raises:
             HostError: the host does not answer.
@@ -198,15 +207,15 @@ class LoginHost:
             )
         except HostError as error:
             self._failures += 1
-            self._next_try = time.monotonic() + min(_LONGEST_SILENCE, 0.25 * 2**self._failures)
+            self._next_try = time.monotonic() + min(_MAX_RETRY_PAUSE, 0.25 * 2**self._failures)
             self._error = error
             raise
         self._error, self._failures = None, 0
         return more
 
     def collect(self, record: Record, *, ended: bool) -> None:
-        """Fetch the logs of a job; from then on each `poll` fetches them too."""
-        whole = record.job_dir / LOGS / COMPLETE  # exists once all logs of an ended job are here
+        """Fetch the logs of a job; every later `poll` also fetches new logs."""
+        whole = record.job_dir / LOGS / COMPLETE  # exists when all logs of an ended job are copied
         if (
             whole.exists()
             or not record.job_dir.is_dir()
@@ -243,7 +252,7 @@ class LoginHost:
         Raises:
             HostError: the host does not answer.
         """
-        self.ask("request_stop", jobs=list(names), interrupt=interrupt)
+        self.ask(RequestStop(tuple(names), interrupt=interrupt))
 
     # -- submitting --------------------------------------------------------------------------------
 
@@ -251,14 +260,14 @@ class LoginHost:
         """Create the job's directory on the host and send the files of the plan.
 
         Returns:
-            ``directory``, the path there, and ``ahead``, the seconds its clock is ahead.
+            ``directory``, the path on the host, and ``ahead``, the seconds its clock is ahead.
 
         Raises:
             HostError: the host cannot be used, or has too little free space.
             SubmitError: the directory cannot be mounted into the container.
         """
         size = sum(len(file.data) for file in plan.files)
-        answer, _ = self.ask("check", need=_MARGIN + size, torch=False, own=False)
+        answer, _ = self.ask(Check(_MARGIN + size, torch=False, own=False))
         if answer["errors"]:
             raise HostError(self.label, "; ".join(answer["errors"]))
         directory = f"{answer['home']}/jobs/{plan.job_id}"
@@ -282,7 +291,7 @@ class LoginHost:
             The data for the record: digest, files, bytes, git. None if the spec sends no code.
 
         Raises:
-            HostError: the files cannot be written there.
+            HostError: the files cannot be written on the host.
             SubmitError: the directory is too large, or cannot be read.
         """
         spec = plan.spec
@@ -304,7 +313,7 @@ class LoginHost:
     def remove(self, job_id: str) -> None:
         """Delete the job's directory on the host, if the host is reachable."""
         try:
-            self.ask("remove", job=job_id, node=0)
+            self.ask(Remove(job_id))
         except HostError:
             pass
 
@@ -343,7 +352,7 @@ class RemoteCommand:
         job_id: the job whose directory it runs in; empty for none.
 
     Raises:
-        SubmitError: the command is not installed there.
+        SubmitError: the command is not installed on the host.
     """
 
     def __init__(
@@ -356,7 +365,7 @@ class RemoteCommand:
         self._ended = False
         self.args = list(argv)
         self.returncode: int = 0
-        answer = self._ask(0.0, "run", argv=list(argv), env=dict(more), job=job_id, wait=_AT_ONCE)
+        answer = self._ask(RunCommand(tuple(argv), dict(more), job_id, wait=_AT_ONCE))
         if "absent" in answer:
             raise SubmitError(
                 f"{host.label}: {argv[0]} cannot be run: {answer['absent']}",
@@ -373,10 +382,10 @@ class RemoteCommand:
         while not self._ended:
             begin = time.monotonic()
             left = 60.0 if end is None else max(0.0, end - begin)
-            self._ask(left, "reap", number=self._number, wait=left)
+            self._ask(ReapCommand(self._number, wait=left), left)
             if (
                 not self._ended and left > 1.0 and time.monotonic() - begin < left / 2
-            ):  # otherwise this loop would send requests without a pause
+            ):  # without this end, the loop would send requests without a pause
                 self._end(
                     UNREACHED,
                     "",
@@ -389,17 +398,19 @@ class RemoteCommand:
     def kill(self) -> None:
         """Kill the command if the host is reachable."""
         if not self._ended:
-            self._ask(0.0, "drop", number=self._number)
+            self._ask(DropCommand(self._number))
             self._end(-9, "", "")
 
-    def _ask(self, more: float, op: str, **fields: Any) -> dict[str, Any]:
+    def _ask(
+        self, request: RunCommand | ReapCommand | DropCommand, wait: float = 0.0
+    ) -> dict[str, Any]:
         try:
             session = self._host.session()
-            if op != "run" and session is not self._session:
+            if not isinstance(request, RunCommand) and session is not self._session:
                 self._end(UNREACHED, "", f"ssh: {self._host.label}: the connection broke")
                 return {}
             self._session = session
-            answer, data = session.ask(op, timeout=self._host.timeout + more, **fields)
+            answer, data = session.ask(request, timeout=self._host.timeout + wait)
         except HostError as error:
             self._end(UNREACHED, "", f"ssh: {error.message}")
             return {}
@@ -410,7 +421,7 @@ class RemoteCommand:
             self._end(
                 answer["code"], *(text.decode("utf-8", "surrogateescape") for text in (out, err))
             )
-        elif op != "drop" and "absent" not in answer:
+        elif not isinstance(request, DropCommand) and "absent" not in answer:
             self._end(
                 UNREACHED,
                 "",

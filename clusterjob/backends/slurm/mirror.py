@@ -1,21 +1,22 @@
-"""ClusterMirror job directories from a login host: many jobs in one request, by byte offset."""
+"""Mirror job directories from a login host: many jobs in one request, by byte offset."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import JobToPoll, PollJobs
 from clusterjob.node.logs.job_dir import ENDS, EVENTS, LOGS, RESULT, SLURM_LOG
 from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, keep
 
-_AT_ONCE = 500  # jobs in one request
-_STATUS_BYTES = 1 << 20  # most bytes of one answer that brings only the status of the jobs
-# The files that the login host may write here: replaced files, and growing files by log mode.
+_AT_ONCE = 500  # maximum number of jobs in one request
+_STATUS_BYTES = 1 << 20  # maximum bytes of one answer with only the status of the jobs
+# The files that the login host may send: replaced files, and growing files by log mode.
 _REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
 _ALWAYS = r"events\.jsonl|logs/slurm\.out"
 _GROWN = {
@@ -24,11 +25,17 @@ _GROWN = {
     "all": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*", re.ASCII),
 }
 
-Ask = Callable[..., tuple[Any, bytes]]
+
+class Ask(Protocol):
+    """Sends a request to the login host; returns its answer and the bytes after it."""
+
+    def __call__(self, request: PollJobs, /, *, bulk: bool) -> tuple[Any, bytes]:
+        """Send the request; see `clusterjob.remote.session.Session.ask`."""
+        ...
 
 
 def directory_name(record: Record) -> str:
-    """Return the name of a job's directory below that of all jobs."""
+    """Return the name of a job's directory inside the directory of all jobs."""
     return record.job_id if record.index is None else f"{record.whole_id}/elements/{record.index}"
 
 
@@ -49,7 +56,7 @@ class ClusterMirror:
 
         Args:
             ask: sends a request to the login host; returns its answer and the bytes after it.
-            wanted: the jobs, each with a flag that asks for its logs.
+            wanted: the jobs, each with a flag that requests its logs.
 
         Raises:
             HostError: the host does not answer, or its answer is malformed.
@@ -57,14 +64,10 @@ class ClusterMirror:
         more: dict[str, bool] = {}
         rest = iter(wanted)
         while chunk := list(itertools.islice(rest, _AT_ONCE)):
-            have = [self._have(record, logs=logs) for record, logs in chunk]
-            asked = [
-                {"job": directory_name(record), "logs": _mode(record, logs=logs), "have": had}
-                for (record, logs), had in zip(chunk, have, strict=True)
-            ]
-            bulk = any(job["logs"] != "none" for job in asked)
+            asked = tuple(self._asked(record, logs=logs) for record, logs in chunk)
+            bulk = any(job.logs != "none" for job in asked)
             most = LOG_BYTES if bulk else _STATUS_BYTES
-            answer, data = ask("poll_jobs", bulk=bulk, most=most, jobs=asked)
+            answer, data = ask(PollJobs(most, asked), bulk=bulk)
             found = answer["jobs"]
             if len(found) != len(chunk):
                 raise HostError(
@@ -75,26 +78,28 @@ class ClusterMirror:
             parts = contents(
                 self._label, [file for one in found for file in one["files"]], data=data
             )
-            for (record, logs), had, one in zip(chunk, have, found, strict=True):
+            for (record, _), had, one in zip(chunk, asked, found, strict=True):
                 volume = self._volumes.setdefault(
                     record.job_id, Volume(self._label, record.job_dir, nodes=record.nodes)
                 )
-                volume.check(had, one["files"])
+                volume.check([*had.sizes, *had.stamps], one["files"])
                 for file, content in itertools.islice(parts, len(one["files"])):
-                    self._take(record, _mode(record, logs=logs), had, file, content)
+                    self._take(record, had, file, content)
                 more[record.job_id] = one["more"]
         return more
 
-    def _have(self, record: Record, *, logs: bool) -> dict[str, int | str]:
-        """Return the local version of each file: its size if it grows, its stamp if replaced."""
-        stamps = self._stamps.setdefault(record.job_id, {})
-        found: dict[str, int | str] = {}
+    def _asked(self, record: Record, *, logs: bool) -> JobToPoll:
+        """Return a job's part of the request, with the local version of each file."""
+        known = self._stamps.setdefault(record.job_id, {})
+        sizes: dict[str, int] = {}
+        stamps: dict[str, str] = {}
         for path in (*_files_in(record.job_dir / ENDS), record.job_dir / RESULT):
             if path.exists():
                 name = str(path.relative_to(record.job_dir))
-                found[name] = stamps.get(name, "")
+                stamps[name] = known.get(name, "")
         grown = [record.job_dir / EVENTS, record.job_dir / LOGS / SLURM_LOG]
-        if _mode(record, logs=logs) != "none":
+        mode = _mode(record, logs=logs)
+        if mode != "none":
             grown += [
                 path
                 for node in _files_in(record.job_dir / LOGS)
@@ -103,24 +108,17 @@ class ClusterMirror:
             ]
         for path in grown:
             if path.exists():
-                found[str(path.relative_to(record.job_dir))] = path.stat().st_size
-        return found
+                sizes[str(path.relative_to(record.job_dir))] = path.stat().st_size
+        return JobToPoll(directory_name(record), mode, sizes=sizes, stamps=stamps)
 
-    def _take(
-        self,
-        record: Record,
-        mode: str,
-        had: dict[str, int | str],
-        file: dict[str, Any],
-        content: bytes,
-    ) -> None:
+    def _take(self, record: Record, had: JobToPoll, file: dict[str, Any], content: bytes) -> None:
         name = file["path"]
         one_kind = ("offset" in file) + ("stamp" in file) + bool(file.get("gone")) == 1
-        form = _GROWN[mode] if "offset" in file else _REPLACED
+        form = _GROWN[had.logs] if "offset" in file else _REPLACED
         if (
             not form.fullmatch(name)
             or not one_kind
-            or ("offset" in file and file["offset"] != had.get(name, 0))
+            or ("offset" in file and file["offset"] != had.sizes.get(name, 0))
         ):
             raise HostError(self._label, f"it sends a file that was not asked for: {name[:80]!r}")
         stamps = self._stamps[record.job_id]

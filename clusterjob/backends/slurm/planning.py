@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _SCRIPT = "slurm.sh"
 CODE = shared.CODE
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
-_STRAGGLERS = 60  # seconds that srun lets tasks run after the first has ended: agents end together
+_STRAGGLERS = 60  # maximum seconds that tasks run after the first task's end: agents end together
 _KILL_WAIT = 30  # seconds between Slurm's SIGTERM and SIGKILL (default of KillWait)
 
 
 def plan(spec: JobSpec) -> Plan:
-    """Return the plan of a job; only an array asks the cluster, for its MaxArraySize.
+    """Return the plan of a job; query the cluster only for an array (MaxArraySize).
 
     Raises:
         SpecError: an option is invalid, or sbatch has no such option.
@@ -57,7 +57,7 @@ def plan(spec: JobSpec) -> Plan:
     if login is None:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
-    else:  # the host's home directory is unknown here: sbatch runs in the job's directory
+    else:  # the host's home directory is not known yet: sbatch runs in the job's directory
         spec = replace(spec, program=shared.sent_program(spec))
         script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
         remote = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
@@ -140,10 +140,10 @@ def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
 def _met(kind: str, record: Record) -> bool:
     """Return whether a dependency is already met, from the records and the job directories.
 
-    Slurm treats a dependency on a job that it has forgotten as one that succeeded.
+    If Slurm has forgotten a job, it treats a dependency on the job as a success.
 
     Raises:
-        SpecError: the job has ended with another state, so the dependent job would never run.
+        SpecError: the job has ended in a state with which the dependent job would never run.
     """
     ended = [(element, _known_end(element)) for element in Records().elements(record)]
     over = all(state is not None for _, state in ended)
@@ -152,7 +152,7 @@ def _met(kind: str, record: Record) -> bool:
         for element, state in ended
         if state is not None and (state is JobState.SUCCEEDED) is not (kind == "afterok")
     ]
-    # For an array, afterok needs the success of all elements, afternotok one failed element.
+    # For an array, afterok needs the success of all elements; afternotok needs one failed element.
     if (kind == "afterok" and wrong) or (kind == "afternotok" and len(wrong) == len(ended)):
         raise SpecError(
             f"--after {kind}:{record.job_id}: job {wrong[0][0].job_id} has ended {wrong[0][1]},"
@@ -174,7 +174,7 @@ def _known_end(record: Record) -> JobState | None:
 def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
     if array is None:
         return [None]
-    if spec.login:  # the host is not asked: more pieces than necessary do no harm
+    if spec.login:  # no request to the host: more pieces than necessary do no harm
         text = spec.options.get("max_array_size", str(_DEFAULT_ARRAY_SIZE))
         if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
             raise SpecError(
@@ -195,7 +195,7 @@ def login_of(spec: JobSpec) -> Login | None:
 
 
 def _login_options() -> Sequence[str]:
-    """Return the names in --set that configure the login host and are no sbatch options."""
+    """Return the names in --set that configure the login host and are not sbatch options."""
     from clusterjob.backends.slurm.login_host import OPTIONS
 
     return OPTIONS
@@ -241,7 +241,7 @@ def _values(
 
 
 def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, Any]:
-    """Return the template's values for a login host, whose job directory is not known here.
+    """Return the template's values for a login host; its job directory is not known yet.
 
     The script finds its directory in SLURM_SUBMIT_DIR, because sbatch runs in the job's directory.
     """
@@ -259,7 +259,7 @@ def _launch(spec: JobSpec, program: Program) -> list[str]:
     more: dict[str, Any] = {"echo": False, "program": program}
     if spec.signal_before is not None or spec.requeue:
         more["time_limit"] = (
-            None  # the warning and Slurm's own limit end the job, so that it can be queued again
+            None  # Slurm's warning and time limit end the job, so that Slurm can queue it again
         )
         more["warning"] = float(spec.signal_before or _KILL_WAIT)
     return spec.launch_options(**more).arguments()

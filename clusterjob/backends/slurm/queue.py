@@ -1,7 +1,7 @@
 """Read Slurm's queue with at most one squeue per cluster in 5 s.
 
-All processes of the user share one snapshot of the queue in a file. A process that finds the
-snapshot too old runs squeue and writes a new one.
+All processes of the user share one snapshot of the queue in a file. If the snapshot is too old, a
+process runs squeue and writes a new snapshot.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from clusterjob.node.system import files, private_dirs
 COMMENT = "clusterjob:"  # prefix of the comment of a clusterjob job; the job id follows
 INTERVAL = 5.0  # minimum seconds between two calls to one cluster
 _SLOWEST = 30.0  # maximum seconds between two calls while the followed jobs do not change
-_FIRST_TIMEOUT = 20.0  # seconds for the first call; a controller that is down answers in 10 to 30 s
+_FIRST_TIMEOUT = 20.0  # maximum seconds for the first call; without a controller it takes 10-30 s
 _COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k")  # see `_row`
 _EPOCH_TIMES = {"SLURM_TIME_FORMAT": "%s"}
 _ACCOUNTING_FIELDS = (
     "JobID,State,Submit,ExitCode,NodeList,WorkDir"  # WorkDir last: only it may contain '|'
 )
 
-_MOST_TEXT = 4096  # characters of a field: the longest path
-_MOST_NODES = 1000  # characters of a list of nodes in a reason
+_MAX_TEXT = 4096  # maximum characters of a field: the length of the longest path
+_MAX_NODES = 1000  # maximum characters of a list of nodes in a reason
 
 _ACTIVE = frozenset({
     "PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD",
@@ -61,13 +61,13 @@ class JobRow:
     Attributes:
         key: the job id; ``12_3`` for an element of an array.
         state: Slurm's state, such as RUNNING or TIMEOUT.
-        reason: Slurm's reason why the job waits, or why it ended this way.
-        start: actual or expected start, local time; empty if Slurm gives none.
+        reason: Slurm's reason for the wait, or for the state at the end.
+        start: actual or expected start, local time; empty if Slurm shows no start.
         comment: the comment of the job. For a clusterjob job it starts with the job's own id.
             Plug-ins and `scontrol update` may change it.
         name: the job's name.
         directory: its working directory.
-        submitted: time of submission or requeue, seconds since the epoch; 0 if Slurm gives none.
+        submitted: time of submission or requeue, seconds since the epoch; 0 if not shown.
         failed_node: text naming the node that failed (NODE_FAIL); see `explained`.
         signal: number of the signal that ended the batch script; see `explained`.
     """
@@ -188,8 +188,8 @@ class Queue:
             if not mine or now.get("asked_at") != stored.get("asked_at"):
                 return False
             begin = time.time()
-            # Written before the call, and without holding the lock during it: a process that is
-            # stopped in between does not block the others.
+            # Store the time before the call, and release the lock during the call: if this process
+            # is stopped in between, it does not block the other processes.
             _keep(self._path, {**now, "asked_at": begin})
         mark = _new_mark()
         self._asking = (self._client.start(_squeue(mark), _EPOCH_TIMES), begin, mark)
@@ -198,7 +198,7 @@ class Queue:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the snapshot's lock while writing it; yield False if another process has it."""
+        """Hold the snapshot's lock for a write; yield False if another process has the lock."""
         lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -237,7 +237,7 @@ class Queue:
             if begin < float(now.get("taken_at", 0.0)) <= time.time():
                 return  # another process has stored a newer answer
             if "rows" in news:
-                # Only active jobs count: Slurm also removes ended jobs from the list.
+                # Compare only active jobs: Slurm also removes ended jobs from the list.
                 same = "rows" in now and _snapshot(news).active == _snapshot(now).active
                 quiet = int(now.get("quiet", 0)) + 1 if same else 0
                 news["quiet"] = min(quiet, 9)
@@ -255,7 +255,7 @@ def _keep(path: Path, value: dict[str, Any]) -> None:
     try:
         files.write_json(path, value)
     except OSError:
-        pass  # the disk is full: the next call asks again
+        pass  # the disk is full: the next call runs squeue again
 
 
 def _new_mark() -> str:
@@ -280,12 +280,15 @@ def _squeue(mark: str) -> list[str]:
 
 
 def explained(client: Client, row: JobRow) -> JobRow:
-    """Add what squeue does not show to an ended job's row: the failed node, the script's signal."""
+    """Add the failed node and the script's signal to the row of an ended job.
+
+    squeue does not show them.
+    """
     if row.state not in ("NODE_FAIL", "FAILED"):
         return row
     shown = _shown(client, "scontrol", "--all", "--oneliner", "show", "job", row.key)
     values = {
-        key: value[:_MOST_NODES]
+        key: value[:_MAX_NODES]
         for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown)
         if value != "(null)"
     }
@@ -307,7 +310,7 @@ def explained(client: Client, row: JobRow) -> JobRow:
         else ""
     )
     # Slurm 22.05 has no FailedNode for a job that ended by NODE_FAIL.
-    names = values.get("FailedNode") or ",".join(dict.fromkeys(down[:_MOST_NODES].split()))
+    names = values.get("FailedNode") or ",".join(dict.fromkeys(down[:_MAX_NODES].split()))
     return replace(
         row, failed_node=f"node {names}" if names else f"one of {nodes}" if nodes else ""
     )
@@ -328,7 +331,7 @@ def _shown(client: Client, *argv: str) -> str:
 
 def split(text: str, mark: str) -> list[list[str]]:
     """Split the output of squeue into rows of fields."""
-    fields, size = [field[:_MOST_TEXT] for field in text.split(mark)[:-1]], len(_COLUMNS)
+    fields, size = [field[:_MAX_TEXT] for field in text.split(mark)[:-1]], len(_COLUMNS)
     rows = [fields[begin : begin + size] for begin in range(0, len(fields) - size + 1, size)]
     return [[first.removeprefix("\n"), *others] for first, *others in rows]
 
@@ -359,7 +362,7 @@ def _snapshot(stored: dict[str, Any]) -> QueueSnapshot:
 
 
 def _has_ids(base: str, task: str, own: str) -> bool:
-    """Return whether the ids of a row are valid; they go on command lines later."""
+    """Return whether the ids of a row are valid; later commands have them as arguments."""
     return _is_number(base) and _is_number(own) and (task == "N/A" or _is_number(task))
 
 
@@ -406,7 +409,7 @@ def _is_number(text: str) -> bool:
 def has_id(row: JobRow, job_id: str) -> bool:
     """Return whether a row's comment or working directory contains a job's own id.
 
-    A site may change one of the two; it is unlikely to change both.
+    A site may change the comment or the working directory, but probably not both.
     """
     comment = f"{COMMENT}{job_id}"
     return (
@@ -422,7 +425,7 @@ def rows_of(snapshot: QueueSnapshot, job_id: str) -> list[JobRow]:
 
 
 class Accounting:
-    """Slurm's accounting, for jobs that squeue no longer shows; many sites have none.
+    """Slurm's accounting, for jobs that squeue no longer shows; many sites do not have it.
 
     Args:
         client: runs sacct.
@@ -441,8 +444,8 @@ class Accounting:
 
         Args:
             wanted: for each key, the submit time in seconds since the epoch, and the end of the
-                path of the job's directory, which no other job has. Slurm may give the same id to
-                another job.
+                path of the job's directory. No other job has the same end of the path, but Slurm
+                may give the same id to another job.
         """
         moment = time.monotonic()
         if self._absent or not wanted:

@@ -1,4 +1,4 @@
-"""Work out the status of a Slurm job from its directory, then squeue, then accounting."""
+"""Find the status of a Slurm job from its directory, then squeue, then accounting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAME = "slurm"
 SETTLING = 2.0  # seconds until squeue shows an accepted job
 _SUBMIT_TIME = (
-    120.0  # maximum seconds between Slurm's submit time and ours, including the clocks' difference
+    120.0  # maximum seconds between Slurm's and clusterjob's submit time, clock difference included
 )
 _UNTOLD = "scancel.pending"  # file in a job's directory: Slurm did not answer its scancel
 _UNSEEN_ALIVE = "Slurm does not show it, but its last heartbeat is less than a minute old"
@@ -71,7 +71,7 @@ def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
     """Return whether a row with the job's Slurm id belongs to this job.
 
     Slurm may give the same id to another job (submitit#1660). The comment and the working directory
-    contain the job's own id. If a site has changed both, the name and the submit time decide.
+    contain the job's own id. If a site has changed both, the name and the submit time are compared.
     """
     if queue.has_id(row, record.whole_id):
         return True
@@ -86,13 +86,13 @@ def is_active(snapshot: QueueSnapshot, record: Record, handle: Handle) -> bool:
 
 
 def is_of_another(snapshot: QueueSnapshot, record: Record, handle: Handle) -> bool:
-    """Return whether Slurm has given the job's id to another job; do not cancel that one."""
+    """Return whether Slurm has given the job's id to another job, which must not be cancelled."""
     row = snapshot.rows.get(handle.id)
     return row is not None and not is_of(row, record, handle=handle)
 
 
 def adopt(record: Record, snapshot: QueueSnapshot, wholes: dict[str, Record]) -> Handle | None:
-    """Return the handle of a job whose submitter did not store it; find the job by its own id.
+    """Find a job by its own id, and return the handle that its submitter did not store.
 
     Args:
         record: the job.
@@ -130,7 +130,7 @@ def has_news(record: Record) -> bool:
 def directory_verdict(record: Record) -> Verdict | None:
     """Return the verdict in the job's directory.
 
-    The agents write it. Under ``--launcher srun`` only a success is known from the directory.
+    The agents write the verdict. Under ``--launcher srun`` the directory shows only a success.
     """
     if _started_by_srun(record):
         return (
@@ -179,7 +179,7 @@ def _ran(record: Record, started_at: str | None) -> bool:
 
 
 def not_yet(record: Record, snapshot: QueueSnapshot) -> Status:
-    """Return the status of a job if no call to Slurm has succeeded since its submission."""
+    """Return the status of a job if no query to Slurm has succeeded since its submission."""
     started_at, restarts, waiting = shared.progress(record.job_dir)
     error = _unanswered(snapshot) if snapshot.error else ""
     state = JobState.RUNNING if started_at else JobState.UNKNOWN if error else JobState.PENDING
@@ -244,10 +244,10 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
 
 
 def needs_explanation(record: Record, row: JobRow) -> bool:
-    """Return whether to ask Slurm for the signal or the failed node, which a row does not show.
+    """Return whether to query Slurm for the signal or failed node, which the row does not show.
 
-    The signal matters only if the batch script could not write its exit code. Slurm is not asked
-    again about an end on record.
+    The signal matters only if the batch script could not write its exit code. If the end is already
+    recorded, there is no second query.
     """
     if row.state == "FAILED":
         return job_end.step_code(record.job_dir) is None
@@ -266,7 +266,7 @@ def _unanswered(snapshot: QueueSnapshot) -> str:
 
 
 def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
-    lost = verdict.state is JobState.LOST  # a message about the end may still arrive
+    lost = verdict.state is JobState.LOST  # the real end may still be reported
     return Status(
         verdict.state,
         verdict.reason,
@@ -279,7 +279,7 @@ def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
 
 
 def has_agents(record: Record) -> bool:
-    """Return whether the job's agents see the cancel request in its directory."""
+    """Return whether the job's agents read the cancel request in its directory."""
     return not _started_by_srun(record) and (
         ends.cancelled(record.job_dir) or bool(record.job.login)
     )
@@ -312,14 +312,14 @@ def submitted_in(record: Record) -> str:
     It distinguishes the job from another job with the same id in accounting.
     """
     if record.job.login:
-        return f"/jobs/{record.whole_id}"  # the part before it is known only on the cluster
+        return f"/jobs/{record.whole_id}"  # only the cluster knows the directory above
     return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
 
 
 def _runs_unseen(record: Record, snapshot: QueueSnapshot) -> bool:
     """Return whether a job that Slurm does not show may still run.
 
-    It may if no end is on disk and its lease has not expired.
+    It may still run if no end is on disk and its lease has not expired.
     """
     ended = (
         job_end.step_code(record.job_dir) is not None

@@ -1,4 +1,4 @@
-"""Submit a job to Slurm: check it first, submit it once, find it if Slurm did not answer."""
+"""Submit a job to Slurm: check the job, submit it once, find it if Slurm did not answer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from clusterjob.errors import SubmitError, SubmitInDoubtError
 _LOOKS, _PAUSE = (
     3,
     1.0,
-)  # number of searches for a job that Slurm may have accepted; seconds between two searches
+)  # maximum number of searches for a job that Slurm may have accepted; seconds between two searches
 _CONFIG_TIMEOUT = 5.0  # seconds; without an answer the default values of Slurm are used
-# sbatch accepts a job with one of these errors; it waits until the nodes are back.
+# sbatch accepts a job with one of these errors; the job then waits until the nodes are up again.
 _ONLY_NOT_NOW = re.compile(
     r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE
 )
@@ -49,7 +49,7 @@ def check_configuration(client: Client) -> None:
 
 
 def preflight(client: Client, argv: Sequence[str]) -> SlurmOutput:
-    """Ask Slurm with --test-only whether the job could run; nothing is queued.
+    """Check with sbatch --test-only whether the job could run; queue nothing.
 
     Slurm checks the partition, the GPUs, the node count and each option.
 
@@ -76,8 +76,8 @@ def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
     given = dict(
         word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes="))
     )
-    # If no partition is named, SBATCH_PARTITION, the script or a plug-in may choose another than
-    # the default.
+    # If no partition is named, SBATCH_PARTITION, the script or a plug-in may set another partition
+    # than the default.
     partition = [f"--partition={given['--partition']}"] if "--partition" in given else []
     shown = client.run(
         ["sinfo", "--all", "--noheader", "--Node", "--format=%N %T", *partition],
@@ -92,7 +92,7 @@ def check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
     """Refuse a time limit above that of all partitions of the job.
 
     Without EnforcePartLimits Slurm accepts such a job, which then waits forever. SBATCH_PARTITION,
-    a template or a plug-in may choose another partition than the default, and a quality of service
+    a template or a plug-in may set another partition than the default, and a quality of service
     may allow more time: if the effective limit is unknown, the job is not refused.
 
     Args:
@@ -159,13 +159,13 @@ def submit(
 ) -> tuple[str, str | None]:
     """Submit one script; return the job's id and, in a federation, the cluster that accepted it.
 
-    A site may replace sbatch by a wrapper, which prints more than the id, or fails after Slurm has
-    accepted the job.
+    A site may replace sbatch by a wrapper. The wrapper may print more than the id, or may fail
+    after Slurm has accepted the job.
 
     Args:
         client: runs sbatch.
         argv: sbatch's command line.
-        job: clusterjob's own job id, by which the job can be found.
+        job: clusterjob's own job id, for the search in Slurm's queue.
         known: Slurm's ids of other pieces of the same job.
 
     Raises:
@@ -210,7 +210,7 @@ def _refused(answer: SlurmOutput) -> SubmitError:
 def largest_array(client: Client) -> int | None:
     """Return MaxArraySize, or None if Slurm does not answer.
 
-    Each index of an array must be below it (submitit#1624).
+    Each index of an array must be below MaxArraySize (submitit#1624).
     """
     try:
         answer = client.run(["scontrol", "show", "config"], timeout=_CONFIG_TIMEOUT)

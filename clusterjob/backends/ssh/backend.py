@@ -1,7 +1,7 @@
 """Run jobs on bare hosts: one agent per host, started over SSH.
 
 After the start the agents need neither the submitter nor a shared disk. Each status or logs
-request mirrors the files of a job from its hosts into the job directory here
+request mirrors the files of a job from its hosts into the job directory on this machine
 (`clusterjob.remote.mirror`).
 """
 
@@ -31,6 +31,7 @@ from clusterjob.doctor import engine
 from clusterjob.doctor.engine import Check
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.environments import candidate_ports
+from clusterjob.node.host_server.requests import Cancel
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
@@ -39,8 +40,8 @@ from clusterjob.node.system.sanitize import sanitize
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
 
-_POLL_TIMEOUT = 1.0  # seconds to wait for slow hosts once every host of a job has been polled
-_MAX_RETRY_DELAY = 15.0  # seconds between two polls of an unreachable host
+_POLL_TIMEOUT = 1.0  # maximum seconds to wait for slow hosts after the first poll of each host
+_MAX_RETRY_DELAY = 15.0  # maximum seconds between two polls of an unreachable host
 _CANCEL_TIMEOUT = 12.0  # seconds beyond the job's grace for a host to confirm a cancel
 
 
@@ -65,7 +66,7 @@ class SshBackend:
         """Return the plan of a job without contacting a host.
 
         Raises:
-            SpecError: there are no hosts, or fewer than nodes; or an option is not valid here.
+            SpecError: there are fewer hosts than nodes, no hosts, or an option is not valid.
             TemplateError: the user's template cannot be rendered.
         """
         return planning.plan(spec)
@@ -148,7 +149,7 @@ class SshBackend:
         return {record.job_id: status.status(record, self._job(record)) for record in records}
 
     def collect(self, record: Record) -> None:
-        """Copy the logs written so far; every later poll of the job copies new ones too."""
+        """Copy the logs written so far; every later poll of the job also copies new logs."""
         job = self._job(record)
         ended = record.end is not None or files.read_json(record.job_dir / RESULT) is not None
         if job.followed and not ended:
@@ -212,11 +213,7 @@ class SshBackend:
         def work(node: int) -> None:
             session = self._sessions().session(place, node)
             session.ask(
-                "cancel",
-                job=record.job_id,
-                node=node,
-                grace=grace,
-                interrupt=interrupt,
+                Cancel(record.job_id, node, grace=grace, interrupt=interrupt),
                 timeout=grace + _CANCEL_TIMEOUT,
             )
 
@@ -241,7 +238,7 @@ class SshBackend:
 
         Raises:
             ClusterJobError: a host is unreachable or has no file at a path, or a file cannot be
-                written here.
+                written on this machine.
         """
         from clusterjob.remote.fetch import Fetch
         from clusterjob.remote.pool import complaint, for_each
@@ -270,7 +267,7 @@ class SshBackend:
         """Yield the doctor checks of the hosts for a job.
 
         Raises:
-            SpecError: there are no hosts, or an option is not valid here.
+            SpecError: there are no hosts, or an option is not valid for this backend.
         """
         from clusterjob.backends.ssh.checks import Hosts
         from clusterjob.doctor.this_machine import directory_checks
@@ -323,11 +320,11 @@ class SshBackend:
         return self._jobs[record.job_id]
 
     def _start_polls(self, record: Record, *, at_once: bool = False) -> None:
-        """Start a poll of each host of a job that has no poll running and is due for one.
+        """Start a poll of each host without a running poll if its delay between polls is over.
 
         Args:
             record: the job.
-            at_once: ignore the delay between two polls of a host.
+            at_once: whether to ignore the delay between two polls of a host.
         """
         from clusterjob.remote.pool import in_background
 
@@ -348,7 +345,7 @@ class SshBackend:
 
         Args:
             asked: the jobs that are polled.
-            patient: wait for all answers.
+            patient: whether to wait for all answers.
         """
         waiting = [node.polling for job in asked for node in job.nodes if node.polling is not None]
         wait(waiting, None if patient or not all(job.looked for job in asked) else _POLL_TIMEOUT)

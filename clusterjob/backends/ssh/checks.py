@@ -21,12 +21,13 @@ from clusterjob.doctor.engine import (
 )
 from clusterjob.errors import HostError
 from clusterjob.node.environments import candidate_ports
+from clusterjob.node.host_server.requests import Facts
 from clusterjob.remote.host_probe import HostReport, probe_hosts
 from clusterjob.remote.pool import for_each
 from clusterjob.remote.sessions import Place, Sessions
 
-_SLOW = 600.0  # seconds for setup lines and the import of torch
-_MOST_AHEAD = 30.0  # seconds that clocks may differ
+_SLOW = 600.0  # maximum seconds for setup lines and the import of torch
+_MAX_AHEAD = 30.0  # maximum seconds between the clocks of two machines
 
 
 class Hosts:
@@ -44,7 +45,7 @@ class Hosts:
     ) -> None:
         self._sessions = sessions
         # With a setup line, even one that does nothing, the host server runs on any Python that is
-        # new enough. The job's own interpreter is then checked from there.
+        # new enough. The host server then checks the job's own interpreter.
         self._place = replace(place, setup=(":", *place.setup))
         self._spec = spec
         self._need_torch = need_torch
@@ -127,17 +128,10 @@ class Hosts:
     def _interpreter(self) -> Iterator[CheckFinding]:
         spec = self._spec
         workdir = "~" if spec.sync else str(spec.workdir)
-        request: dict[str, Any] = {
-            "python": spec.python,
-            "setup": list(spec.setup),
-            "env": dict(spec.env),
-            "workdir": workdir,
-        }
+        request = Facts(spec.python, setup=tuple(spec.setup), env=dict(spec.env), workdir=workdir)
 
         def ask(node: int) -> Mapping[str, Any]:
-            answer, _ = self._sessions.session(self._place, node).ask(
-                "facts", timeout=_SLOW, **request
-            )
+            answer, _ = self._sessions.session(self._place, node).ask(request, timeout=_SLOW)
             found: Mapping[str, Any] = answer
             return found
 
@@ -148,7 +142,7 @@ class Hosts:
         }
         for node, answer in outcome.results.items():
             finding = fitness.interpreter(answer)
-            if answer["setup"] and spec.sync:  # setup lines may need the code, sent only with a job
+            if answer["setup"] and spec.sync:  # setup lines may need code that only a job sends
                 finding = unknown(
                     f"{finding.words}; "
                     "the setup lines may need the job's code, which is not sent yet",
@@ -261,7 +255,7 @@ def _python_of(answer: Mapping[str, Any]) -> str:
 
 def _clock(report: HostReport) -> CheckFinding:
     ahead = report.ahead or 0.0
-    if abs(ahead) < _MOST_AHEAD:
+    if abs(ahead) < _MAX_AHEAD:
         return ok("agrees with this machine's")
     much = (
         f"{round(abs(ahead) / 60)} min" if abs(ahead) >= 120 else f"{round(abs(ahead), -1):.0f} s"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from clusterjob.errors import HostError, SubmitError
+from clusterjob.node.host_server.requests import Listen, ProbeAddresses, StopListening
 from clusterjob.remote.pool import complaint, for_each
 from clusterjob.remote.sessions import Place, Sessions
 
@@ -35,8 +36,8 @@ def meet(
     """
     nonce = secrets.token_hex(16)
     coordinator = sessions.session(place, 0)
-    listener, _ = coordinator.ask("listen", ports=list(ports), nonce=nonce)
-    # The address that the submitter's connection reached is first. Behind NAT it is not here: the
+    listener, _ = coordinator.ask(Listen(tuple(ports), nonce))
+    # The address that the submitter's connection reached is first. Behind NAT it is not listed: the
     # machine has no such address on its interfaces.
     addresses = sorted(listener["addresses"], key=lambda address: address != likely)
     node0 = place.hosts[0]
@@ -45,11 +46,7 @@ def meet(
         def work(node: int) -> dict[str, Any]:
             session = sessions.session(place, node)
             answer, _ = session.ask(
-                "probe",
-                addresses=addresses,
-                port=listener["port"],
-                nonce=nonce,
-                wait=_PROBE_TIMEOUT,
+                ProbeAddresses(tuple(addresses), listener["port"], nonce=nonce, wait=_PROBE_TIMEOUT)
             )
             if not answer["reached"]:
                 why = (
@@ -65,7 +62,7 @@ def meet(
 
         outcome = for_each(range(1, len(place.hosts)), work, stop=stop)
     finally:
-        coordinator.ask("stop_listening")
+        coordinator.ask(StopListening())
     if outcome.errors:
         errors = [outcome.errors[node] for node in sorted(outcome.errors)]
         raise SubmitError(*complaint(errors, len(place.hosts))) from errors[0]

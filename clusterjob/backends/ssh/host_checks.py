@@ -37,7 +37,7 @@ def check_hosts(settings: config.Settings, named: tuple[Host, ...]) -> list[Host
 def named_hosts(
     settings: config.Settings, environ: Mapping[str, str], directory: Path
 ) -> tuple[Host, ...]:
-    """Return the hosts of the settings, or else those that a platform's variables name.
+    """Return the hosts of the settings, else the hosts of a platform's variables.
 
     Raises:
         SpecError: there are no hosts.
@@ -62,7 +62,7 @@ class Trusted:
         host: the host as the user wrote it.
         kind, fingerprint: type and fingerprint of its key.
         path: the file with the key; None if no key is stored (UserKnownHostsFile none).
-        news: whether this call added the key to the file.
+        news: True if this call added the key to the file.
     """
 
     host: str
@@ -86,8 +86,8 @@ def trust(
             recorded only if its fingerprint is `expected`.
 
     Raises:
-        HostError: the host is unreachable, its key is revoked or not the expected one, another key
-            is known for it, or no user has compared the key.
+        HostError: the host is unreachable, its key is revoked or is not the expected key, another
+            key of the host is known, or no user has compared the key.
     """
     from clusterjob.remote import connect, known_hosts
     from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts
@@ -155,7 +155,8 @@ def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
 
     values = settings.values
     given = values.get("set", {})
-    # A profile of another backend has its own options beside the SSH options of its login host.
+    # A profile of another backend has its own options in addition to the SSH options of its login
+    # host.
     options = (
         planning.SshOptions.of(given).ssh
         if settings.backend == planning.NAME

@@ -38,7 +38,7 @@ class SshOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> SshOptions:
-        """Return the options of a job, or of `clusterjob hosts`.
+        """Return the options of a job or of `clusterjob hosts`.
 
         Raises:
             SpecError: an option is unknown, or its value is not valid.
@@ -61,7 +61,7 @@ def plan(spec: JobSpec) -> Plan:
     """Return the plan of a job without contacting a host.
 
     Raises:
-        SpecError: there are no hosts, or fewer than nodes; or an option is not valid here.
+        SpecError: there are fewer hosts than nodes, no hosts, or an option is not valid.
         TemplateError: the user's template cannot be rendered.
     """
     spec, options = settled(spec), SshOptions.of(spec.options)
@@ -104,7 +104,7 @@ def settled(spec: JobSpec) -> JobSpec:
     """Return the job with one host per node and its script path relative to the sent directory.
 
     Raises:
-        SpecError: there are too few hosts, or the job asks for something that bare hosts lack.
+        SpecError: there are too few hosts, or the job requests a feature that bare hosts lack.
     """
     if not spec.hosts:
         raise SpecError("the ssh cluster needs hosts", "set --hosts a,b[1-4] or --hostfile FILE")

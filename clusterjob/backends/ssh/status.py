@@ -126,13 +126,13 @@ def _inferred(verdict: Verdict) -> Status:
 
 
 def _until_reached(verdict: Verdict) -> Status:
-    """Return a provisional status from some hosts; it holds until the other hosts answer."""
+    """Return the provisional status from some hosts; the answers of other hosts may change it."""
     # The time limit for a correction uses this machine's clock, not a time that a host reports.
     return replace(shared.ended(replace(verdict, ended_at=now())), provisional=True)
 
 
 def _verdict_in(written: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    """Return node 0's verdict as recorded by the nodes; a success only if no node differs."""
+    """Return node 0's verdict from the nodes' records; a success only if no node differs."""
     verdicts = []
     for end in written:
         if (

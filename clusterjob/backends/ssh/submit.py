@@ -16,13 +16,14 @@ from typing import Any
 from clusterjob.backends.ssh.coordinator_address import meet
 from clusterjob.core.snapshot import Snapshot
 from clusterjob.errors import HostError, SubmitError
+from clusterjob.node.host_server.requests import Cancel, Check, Fit, Remove, Reserve, Start, Up
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
 from clusterjob.remote.sessions import Place, Sessions
 
-_MARGIN = 50_000_000  # bytes to be free beyond the sent files, for logs
-_SLOW = 600.0  # seconds for slow requests: setup lines, a large copy on a slow disk
+_MARGIN = 50_000_000  # free bytes required beyond the size of the sent files, for logs
+_SLOW = 600.0  # maximum seconds for slow requests: setup lines, a large copy on a slow disk
 _FIRST_PAUSE = 0.02
 _WITHDRAW_TIMEOUT = 10.0
 LOOPBACK = "127.0.0.1"
@@ -41,10 +42,10 @@ class HostFiles:
         snapshot: the code; None if the hosts have it on a shared disk.
         needs_torch: whether an interpreter without torch is unfit.
         ports: ports on which node 0 may listen, in order of preference.
-        timeout: seconds from the start of the script until the agent is up, setup lines included.
-        grace: the job's grace period in seconds, for stopping an agent again.
+        timeout: maximum seconds until the script has run the setup lines and the agent is up.
+        grace: the job's grace period in seconds, used if a started agent must be stopped.
         gpus: the GPUs of each host: numbers, or ``auto``; empty for any.
-        gpus_per_node: the number of GPUs; None if the job does not ask for GPUs.
+        gpus_per_node: the number of GPUs; None if the job does not request GPUs.
         require_gpus: whether a host with too few GPUs is unfit when `gpus` is empty; else the
             workers on such a host run on the CPU, as a rehearsal.
     """
@@ -71,7 +72,7 @@ class Submission:
         sessions: the sessions with the hosts.
         place: the hosts and their connection settings.
         files: the job's files and settings.
-        progress: called with (node, bytes sent, bytes in all) while code is sent.
+        progress: called with (node, bytes sent, total bytes) while code is sent.
         warn: called with each line that the user should see.
         cancelled: returns whether the job has been cancelled meanwhile.
     """
@@ -129,14 +130,11 @@ class Submission:
             if node not in self._seen:
                 return
             session = self._sessions.session(self._place, node)
-            self._ask(
-                session,
-                node,
-                "cancel",
-                grace=self._goods.grace,
+            session.ask(
+                Cancel(self._goods.job_id, node, grace=self._goods.grace),
                 timeout=self._goods.grace + _WITHDRAW_TIMEOUT,
             )
-            self._ask(session, node, "remove", timeout=_WITHDRAW_TIMEOUT)
+            session.ask(Remove(self._goods.job_id), timeout=_WITHDRAW_TIMEOUT)
 
         for_each(self._nodes, work)
 
@@ -152,9 +150,7 @@ class Submission:
 
         def work(node: int) -> dict[str, Any]:
             session = self._sessions.session(self._place, node)
-            answer, _ = session.ask(
-                "check", need=need, torch=files.needs_torch, own=not self._place.setup
-            )
+            answer, _ = session.ask(Check(need, torch=files.needs_torch, own=not self._place.setup))
             if answer["errors"]:
                 raise HostError(session.connection.target.label, "; ".join(answer["errors"]))
             self._seen.add(node)
@@ -170,23 +166,23 @@ class Submission:
                 outcome.errors[node] = HostError(
                     str(self._place.hosts[node]), why, hint="a host can be only one node of a job"
                 )
-        if self._goods.gpus_per_node:
+        if count := self._goods.gpus_per_node:
             fit = [node for node in self._nodes if node not in outcome.errors]
             reserved = for_each(
                 fit,
-                lambda node: self._reserve(node, self._sessions.session(self._place, node)),
+                lambda node: self._reserve(
+                    node, self._sessions.session(self._place, node), count=count
+                ),
                 stop=self._stop,
             )
             outcome.errors |= reserved.errors
         self._raise_errors(outcome)
         self._reached_at = outcome.results[0]["reached_at"]
 
-    def _reserve(self, node: int, session: Session) -> None:
-        """Reserve the node's GPUs on its host until the job's last process there has ended."""
+    def _reserve(self, node: int, session: Session, count: int) -> None:
+        """Reserve GPUs for the node on its host until the job's last process there has ended."""
         files = self._goods
-        answer = self._ask(
-            session, node, "reserve", gpus=files.gpus, count=files.gpus_per_node, timeout=_SLOW
-        )
+        answer, _ = session.ask(Reserve(files.job_id, files.gpus, count), timeout=_SLOW)
         if not answer["short"]:
             self._devices[node] = answer["devices"]
         elif files.gpus or files.require_gpus:
@@ -210,12 +206,17 @@ class Submission:
         if files.snapshot is not None:
             bundle.install(files.snapshot)
 
-    def _check_after_setup(self, node: int, session: Session) -> None:
+    def _check_after_setup(self, _node: int, session: Session) -> None:
         place = self._place
-        answer = self._ask(
-            session, node, "fit", python=place.python, setup=list(place.setup),
-            workdir=self._goods.workdir, torch=self._goods.needs_torch, timeout=_SLOW,
-        )  # fmt: skip
+        files = self._goods
+        request = Fit(
+            files.job_id,
+            place.python,
+            setup=tuple(place.setup),
+            workdir=files.workdir,
+            torch=files.needs_torch,
+        )
+        answer, _ = session.ask(request, timeout=_SLOW)
         if answer["errors"]:
             raise HostError(session.connection.target.label, "; ".join(answer["errors"]))
 
@@ -242,10 +243,13 @@ class Submission:
         env = {**files.environments[node], "CLUSTERJOB_MASTER_ADDR": address}
         if (devices := self._devices.get(node)) is not None:
             env["CUDA_VISIBLE_DEVICES"] = devices
-        self._ask(session, node, "start", script=files.script, env=env)
+        session.ask(Start(files.job_id, node, script=files.script, env=env))
         end = time.monotonic() + files.timeout
         pause = _FIRST_PAUSE
-        while not (answer := self._ask(session, node, "up"))["up"]:
+        while True:
+            answer, _ = session.ask(Up(files.job_id, node))
+            if answer["up"]:
+                return
             if answer["why"]:
                 raise HostError(session.connection.target.label, answer["why"])
             if self._stop.is_set() or time.monotonic() > end:
@@ -259,17 +263,12 @@ class Submission:
     def _check_not_cancelled(self) -> None:
         """Raise SubmitError if the job was cancelled; called before and after the start.
 
-        A cancel from another process reaches no agent before the agents run.
+        Before the agents run, a cancel from another process does not reach them.
         """
         if self._cancelled():
             raise SubmitError("the job was cancelled while it was being submitted")
 
     # -- all hosts in parallel ---------------------------------------------------------------------
-
-    def _ask(self, session: Session, node: int, op: str, **more: Any) -> dict[str, Any]:
-        answer, _ = session.ask(op, job=self._goods.job_id, node=node, **more)
-        found: dict[str, Any] = answer
-        return found
 
     def _on_all(
         self,

@@ -29,9 +29,9 @@ _NEVER = frozenset({".git", ".hg", ".svn"})
 _CHUNK = 1 << 18
 _KEPT = "code.list"
 git_state, keep_git = git_revision.git_state, git_revision.keep_git
-_MOST_NAMED = 10  # excluded secrets that a message names
-_MOST_PATTERNS = 1 << 20  # bytes of one pattern file
-_MOST_LINES = 10_000  # lines of one pattern file: each is tried on each path
+_MAX_NAMED = 10  # maximum number of excluded secrets in a message
+_MAX_PATTERN_BYTES = 1 << 20  # maximum bytes of one pattern file
+_MAX_PATTERN_LINES = 10_000  # maximum lines of one pattern file: each is tried on each path
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Snapshot:
 
     Attributes:
         root: the directory.
-        entries: files, directories and links to send; a directory comes before its content.
+        entries: files, directories and links to send; a directory precedes its content.
         secrets: paths that were left out because they look like secrets.
     """
 
@@ -77,7 +77,7 @@ class Snapshot:
         """Return the size of all files in bytes."""
         return sum(entry.size for entry in self.entries)
 
-    def left_out(self, most: int = _MOST_NAMED) -> str:
+    def left_out(self, most: int = _MAX_NAMED) -> str:
         """Return one line that names at most `most` excluded secrets; empty if there are none."""
         shown = ", ".join(sanitize(path) for path in self.secrets[:most])
         more = f" and {len(self.secrets) - most} more" if len(self.secrets) > most else ""
@@ -203,7 +203,7 @@ def take(
 
 
 def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
-    """Return the snapshot that `take` returns, but of any size and without the files' digests.
+    """Return a snapshot as `take` does, but of any size and without the digests of the files.
 
     Raises:
         SubmitError: the directory holds too many files, or a directory cannot be read.
@@ -284,7 +284,7 @@ def _walk(
 
 
 def _left_out(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
-    for rule in reversed(rules):  # patterns of the nearest directory come first
+    for rule in reversed(rules):  # patterns of the nearest directory override the others
         verdict = rule.verdict(path, is_directory=is_directory)
         if verdict is not None:
             return verdict
@@ -307,19 +307,19 @@ def _rules_of(directory: Path, base: str, prefix: str = "") -> list[_Rules]:
 
 def _patterns_in(path: Path) -> Patterns:
     with path.open("rb") as stream:
-        text = stream.read(_MOST_PATTERNS + 1)
-    if len(text) > _MOST_PATTERNS:
-        raise SubmitError(f"{path} holds more than {show_size(_MOST_PATTERNS)} of patterns")
+        text = stream.read(_MAX_PATTERN_BYTES + 1)
+    if len(text) > _MAX_PATTERN_BYTES:
+        raise SubmitError(f"{path} holds more than {show_size(_MAX_PATTERN_BYTES)} of patterns")
     lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if len(lines) - 1 > _MOST_LINES:  # the last line also ends with a line break
-        raise SubmitError(f"{path} holds more than {_MOST_LINES:,} lines of patterns")
+    if len(lines) - 1 > _MAX_PATTERN_LINES:  # the last line also ends with a line break
+        raise SubmitError(f"{path} holds more than {_MAX_PATTERN_LINES:,} lines of patterns")
     return Patterns(lines)
 
 
 def _rules_above(root: Path) -> list[_Rules]:
-    """Return the git ignore patterns of the user and of the directories above this one.
+    """Return the git ignore patterns of the user and of the directories above the root.
 
-    The user's come first, then the repository's, from its top directory down.
+    The order is: the user's patterns, then the repository's patterns from its top directory down.
     """
     own = git_revision.excludes_file(root)
     top = next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), None)

@@ -16,9 +16,9 @@ from typing import Any
 
 from clusterjob.node.system import files
 
-_MOST_DIFF = 4 << 20  # bytes of uncommitted changes that are kept
-_MOST_CHANGED = 1000  # names of changed files that are kept
-_TIMEOUT = 30.0  # seconds for one command
+_MAX_DIFF = 4 << 20  # maximum bytes of uncommitted changes to keep
+_MAX_CHANGED = 1000  # maximum number of names of changed files to keep
+_TIMEOUT = 30.0  # maximum seconds for one command
 _SAFE = (
     "-c",
     "core.fsmonitor=false",
@@ -36,7 +36,8 @@ _ELSEWHERE = (
 def git_state(root: Path) -> dict[str, Any] | None:
     """Return a directory's revision, branch, changed files and uncommitted changes (``diff``).
 
-    None if the directory is in no git repository, or if git does not trust the repository.
+    Returns None if the directory is not in a git repository, or if git does not trust the
+    repository.
     """
     asked = _git(
         root,
@@ -84,16 +85,16 @@ def git_state(root: Path) -> dict[str, Any] | None:
         "revision": revision,
         "branch": branch,
         "changed": [line[3:] for line in status.decode(errors="replace").splitlines()][
-            :_MOST_CHANGED
+            :_MAX_CHANGED
         ],
-        "diff": diff[:_MOST_DIFF],
+        "diff": diff[:_MAX_DIFF],
     }
 
 
 def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
     """Return the code's git state for a job's record; write its diff into the job's directory.
 
-    None if the code is in no git repository.
+    Returns None if the code is not in a git repository.
     """
     state = git_state(root)
     if state is None:

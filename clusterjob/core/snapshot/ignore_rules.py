@@ -1,8 +1,9 @@
 """Match paths against .gitignore patterns, as git does, without exponential run time.
 
 Each pattern becomes one regular expression over bytes without nested backtracking: the text after a
-``*`` is matched at its first occurrence, and no other one is tried. This loses no match. Otherwise
-a pattern such as ``*a*a*a*a`` would try every way to split a name, which can take hours.
+``*`` is matched at its first occurrence, and no other occurrence is tried. This loses no match.
+With backtracking, a pattern such as ``*a*a*a*a`` would try every way to split a name, which can
+take hours.
 Source: gitignore(5), git's wildmatch.c.
 """
 
@@ -31,7 +32,7 @@ _CLASSES = {
         b"xdigit": rb"[0-9A-Fa-f]",
     }.items()
 }
-_MOST_BYTES = 4096  # of one line; no path on Linux is longer
+_MAX_BYTES = 4096  # maximum bytes of one line; no path on Linux is longer
 _numbers = itertools.count()
 
 
@@ -41,7 +42,7 @@ class Pattern:
 
     Attributes:
         regex: matches a path relative to the file's directory, or a name.
-        includes: whether it includes again what an earlier line excluded (``!``).
+        includes: whether it includes again the paths that an earlier line excluded (``!``).
         directories: whether it matches only directories.
         names: whether it is matched against the last part of a path, at any depth.
     """
@@ -57,9 +58,9 @@ class Patterns:
 
     Args:
         lines: lines of the file.
-        simple: whether the lines are known to be simple. One combined expression then rejects a
-            path that matches none of them several times faster. For hostile lines it would be
-            slower than one expression per line.
+        simple: whether the lines are known to be simple. Then all lines form one combined
+            expression, which rejects a path without a match several times faster. For hostile lines
+            it would be slower than one expression per line.
     """
 
     def __init__(self, lines: Iterable[bytes], *, simple: bool = False) -> None:
@@ -108,7 +109,7 @@ def _pattern(line: bytes) -> Pattern | None:
     line = line[includes:]
     directories = line.endswith(b"/")
     line = line.removesuffix(b"/")
-    if not line or (line.startswith(b"#") and not includes) or len(line) > _MOST_BYTES:
+    if not line or (line.startswith(b"#") and not includes) or len(line) > _MAX_BYTES:
         return None
     names = b"/" not in line
     expression = _segment(line) if names else _path(line.removeprefix(b"/"))
@@ -199,7 +200,7 @@ def _segment(text: bytes) -> bytes | None:
 
 
 def _found_first(expression: bytes) -> bytes:
-    """Return an expression that matches only where the given one first does.
+    """Return an expression that matches only at the first match of the given expression.
 
     It replaces an atomic group, which Python 3.10 lacks.
     """

@@ -1,6 +1,7 @@
 """Recognize files that look like secrets: keys, passwords, tokens.
 
-They are found by name, some also by content. They are not sent without --include-secrets.
+Such files are found by name, some of them also by content. They are sent only with
+--include-secrets.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MAYBE_KEYS = Patterns(
     [b"id_*", b"*_rsa", b"*_ecdsa", b"*_ed25519", b"deploy_key*", b"deploy-key*", b".ssh_key*"],
     simple=True,
 )
-_MOST = 1 << 18  # bytes read of a file that may be a key
+_MAX_BYTES = 1 << 18  # maximum bytes to read of a file that may be a key
 
 
 def looks_secret(root: Path, path: str, *, is_directory: bool) -> bool:
@@ -45,6 +46,6 @@ def looks_secret(root: Path, path: str, *, is_directory: bool) -> bool:
     if not named and not _MAYBE_KEYS.verdict(lower, is_directory=False):
         return False
     with (root / path).open("rb") as stream:
-        text = stream.read(_MOST)
-    bundle = b"-----BEGIN " in text and len(text) < _MOST  # certificates or public keys only
+        text = stream.read(_MAX_BYTES)
+    bundle = b"-----BEGIN " in text and len(text) < _MAX_BYTES  # certificates or public keys only
     return b"PRIVATE KEY" in text or (named and not bundle)

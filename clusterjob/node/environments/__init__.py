@@ -8,6 +8,7 @@ file and add it to `FAMILIES` in the right order, with a comment that gives the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -73,6 +74,16 @@ FAMILIES: tuple[Detector, ...] = (
     # `openmpi_env` detects SageMaker's MPI jobs; SageMaker's other jobs run one command per host.
     sagemaker_env.detect,
 )
+
+
+def supervisor(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the name and pid of the parent process that the platform needs, or None.
+
+    Slurm does not notice that slurmstepd, the parent of a step's task, was killed: the job stays
+    RUNNING, and scancel does not reach the task. On other platforms the parent may end.
+    """
+    in_step = environ.get("SLURM_STEP_ID") and environ.get("CLUSTERJOB_TASK")
+    return ("slurmstepd", os.getppid()) if in_step else None
 
 
 def detect(environ: Mapping[str, str]) -> Finding:

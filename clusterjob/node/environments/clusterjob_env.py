@@ -1,6 +1,6 @@
 """Detect a node from the CLUSTERJOB_* variables.
 
-Our rendered scripts set them; users may set them manually on bare machines.
+clusterjob's rendered scripts set them; users may set them manually on bare machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare the families that apply: the first one wins, the others are ignored or conflict."""
+"""Compare the families that apply: use the first family; ignore others or report conflicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 from clusterjob.node.environments.reading import Finding, Ignored
 from clusterjob.node.environments.topology import Topology, Worker
 
-# Platforms start one command per node. A machine belongs to one platform, so two must agree.
+# Platforms start one command per node. A machine belongs to one platform, so the variables of two
+# platforms must agree.
 _PLATFORMS = frozenset(
     (
         "mlp",
@@ -87,8 +88,8 @@ def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:
     first, second = winner.place, other.place
     if isinstance(first, Worker) and isinstance(second, Worker) and winner.source == "env":
         # It is unknown who set RANK: a batch script may have set it once for all tasks of srun. A
-        # real launcher inside a task starts more processes than there are tasks. The same number
-        # or fewer, with another rank, is a mistake.
+        # real launcher inside a task starts more processes than there are tasks. An equal or
+        # smaller number of processes with another rank is a mistake.
         if first.world_size <= second.world_size and (first.rank, first.world_size) != (
             second.rank,
             second.world_size,

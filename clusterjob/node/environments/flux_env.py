@@ -29,7 +29,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", "FLUX_JOB_NNODES")
     if world_size is None or not nnodes:
         return reading.finding(None)
-    # Flux sets no number of tasks per node. It spreads them evenly; the first nodes get the rest.
+    # Flux does not set the number of tasks per node. It spreads them evenly, and the first nodes
+    # get the remainder.
     each, more = divmod(world_size, nnodes)
     local_world_size = each
     if more:

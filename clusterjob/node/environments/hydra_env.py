@@ -21,7 +21,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     """Return this process's rank assignment from PMI_RANK and MPI_LOCALRANKID.
 
     Returns:
-        The finding; None if the variables are not set, or PMI_RANK is a Slurm step's.
+        The finding; None if the variables are not set, or PMI_RANK belongs to a Slurm step.
     """
     reading = Reading(environ, "hydra")
     if not reading.is_set("MPI_LOCALRANKID") and (

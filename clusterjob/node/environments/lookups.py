@@ -1,4 +1,4 @@
-"""Look up the host files, descriptors and commands that some variables point at.
+"""Look up the host files, descriptors and commands that some variables name.
 
 Detection itself stays a pure function. Each result is added to the mapping under a key that no
 variable has, and the families read it from there.
@@ -13,7 +13,7 @@ from clusterjob.node.environments import flux_env, hydra_env, lsf_env, pals_env
 from clusterjob.node.environments.reading import whole_number
 
 _TIMEOUT = 4.0  # seconds for `flux hostlist local`
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -46,7 +46,7 @@ def _text(path: str) -> str:
     """Return the first MiB of a file; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST_BYTES)
+            return file.read(_MAX_BYTES)
     except (OSError, ValueError):
         return ""
 
@@ -69,7 +69,7 @@ def _flux_hosts(environ: Mapping[str, str]) -> str:
 
 
 def _peer(descriptor: str) -> str:
-    """Return the pid of the peer of a local socket; empty if the descriptor is none.
+    """Return the pid of the peer of a local socket; empty if it is not a socket.
 
     The peer of PMI_FD is the proxy that started this node's processes.
     """

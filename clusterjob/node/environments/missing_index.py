@@ -1,6 +1,6 @@
 """Refuse an environment that counts several processes or nodes but gives no index.
 
-Without this check each process would train alone, beside others that do the same.
+Without this check each process would train its own copy of the model alone.
 """
 
 from __future__ import annotations

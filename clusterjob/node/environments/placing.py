@@ -84,14 +84,15 @@ def worker(
 
     Args:
         reading: the variables that were read.
-        rank: index of the process; None with a conflict, as for the next three.
-        world_size: number of processes.
-        local_rank: index of the process on its node.
-        local_world_size: number of processes on its node.
+        rank: index of the process; None with a conflict.
+        world_size: number of processes; None with a conflict.
+        local_rank: index of the process on its node; None with a conflict.
+        local_world_size: number of processes on its node; None with a conflict.
         master: address of rank 0.
         node_rank: index of the node; None if no variable gives it. It is then computed as if
             every node had `local_world_size` processes, in the order of ranks.
-        nnodes: number of nodes; None if no variable gives it. It is then computed likewise.
+        nnodes: number of nodes; None if no variable gives it. It is then computed in the same way
+            as the node rank.
     """
     if (
         rank is None
@@ -139,7 +140,7 @@ def refuse_own_address(reading: Reading, addr: str, nnodes: int) -> None:
 
 
 def given_master(reading: Reading) -> Master:
-    """Return MASTER_ADDR and MASTER_PORT, which users may export; None for what is not set."""
+    """Return MASTER_ADDR and MASTER_PORT, which users may export; None for each unset variable."""
     return Master(
         reading.host("master_addr", "MASTER_ADDR", required=False),
         reading.number("master_port", "MASTER_PORT", required=False),
@@ -160,11 +161,11 @@ def process_master(
     Args:
         reading: the variables that were read.
         alone: whether all processes run on one node.
-        fallback: the host to use if MASTER_ADDR is not set; None for none.
+        fallback: the host to use if MASTER_ADDR is not set; None if there is no such host.
         fallback_port: the port to use if MASTER_PORT is not set.
         key: text shared by all processes of this start and by no other start. If no variable gives
-            a port, it is computed from this text. Empty for none.
-        key_variable: the variable that the key comes from; empty for launchers without one, for
+            a port, it is computed from this text. Empty if there is no such text.
+        key_variable: the variable that contains the key; empty for launchers without one, for
             which MASTER_PORT is required.
     """
     given = given_master(reading)
@@ -227,7 +228,7 @@ def hosts(reading: Reading, variable: str) -> list[str]:
 
 
 def ignore(reading: Reading, why: str, *variables: str) -> None:
-    """Add those of the variables that are set to the reading's ignored variables."""
+    """Add each of the variables that is set to the reading's ignored variables."""
     reading.ignored += [
         Ignored(variable, why) for variable in variables if reading.is_set(variable)
     ]

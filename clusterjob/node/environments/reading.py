@@ -9,8 +9,8 @@ from clusterjob.errors import PlacementError
 from clusterjob.node.environments.topology import Topology, Worker
 
 NOWHERE = "none"  # the source of a finding without a family
-_LONGEST_NAME = 255  # characters
-_MOST_DIGITS = 19  # a number with more digits is not a valid count
+_MAX_NAME = 255  # characters
+_MAX_DIGITS = 19  # a number with this many digits or more is not a valid count
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Reading:
     """
 
     def __init__(self, environ: Mapping[str, str], source: str, *, quoted: bool = False) -> None:
-        """Begin to read.
+        """Prepare to read the mapping.
 
         Args:
             environ: the mapping.
@@ -99,9 +99,9 @@ class Reading:
         return any(self.value(variable) for variable in variables)
 
     def first_set(self, *variables: str) -> str:
-        """Return the first of these variables that has a value; the first one if none has.
+        """Return the first of these variables that has a value.
 
-        An error message then names it.
+        If no variable has a value, return the first variable, which an error message then names.
         """
         return next((variable for variable in variables if self.value(variable)), variables[0])
 
@@ -116,7 +116,10 @@ class Reading:
         return value
 
     def text(self, field_name: str, variable: str, *, required: bool = True) -> str | None:
-        """Return the variable's value; None if it is unset or empty, a conflict if required."""
+        """Return the variable's value, or None if it is unset or empty.
+
+        If the variable is required, an unset or empty value is a conflict.
+        """
         value = self.value(variable)
         if not value:
             if required:
@@ -148,7 +151,7 @@ class Reading:
         name = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if (
             not name
-            or len(name) > _LONGEST_NAME
+            or len(name) > _MAX_NAME
             or not all(letter.isalnum() or letter in "._-:%" for letter in name)
         ):
             self.conflicts.append(f"{variable}={text[:80]!r} is not a host ({field_name})")
@@ -177,4 +180,4 @@ class Reading:
 
 def whole_number(text: str) -> int | None:
     """Return ASCII digits as a number; None for other text, part of which int() would accept."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS else None

@@ -17,7 +17,7 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 @dataclass(frozen=True)
 class Nodes:
-    """SageMaker's hosts and this one's index; empty and None outside SageMaker."""
+    """SageMaker's hosts and this host's index; empty and None outside SageMaker."""
 
     hosts: list[str] = field(default_factory=list)
     node_rank: int | None = None
@@ -46,7 +46,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
 
 
 def nodes(reading: Reading, *, required: bool = False) -> Nodes:
-    """Return SageMaker's hosts and this one's index among them.
+    """Return SageMaker's hosts and this host's index among them.
 
     Args:
         reading: records the evidence, and a conflict if the variables contradict each other.

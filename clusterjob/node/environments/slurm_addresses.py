@@ -19,7 +19,7 @@ _TIMEOUT = 4.0  # seconds for one scontrol command
 
 
 def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> Topology:
-    """Return the topology with an address of node 0 that resolves here.
+    """Return the topology with an address of node 0 that resolves on this machine.
 
     Args:
         topology: the detected topology; only one from Slurm is changed.
@@ -69,7 +69,8 @@ def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
     """Return NodeAddr from ``scontrol show node``.
 
     Returns:
-        The address; None without scontrol, an answer or such a node, or if it does not resolve.
+        The address; None if there is no scontrol, no answer or no such node, or if the address does
+        not resolve.
     """
     if name.startswith("-"):
         return None

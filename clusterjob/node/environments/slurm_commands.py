@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterjob.node.contract import LAUNCH_VARIABLES
+from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 
 # Inside a job all of Slurm's variables belong to that job, except those that locate the cluster.
 # In a login shell they are the user's own defaults, such as SBATCH_ACCOUNT.

@@ -28,7 +28,7 @@ TASK_RANK = "CLUSTERJOB_TASK_RANK"
 # slurm.h: batch scripts, salloc's shell and similar steps have reserved ids, as numbers or names.
 _LOWEST_OF_NO_STEP = 0xFFFFFFF0
 _NO_STEPS = ("batch", "interactive", "extern")
-_MOST_NODES = 65536
+_MAX_NODES = 65536
 _SIGNS = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_JOB_ID")
 
 
@@ -36,7 +36,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     """Return this task's rank assignment: a `Topology` with one task per node, else a `Worker`.
 
     Returns:
-        The finding; outside a step one with the source ``none``; None without Slurm's variables.
+        The finding; outside a step its source is ``none``. None without Slurm's variables.
     """
     step = environ.get("SLURM_STEP_ID", "").strip()
     number = whole_number(step)
@@ -100,7 +100,8 @@ def meeting_port(environ: Mapping[str, str]) -> int:
     """Return the rendezvous port of a step's tasks for a step without MASTER_PORT.
 
     All tasks compute it from the ids of the job and the step and from the restart count. Rank 0
-    binds it when it starts. Our agents do not use it: they bind a port first and then announce it.
+    binds it when it starts. clusterjob's agents do not use it: they first bind a port, then
+    announce it.
     """
     job, step = (environ.get(name, "").strip() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return candidates(
@@ -140,7 +141,7 @@ def _place(reading: Reading) -> Finding:
         or reading.conflicts
     ):
         return reading.finding(None)
-    # The type checker needs these.
+    # The type checker needs these assertions.
     assert nnodes is not None and node_rank is not None and rank is not None  # noqa: PT018
     assert local_rank is not None and world_size is not None and master_addr is not None  # noqa: PT018
     if (len(tasks), sum(tasks)) != (nnodes, world_size):
@@ -178,7 +179,7 @@ def _place(reading: Reading) -> Finding:
             source=SOURCE,
         )  # reports an impossible node first
         if master_port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
-            master_port = meeting_port(environ)  # needs a job id: else all jobs share one port
+            master_port = meeting_port(environ)  # needs a job id: otherwise all jobs share one port
         node = Topology(
             nnodes,
             node_rank,
@@ -218,7 +219,7 @@ def _tasks_per_node(reading: Reading) -> list[int]:
             not number
             or not repeat
             or (times and not times.endswith(")"))
-            or len(tasks) + repeat > _MOST_NODES
+            or len(tasks) + repeat > _MAX_NODES
         ):
             reading.conflicts.append(f"{variable}={text[:80]!r} is not a list of numbers of tasks")
             return []
@@ -268,7 +269,7 @@ def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
     text = reading.text("master_addr", variable, required=required)
     if not required:
         reading.evidence.clear()
-        reading.evidence.update(kept)  # the list is only compared, so it is no evidence
+        reading.evidence.update(kept)  # the list is only compared, so it is not evidence
     if text is None:
         return []
     try:

@@ -63,7 +63,8 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     )
     own = _torch_variables(worker)
     quiet = contract.quiet_defaults(environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes)
-    # `slurm_env` checks MASTER_ADDR against the step's nodes, but uses these two without a check.
+    # `slurm_env` checks MASTER_ADDR against the step's nodes, but does not check these two
+    # variables.
     ours = {
         "CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"],
         "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"],

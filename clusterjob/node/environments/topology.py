@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from clusterjob.errors import PlacementError
 
-_MOST_NAMES = 65536  # the limit of Slurm's own tools
-_LONGEST_NAME = 255  # characters, as for any host name
-_LONGEST_LIST = 1 << 22  # characters
+_MAX_NAMES = 65536  # the limit of Slurm's own tools
+_MAX_NAME = 255  # characters, as for any host name
+_MAX_LIST = 1 << 22  # characters
 _IN_A_NAME = "._-:%@+"
 
 
@@ -117,9 +117,9 @@ def expand_hostlist(text: str) -> list[str]:
     """Return the host names of a Slurm host list, in the written order.
 
     An example is ``gpu[01-03,7]-ib,login``. Ranges count up and keep the leading zeros of their
-    first number. Several brackets in a name count like digits, the last one fastest. (Slurm 22.05
-    does the same for up to two brackets. It refuses text after a bracket in some places, and
-    counts three brackets in another order.)
+    first number. Several brackets in a name count like digits: the last bracket changes
+    fastest. (Slurm 22.05 has the same order for up to two brackets. It refuses text after a bracket
+    in some places, and counts three brackets in another order.)
 
     Args:
         text: the list; commas or white space separate the names.
@@ -127,11 +127,11 @@ def expand_hostlist(text: str) -> list[str]:
     Raises:
         PlacementError: the text is not a host list, or it names more than 65,536 hosts.
     """
-    if len(text) > _LONGEST_LIST:
+    if len(text) > _MAX_LIST:
         raise PlacementError(f"the host list is {len(text)} characters long")
     names: list[str] = []
     for item in _split_hostlist(text):
-        names += _expand_name(item, text, most=_MOST_NAMES - len(names))
+        names += _expand_name(item, text, most=_MAX_NAMES - len(names))
     return names
 
 
@@ -160,11 +160,11 @@ def _expand_name(item: str, text: str, most: int) -> list[str]:
         endings = [
             number + rest for number in _expand_numbers(numbers, text, most=most // len(names))
         ]
-        if len(names[0]) + len(endings[0]) > _LONGEST_NAME:
-            raise _no_hostlist(text, f"a name is longer than {_LONGEST_NAME} characters")
+        if len(names[0]) + len(endings[0]) > _MAX_NAME:
+            raise _no_hostlist(text, f"a name is longer than {_MAX_NAME} characters")
         names = [name + ending for name in names for ending in endings]
-    if len(names[0]) > _LONGEST_NAME:
-        raise _no_hostlist(text, f"a name is longer than {_LONGEST_NAME} characters")
+    if len(names[0]) > _MAX_NAME:
+        raise _no_hostlist(text, f"a name is longer than {_MAX_NAME} characters")
     if len(names) > most:
         raise _too_many(text)
     return names
@@ -204,4 +204,4 @@ def _no_hostlist(text: str, why: str) -> PlacementError:
 
 
 def _too_many(text: str) -> PlacementError:
-    return _no_hostlist(text, f"it names more than {_MOST_NAMES} hosts")
+    return _no_hostlist(text, f"it names more than {_MAX_NAMES} hosts")

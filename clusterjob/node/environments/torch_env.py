@@ -1,4 +1,4 @@
-"""Detect a process from torch's own variables, as torchrun and our agent set them.
+"""Detect a process from torch's own variables, as torchrun and clusterjob's agent set them.
 
 Source: torch's documentation of torchrun ("Environment Variables"),
 https://docs.pytorch.org/docs/stable/elastic/run.html

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.host_server import requests
 from clusterjob.node.system import private_dirs
 
 _CHUNK = 1 << 20
@@ -22,12 +23,12 @@ def _blob(home: Path, digest: str) -> Path:
     return home / "store" / digest[:2] / digest
 
 
-def install(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any]:
+def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, Any]:
     """Create a job's copy of the code if the store has all its files.
 
     Args:
         home: clusterjob's directory on this host.
-        request: ``job``.
+        request: names the job.
         packed: the list of files as compressed JSON, each (path, kind, mode, size, digest or
             target).
 
@@ -38,7 +39,7 @@ def install(home: Path, request: dict[str, Any], packed: bytes) -> dict[str, Any
         OSError: the disk is full, or a file cannot be written; the incomplete copy is removed.
     """
     entries = json.loads(zlib.decompress(packed))
-    code = home / "jobs" / request["job"] / CODE
+    code = home / "jobs" / request.job / CODE
     if code.exists():  # another node of the job, with the same home directory, created it
         return {"missing": []}
     missing = {
@@ -101,12 +102,14 @@ def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
     return False
 
 
-def receive(home: Path, request: dict[str, Any], read: Callable[[int], bytes]) -> dict[str, Any]:
+def receive(
+    home: Path, request: requests.ReceiveFiles, read: Callable[[int], bytes]
+) -> dict[str, Any]:
     """Add received files to the store.
 
     Args:
         home: clusterjob's directory on this host.
-        request: ``files``, a list of (digest, size) in the order of their bytes.
+        request: the files, in the order of their bytes.
         read: returns the given number of the following bytes.
 
     Returns:
@@ -116,7 +119,7 @@ def receive(home: Path, request: dict[str, Any], read: Callable[[int], bytes]) -
         OSError: the disk is full, or the store cannot be written.
     """
     wrong = []
-    for digest, size in request["files"]:
+    for digest, size in request.files:
         path = _blob(home, digest)
         private_dirs.make(path.parent)
         handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)

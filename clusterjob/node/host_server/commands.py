@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.host_server import requests
 
 MAX_OUTPUT = 32 << 20  # bytes of output of one command
 _LOGIN_SHELL_TIMEOUT = 20.0  # seconds for a login shell to start
@@ -46,44 +47,26 @@ class Commands:
         self._count = 0
         self._of_login_shell: dict[str, str] | None = None
 
-    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Answer a ``run``, ``reap`` or ``drop`` request.
-
-        Args:
-            request: for ``run``: ``argv``, ``env`` (variables to add), ``job`` (run in its
-                directory; empty for none) and ``wait`` (seconds to wait for its end). For ``reap``:
-                ``number`` and ``wait``. For ``drop``, which kills the command: ``number``.
+    def run(self, request: requests.RunCommand) -> tuple[dict[str, Any], bytes]:
+        """Start a command.
 
         Returns:
             ``number`` while it runs; ``code`` and ``out`` when it has ended, with stdout and stderr
             as bytes, of which the first ``out`` are stdout; ``absent``: why it cannot run.
         """
-        if request["op"] == "run":
-            return self._run(request)
-        number = int(request["number"])
-        if request["op"] == "reap":
-            return self._reap(number, float(request["wait"]))
-        command = self._running.pop(number, None)
-        if command is not None:
-            command.process.kill()
-            command.process.wait()
-            command.close()
-        return {}, b""
-
-    def _run(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        argv = [os.fsencode(word) for word in request["argv"]]
-        name = str(request["argv"][0])
+        argv = [os.fsencode(word) for word in request.argv]
+        name = request.argv[0]
         environ = self._environment(name)
         conf = environ.get("SLURM_CONF")
         if conf and not os.path.exists(conf):  # Slurm's commands would wait a minute for it
             return {"absent": f"Slurm's configuration {conf} does not exist"}, b""
         path = shutil.which(name, path=environ.get("PATH"))
-        directory = self._home / "jobs" / request["job"] if request["job"] else None
+        directory = self._home / "jobs" / request.job if request.job else None
         out, err = os.memfd_create("out"), os.memfd_create("err")
         try:
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=directory,
-                executable=path, env=slurm_environment(environ, name) | request["env"],
+                executable=path, env=slurm_environment(environ, name) | request.env,
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -92,7 +75,20 @@ class Commands:
             return {"absent": error.strerror or str(error)}, b""
         self._count += 1
         self._running[self._count] = _Command(process, name, out=out, err=err)
-        return self._reap(self._count, float(request["wait"]))
+        return self._reap(self._count, request.wait)
+
+    def reap(self, request: requests.ReapCommand) -> tuple[dict[str, Any], bytes]:
+        """Return the output of a command if it has ended; see `run`."""
+        return self._reap(request.number, request.wait)
+
+    def drop(self, request: requests.DropCommand) -> dict[str, Any]:
+        """Kill a command, if it runs."""
+        command = self._running.pop(request.number, None)
+        if command is not None:
+            command.process.kill()
+            command.process.wait()
+            command.close()
+        return {}
 
     def _reap(self, number: int, timeout: float) -> tuple[dict[str, Any], bytes]:
         command = self._running[number]

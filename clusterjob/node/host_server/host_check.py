@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.host_server import gpus
+from clusterjob.node.host_server import gpus, requests
 from clusterjob.node.system import processes
 
 _SETUP_TIMEOUT = 300.0  # seconds for setup lines and the start of the interpreter
@@ -52,33 +52,32 @@ if sys.version_info >= (3, 10):
 """
 
 
-def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
+def check(home: Path, request: requests.Check) -> dict[str, Any]:
     """Check this host before the submitter sends anything.
 
     Args:
         home: clusterjob's directory on this host.
-        request: ``need``: the bytes that will be written; ``torch``: whether the job needs torch;
-            ``own``: whether this interpreter is the job's; ``gpus``: whether to list the GPUs.
+        request: the job's needs.
 
     Returns:
         ``errors``: why the host is unfit; and facts about the host.
     """
     errors = []
     free = _free(home)
-    if free < request["need"]:
+    if free < request.need:
         errors.append(
             f"disk full: {_megabytes(free)} are free in {home}, "
-            f"{_megabytes(request['need'])} are needed"
+            f"{_megabytes(request.need)} are needed"
         )
     if ":" in str(home):
         errors.append(f"its directory {home} contains a colon, which PYTHONPATH does not allow")
-    if request["own"]:
+    if request.own:
         has_torch = importlib.util.find_spec("torch") is not None
         errors += _misfit(
             list(sys.version_info[:3]),
             sys.executable,
             has_torch=has_torch,
-            needs_torch=request["torch"],
+            needs_torch=request.torch,
         )
     server = os.environ.get("SSH_CONNECTION", "").split()
     return {
@@ -89,30 +88,29 @@ def check(home: Path, request: dict[str, Any]) -> dict[str, Any]:
         "home": str(home),
         "time": time.time(),
         "python": ".".join(map(str, sys.version_info[:3])),
-        "torch": importlib.util.find_spec("torch") is not None if request["own"] else None,
+        "torch": importlib.util.find_spec("torch") is not None if request.own else None,
         "free": free,
         "gpus": [
             gpu.describe()
             for gpu in gpus.visible(gpus.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         ]
-        if request.get("gpus")
+        if request.gpus
         else [],
     }
 
 
-def interpreter(job_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
+def interpreter(job_dir: Path, request: requests.Fit) -> dict[str, Any]:
     """Check the interpreter that the job's script will find after its setup lines.
 
     Args:
         job_dir: the job's directory on this host.
-        request: ``python``; ``setup``: shell lines; ``workdir``: absolute, or relative to the job's
-            directory; ``torch``: whether the job needs torch.
+        request: the interpreter and its setup lines.
 
     Returns:
         ``errors``: why the interpreter is unfit; empty if it is fit.
     """
-    directory = str(job_dir / request["workdir"])
-    answer = _ask(directory, request["python"], setup=request["setup"], question=_INTERPRETER_CODE)
+    directory = str(job_dir / request.workdir)
+    answer = _ask(directory, request.python, setup=request.setup, question=_INTERPRETER_CODE)
     found = answer.lines.get("interpreter")
     if found is None:
         return {"errors": [answer.error]}
@@ -121,17 +119,16 @@ def interpreter(job_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
             found["version"],
             found["executable"],
             has_torch=found["torch"],
-            needs_torch=request["torch"],
+            needs_torch=request.torch,
         )
     }
 
 
-def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, Any]:
+def facts(request: requests.Facts, node_zip: str) -> dict[str, Any]:
     """Run `clusterjob.node.host_server.torch_probe` in the job's interpreter.
 
     Args:
-        directory: the directory in which the setup lines run.
-        request: ``python``; ``setup``: shell lines; ``env``: variables of the job.
+        request: the interpreter, its setup lines, and the directory in which they run.
         node_zip: path of the node zip.
 
     Returns:
@@ -139,15 +136,15 @@ def facts(directory: str, request: dict[str, Any], node_zip: str) -> dict[str, A
         setup line failed; ``version`` and ``executable`` as far as they are known; ``facts``: None
         if the interpreter died during the import of torch; ``died``: how it ended then.
     """
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in request["env"].items()]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
     path = (
         f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
         ' OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"'
     )
     answer = _ask(
-        directory,
-        request["python"],
-        setup=request["setup"],
+        os.path.expanduser(request.workdir),
+        request.python,
+        setup=request.setup,
         question=_FACTS_CODE,
         before=exports,
         after=[path],
@@ -253,7 +250,7 @@ def _misfit(
 
 def work_environment() -> dict[str, str]:
     """Return the environment of a new job: this login's, without the variables of another job."""
-    from clusterjob.node.contract import LAUNCH_VARIABLES
+    from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 
     return {
         name: value

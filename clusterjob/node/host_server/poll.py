@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.host_server import requests
 from clusterjob.node.logs.job_dir import AGENTS, ENDS, EVENTS, RESULT, TIMELINE
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import processes
@@ -38,25 +40,25 @@ def agent_of(job_dir: Path, node_rank: int) -> int | None:
     return int(noted["pid"])
 
 
-def poll_node(job_dir: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any], bytes]:
     """Return the state of a node and new data in its files.
 
     Args:
         job_dir: the job's directory on this host.
-        request: ``node``; ``logs``: whether to send its logs; ``most``: the bytes to send at once,
-            limited to `MAX_BYTES`; ``have``: for each file what the submitter has: the size of a
-            growing file, the stamp of a replaced one.
+        request: the node, and what the submitter has; at most `MAX_BYTES` are sent at once.
 
     Returns:
         ``known``: whether the job's directory exists; ``alive``: whether the agent runs; ``files``:
         the files whose bytes follow; ``more``: whether there is more data.
     """
-    node, have = int(request["node"]), request["have"]
+    node = request.node
     known = job_dir.is_dir()
     # Before the files are read: an agent that is dead by now has written its result.
     alive = agent_of(job_dir, node) is not None
-    answer = News(job_dir, have, data=bytearray(), most=int(request["most"]))
-    if request["logs"]:
+    answer = News(
+        job_dir, request.sizes, stamps=request.stamps, data=bytearray(), most=request.most
+    )
+    if request.logs:
         answer.node_logs(node_directory(job_dir, node))
     if node == 0:
         answer.grown(job_dir / EVENTS)
@@ -73,14 +75,23 @@ class News:
 
     Args:
         job_dir: the directory.
-        have: for each file what the submitter has.
+        sizes: the size of each growing file that the submitter has.
+        stamps: the stamp of each replaced file that the submitter has.
         data: receives the bytes; several collectors may share it, and its limit.
         most: number of bytes after which no more are added.
     """
 
-    def __init__(self, job_dir: Path, have: dict[str, Any], data: bytearray, most: int) -> None:
+    def __init__(
+        self,
+        job_dir: Path,
+        sizes: Mapping[str, int],
+        stamps: Mapping[str, str],
+        data: bytearray,
+        most: int,
+    ) -> None:
         self._job_dir = job_dir
-        self._have = have
+        self._sizes = sizes
+        self._stamps = stamps
         self.files: list[dict[str, Any]] = []
         self.data = data
         self._most = min(most, MAX_BYTES)
@@ -101,9 +112,9 @@ class News:
     def grown(self, path: Path, upto: int | None = None) -> None:
         """Add the new bytes of a growing file, up to the size `upto`."""
         name = str(path.relative_to(self._job_dir))
-        offset = int(self._have.get(name, 0))
+        offset = self._sizes.get(name, 0)
         size = _size(path) if upto is None else upto
-        if size <= offset and (size or not path.exists() or name in self._have):
+        if size <= offset and (size or not path.exists() or name in self._sizes):
             return
         room = self._most - len(self.data)
         if size - offset > room:
@@ -123,7 +134,7 @@ class News:
         try:
             status = os.stat(path)
             stamp = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-            if self._have.get(name) == stamp or status.st_size > _MAX_REPLACED:
+            if self._stamps.get(name) == stamp or status.st_size > _MAX_REPLACED:
                 return
             if len(self.data) > self._most:
                 self.more = self._full = True
@@ -139,8 +150,8 @@ class News:
 
     def gone(self) -> None:
         """Add the removed files: a job that runs again renames its verdict."""
-        for name, value in self._have.items():
-            if isinstance(value, str) and not (self._job_dir / name).exists():
+        for name in self._stamps:
+            if not (self._job_dir / name).exists():
                 self.files.append({"path": name, "gone": True, "size": 0})
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.host_server import requests
 from clusterjob.node.host_server.poll import News
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import EVENTS, LOGS, RESULT, SLURM_LOG
@@ -16,29 +17,26 @@ _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_LAST = 1 << 20  # bytes of a worker's stderr that is sent for its last lines
 
 
-def poll_jobs(home: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def poll_jobs(home: Path, request: requests.PollJobs) -> tuple[dict[str, Any], bytes]:
     """Return new data in the directories of jobs.
 
     Args:
         home: clusterjob's directory on this host.
-        request: ``most``: the bytes to send at once; ``jobs``: for each job its directory's name
-            ``job``; ``logs``: ``all``, ``none``, or ``last`` for the workers' stderr after the step
-            has ended; ``have``: for each file what the submitter has: the size of a growing file,
-            the stamp of a replaced one.
+        request: the jobs, and for each what the submitter has.
 
     Returns:
         ``jobs``: for each job, ``known``: whether its directory exists; ``files``: the files whose
         bytes follow; ``more``: whether there is more data.
     """
     answers, data = [], bytearray()
-    for asked in request["jobs"]:
-        if not JOB.fullmatch(asked["job"]):
-            raise ValueError(f"{asked['job']!r} is not a job's name")
-        job_dir = home / "jobs" / asked["job"]
-        news = News(job_dir, asked["have"], data=data, most=int(request["most"]))
+    for asked in request.jobs:
+        if not JOB.fullmatch(asked.job):
+            raise ValueError(f"{asked.job!r} is not a job's name")
+        job_dir = home / "jobs" / asked.job
+        news = News(job_dir, asked.sizes, stamps=asked.stamps, data=data, most=request.most)
         known = job_dir.is_dir()
         if known:
-            _look(job_dir, news, logs=asked["logs"])
+            _look(job_dir, news, logs=asked.logs)
         answers.append({"known": known, "files": news.files, "more": news.more})
     return {"jobs": answers}, bytes(data)
 

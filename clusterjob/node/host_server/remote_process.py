@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.host_server import gpus
+from clusterjob.node.host_server import gpus, requests
 from clusterjob.node.host_server.host_check import work_environment
 from clusterjob.node.host_server.poll import agent_file, agent_of
 from clusterjob.node.logs import ends
@@ -36,68 +36,42 @@ class RemoteProcesses:
         self._home = home
         self._reserved: dict[str, gpus.Reservation] = {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request that has no bytes."""
-        if request["op"] == "request_stop":
-            return self._request_stop(request)
-        job_dir, node = self._home / "jobs" / request["job"], int(request["node"])
-        if request["op"] == "reserve":
-            return self._reserve(request)
-        if request["op"] == "start":
-            return self._start(job_dir, node, request)
-        if request["op"] == "up":
-            return _up(job_dir, node)
-        if request["op"] == "cancel":
-            return _cancel(
-                job_dir,
-                node,
-                grace=float(request["grace"]),
-                interrupt=request.get("interrupt") is True,
-            )
-        if request["op"] == "remove":
-            if (reserved := self._reserved.pop(request["job"], None)) is not None:
-                reserved.release()
-            shutil.rmtree(job_dir, ignore_errors=True)
-            return {}
-        raise ValueError(f"unknown request {request['op']!r}")
-
-    def put(self, request: dict[str, Any], read: Callable[[int], bytes]) -> dict[str, Any]:
+    def put(self, request: requests.Put, read: Callable[[int], bytes]) -> dict[str, Any]:
         """Create the job's directory with its files, readable only by the user.
 
         Args:
-            request: ``job``, ``node``, and ``files``: (name, mode, size) in the order of their
-                bytes.
+            request: the node, and the files in the order of their bytes.
             read: returns the given number of the following bytes.
 
         Raises:
             OSError: a file cannot be written.
         """
-        job_dir = self._home / "jobs" / request["job"]
-        for folder in (ENDS, AGENTS, f"{LOGS}/node{int(request['node'])}"):
+        job_dir = self._job_dir(request.job)
+        for folder in (ENDS, AGENTS, f"{LOGS}/node{request.node}"):
             private_dirs.make(job_dir / folder)
         for made in (self._home, job_dir.parent, job_dir, job_dir / LOGS):
             made.chmod(0o700)  # an existing directory may have another mode
-        for name, mode, size in request["files"]:
+        for name, mode, size in request.files:
             files.write_atomic(job_dir / name, read(size), mode=mode)
         return {}
 
-    def _request_stop(self, request: dict[str, Any]) -> dict[str, Any]:
+    def request_stop(self, request: requests.RequestStop) -> dict[str, Any]:
         """Write a stop request for each job; create the directory of an element not started yet."""
-        for name in request["jobs"]:
-            job_dir = self._home / "jobs" / name
-            if (self._home / "jobs" / name.partition("/")[0]).is_dir():
+        for name in request.jobs:
+            job_dir = self._job_dir(name)
+            if self._job_dir(name.partition("/")[0]).is_dir():
                 private_dirs.make(job_dir)
-                ends.cancel(job_dir, interrupt=request.get("interrupt") is True)
+                ends.cancel(job_dir, interrupt=request.interrupt)
         return {}
 
-    def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
+    def reserve(self, request: requests.Reserve) -> dict[str, Any]:
         """Choose a node's GPUs.
 
         Returns:
             ``devices``: for CUDA_VISIBLE_DEVICES, None to leave it unchanged; ``short``: why there
             are not enough GPUs, empty if there are.
         """
-        job_id, wanted, count = request["job"], request["gpus"], int(request["count"])
+        job_id, wanted, count = request.job, request.gpus, request.count
         try:
             if not wanted:
                 return {"devices": gpus.share(count, os.environ), "short": ""}
@@ -107,13 +81,15 @@ class RemoteProcesses:
         self._reserved[job_id] = reserved
         return {"devices": ",".join(gpu.uuid for gpu in reserved.gpus), "short": ""}
 
-    def _start(self, job_dir: Path, node: int, request: dict[str, Any]) -> dict[str, Any]:
-        log = node_directory(job_dir, node) / AGENT_LOG
-        reserved = self._reserved.pop(request["job"], None)
+    def start(self, request: requests.Start) -> dict[str, Any]:
+        """Start a node's agent, which holds the reserved GPUs from then on."""
+        job_dir = self._job_dir(request.job)
+        log = node_directory(job_dir, request.node) / AGENT_LOG
+        reserved = self._reserved.pop(request.job, None)
         with log.open("ab") as output:
             agent = subprocess.Popen(
-                ["bash", str(job_dir / request["script"])], stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, cwd=job_dir, env=work_environment() | request["env"],
+                ["bash", str(job_dir / request.script)], stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, cwd=job_dir, env=work_environment() | request.env,
                 start_new_session=True,
                 pass_fds=reserved.descriptors if reserved is not None else (),
             )  # fmt: skip
@@ -126,12 +102,41 @@ class RemoteProcesses:
         }
         # The agent outlives this process: stop Popen from warning that nothing waits for it.
         agent.returncode = 0
-        files.write_json(agent_file(job_dir, node), noted)
+        files.write_json(agent_file(job_dir, request.node), noted)
         return {}
+
+    def up(self, request: requests.Up) -> dict[str, Any]:
+        """Return whether the agent runs; ``why`` is the reason if it will never run."""
+        return _up(self._job_dir(request.job), request.node)
+
+    def cancel(self, request: requests.Cancel) -> dict[str, Any]:
+        """Stop the node's agent, or interrupt it.
+
+        The agent stops its workers; an agent that does not end within the grace period is killed.
+        An interrupt (SIGINT, as Ctrl-C sends) returns immediately.
+        """
+        job_dir = self._job_dir(request.job)
+        if job_dir.is_dir():
+            ends.cancel(job_dir)
+        pid = agent_of(job_dir, request.node)
+        if pid is not None and request.interrupt:
+            process_groups.signal_group(pid, signal.SIGINT)
+        elif pid is not None:
+            process_groups.end([pid], request.grace + _CANCEL_TIMEOUT)
+        return {"running": pid is not None}
+
+    def remove(self, request: requests.Remove) -> dict[str, Any]:
+        """Delete the job's directory, and release its GPUs."""
+        if (reserved := self._reserved.pop(request.job, None)) is not None:
+            reserved.release()
+        shutil.rmtree(self._job_dir(request.job), ignore_errors=True)
+        return {}
+
+    def _job_dir(self, job_id: str) -> Path:
+        return self._home / "jobs" / job_id
 
 
 def _up(job_dir: Path, node: int) -> dict[str, Any]:
-    """Return whether the agent runs; ``why`` is the reason if it will never run."""
     pid = agent_of(job_dir, node)
     refused = next(
         (failure for failure in ends.refusals(job_dir) if failure.node_rank == node), None
@@ -158,19 +163,3 @@ def _up(job_dir: Path, node: int) -> dict[str, Any]:
     except OSError:
         return {"up": False, "why": ""}
     return {"up": any(word.endswith(b"clusterjob-node.pyz") for word in words), "why": ""}
-
-
-def _cancel(job_dir: Path, node: int, grace: float, *, interrupt: bool) -> dict[str, Any]:
-    """Stop the node's agent, or interrupt it.
-
-    The agent stops its workers; an agent that does not end within the grace period is killed. An
-    interrupt (SIGINT, as Ctrl-C sends) returns immediately.
-    """
-    if job_dir.is_dir():
-        ends.cancel(job_dir)
-    pid = agent_of(job_dir, node)
-    if pid is not None and interrupt:
-        process_groups.signal_group(pid, signal.SIGINT)
-    elif pid is not None:
-        process_groups.end([pid], grace + _CANCEL_TIMEOUT)
-    return {"running": pid is not None}

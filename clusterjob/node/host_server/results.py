@@ -9,16 +9,18 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.host_server import requests
+
 MAX_BYTES = 4 << 20  # bytes of one answer
 MAX_PARTS, MAX_DIGESTS = 1000, 10_000  # of one request
 
 
-def tree(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def tree(root: Path, request: requests.Tree) -> tuple[dict[str, Any], bytes]:
     """List files, directories and links at paths below a directory.
 
     Args:
         root: the job's working directory.
-        request: ``paths``: relative to it; ``most``: maximum number of entries.
+        request: the paths, relative to it.
 
     Returns:
         ``absent``: the paths that do not exist. As bytes, one line of JSON for each file, directory
@@ -27,12 +29,12 @@ def tree(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """
     entries: list[tuple[str, str, int, int, int, str]] = []
     absent = []
-    for text in request["paths"]:
+    for text in request.paths:
         path = os.path.normpath(os.path.join(root, text))
         if os.path.commonpath([path, root]) != str(root) or not os.path.lexists(path):
             absent.append(text)
         else:
-            _walk(str(root), path, entries=entries, most=int(request["most"]))
+            _walk(str(root), path, entries=entries, most=request.most)
     return {"absent": absent}, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
@@ -55,10 +57,10 @@ def _walk(
         entries.append((name, "file", mode, status.st_size, max(0, status.st_mtime_ns), ""))
 
 
-def digests(root: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the SHA-256 digests of ``paths`` below a directory; empty for a missing file."""
+def digests(root: Path, request: requests.Digests) -> dict[str, Any]:
+    """Return the SHA-256 digests of files below a directory; empty for a missing file."""
     found = []
-    for path in request["paths"]:
+    for path in request.paths:
         digest = hashlib.sha256()
         try:
             with (root / path).open("rb") as stream:
@@ -70,19 +72,19 @@ def digests(root: Path, request: dict[str, Any]) -> dict[str, Any]:
     return {"digests": found}
 
 
-def get(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def get(root: Path, request: requests.Get) -> tuple[dict[str, Any], bytes]:
     """Return parts of files.
 
     Args:
         root: the job's working directory.
-        request: ``parts``: a list of (path, offset, length), at most `MAX_BYTES` bytes in total.
+        request: the parts; at most `MAX_BYTES` bytes in total are sent.
 
     Returns:
         ``lengths``: the length of each part, which is smaller if a file became shorter; and the
         bytes of all parts.
     """
     lengths, data = [], bytearray()
-    for path, offset, length in request["parts"]:
+    for path, offset, length in request.parts:
         part = b""
         try:
             with (root / path).open("rb") as stream:

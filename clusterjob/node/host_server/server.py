@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +20,13 @@ from clusterjob.node.host_server import (
     poll_jobs,
     reachability,
     remote_process,
+    requests,
     results,
 )
+from clusterjob.node.system.codec import MalformedMessageError, UnknownMessageError
 
 _IDLE_TIMEOUT = 600  # seconds without a request after which the session ends
+_Answer = tuple[dict[str, Any], bytes]
 
 
 class RequestBody:
@@ -65,64 +70,102 @@ class RequestHandler:
     def __init__(self, home: Path) -> None:
         self.home = home
         self._listener: reachability.Listener | None = None
-        self._work = remote_process.RemoteProcesses(home)
-        self._commands = commands.Commands(home)
+        self._body = RequestBody(io.BytesIO(), 0)
+        self._work = work = remote_process.RemoteProcesses(home)
+        scheduler = commands.Commands(home)
+        self._handlers: dict[type[Any], Callable[[Any], dict[str, Any] | _Answer]] = {
+            requests.Check: self._check,
+            requests.Fit: self._fit,
+            requests.Facts: self._facts,
+            requests.Put: self._put,
+            requests.Install: self._install,
+            requests.ReceiveFiles: self._receive_files,
+            requests.PollNode: self._poll_node,
+            requests.PollJobs: self._poll_jobs,
+            requests.Tree: self._tree,
+            requests.Digests: self._digests,
+            requests.Get: self._get,
+            requests.Listen: self._listen,
+            requests.StopListening: self._stop_listening,
+            requests.ProbeAddresses: self._probe_addresses,
+            requests.RunCommand: scheduler.run,
+            requests.ReapCommand: scheduler.reap,
+            requests.DropCommand: scheduler.drop,
+            requests.Reserve: work.reserve,
+            requests.Start: work.start,
+            requests.Up: work.up,
+            requests.Cancel: work.cancel,
+            requests.RequestStop: work.request_stop,
+            requests.Remove: work.remove,
+        }
 
-    def answer(self, request: dict[str, Any], body: RequestBody) -> tuple[dict[str, Any], bytes]:
+    def answer(self, request: requests.HostRequest, body: RequestBody) -> _Answer:
         """Return the answer to a request: a JSON object and bytes."""
-        op = request["op"]
-        if op in ("poll_jobs", "run", "reap", "drop"):
-            return (
-                poll_jobs.poll_jobs(self.home, request)
-                if op == "poll_jobs"
-                else self._commands.answer(request)
-            )
-        if op in ("poll_node", "tree", "digests", "get"):
-            return self._read(op, request)
-        if op in ("listen", "stop_listening", "probe"):
-            return self._meet(op, request), b""
-        if op == "check":
-            return host_check.check(self.home, request), b""
-        if op == "fit":
-            return host_check.interpreter(self.home / "jobs" / request["job"], request), b""
-        if op == "facts":
-            # sys.path[0] is the node zip that this process runs from.
-            return host_check.facts(
-                os.path.expanduser(request["workdir"]), request, node_zip=sys.path[0]
-            ), b""
-        if op == "put":
-            return self._work.put(request, body.read), b""
-        if op == "install":
-            return code_store.install(self.home, request, packed=body.read()), b""
-        if op == "blobs":
-            return code_store.receive(self.home, request, read=body.read), b""
-        return self._work.answer(request), b""
+        self._body = body
+        answer = self._handlers[type(request)](request)
+        return answer if isinstance(answer, tuple) else (answer, b"")
 
-    def _read(self, op: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        job_dir = self.home / "jobs" / request["job"]
-        if op == "poll_node":
-            return poll.poll_node(job_dir, request)
-        root = Path(os.path.normpath(job_dir / request["workdir"]))
-        if op == "get":
-            return results.get(root, request)
-        return (
-            results.tree(root, request) if op == "tree" else (results.digests(root, request), b"")
-        )
+    def _job_dir(self, job_id: str) -> Path:
+        return self.home / "jobs" / job_id
 
-    def _meet(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
-        if op == "probe":
-            return reachability.probe(
-                request["addresses"],
-                request["port"],
-                nonce=request["nonce"],
-                timeout=request["wait"],
-            )
-        if op == "listen":
-            self._listener = reachability.Listener(request["ports"], request["nonce"])
-            return {"port": self._listener.port, "addresses": reachability.own_addresses()}
+    # -- check ---------------------------------------------------------------------------------
+
+    def _check(self, request: requests.Check) -> dict[str, Any]:
+        return host_check.check(self.home, request)
+
+    def _fit(self, request: requests.Fit) -> dict[str, Any]:
+        return host_check.interpreter(self._job_dir(request.job), request)
+
+    def _facts(self, request: requests.Facts) -> dict[str, Any]:
+        # sys.path[0] is the node zip that this process runs from.
+        return host_check.facts(request, node_zip=sys.path[0])
+
+    # -- send ----------------------------------------------------------------------------------
+
+    def _put(self, request: requests.Put) -> dict[str, Any]:
+        return self._work.put(request, self._body.read)
+
+    def _install(self, request: requests.Install) -> dict[str, Any]:
+        return code_store.install(self.home, request, packed=self._body.read())
+
+    def _receive_files(self, request: requests.ReceiveFiles) -> dict[str, Any]:
+        return code_store.receive(self.home, request, read=self._body.read)
+
+    # -- poll and fetch ------------------------------------------------------------------------
+
+    def _poll_node(self, request: requests.PollNode) -> _Answer:
+        return poll.poll_node(self._job_dir(request.job), request)
+
+    def _poll_jobs(self, request: requests.PollJobs) -> _Answer:
+        return poll_jobs.poll_jobs(self.home, request)
+
+    def _tree(self, request: requests.Tree) -> _Answer:
+        return results.tree(self._workdir(request), request)
+
+    def _digests(self, request: requests.Digests) -> dict[str, Any]:
+        return results.digests(self._workdir(request), request)
+
+    def _get(self, request: requests.Get) -> _Answer:
+        return results.get(self._workdir(request), request)
+
+    def _workdir(self, request: requests.Tree | requests.Digests | requests.Get) -> Path:
+        return Path(os.path.normpath(self._job_dir(request.job) / request.workdir))
+
+    # -- master address ------------------------------------------------------------------------
+
+    def _listen(self, request: requests.Listen) -> dict[str, Any]:
+        self._listener = reachability.Listener(request.ports, request.nonce)
+        return {"port": self._listener.port, "addresses": reachability.own_addresses()}
+
+    def _stop_listening(self, _: requests.StopListening) -> dict[str, Any]:
         if self._listener is not None:
             self._listener.close()
         return {}
+
+    def _probe_addresses(self, request: requests.ProbeAddresses) -> dict[str, Any]:
+        return reachability.probe(
+            request.addresses, request.port, nonce=request.nonce, timeout=request.wait
+        )
 
 
 def main(home: str) -> None:
@@ -135,12 +178,16 @@ def main(home: str) -> None:
         signal.alarm(0)
         if not line:
             return
-        request = json.loads(line)
-        body = RequestBody(sys.stdin.buffer, request.get("size", 0))
+        received = json.loads(line)
+        body = RequestBody(sys.stdin.buffer, received.get("size", 0))
         try:
-            answer, data = handler.answer(request, body)
+            answer, data = handler.answer(requests.REQUESTS.decode(received), body)
         except EOFError:
             return
+        except UnknownMessageError as error:
+            answer, data = {"error": f"unknown request {error.shown}"}, b""
+        except MalformedMessageError as error:
+            answer, data = {"error": f"malformed request: {error}"}, b""
         except OSError as error:
             path = f": {error.filename}" if error.filename else ""
             answer, data = {"error": f"{error.strerror or error}{path}"}, b""

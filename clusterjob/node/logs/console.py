@@ -36,7 +36,7 @@ class Console:
         self._reader = reader
         self._writer = Writer() if numbered else None
         if numbered and isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # the image's locale may be another
+            sys.stdout.reconfigure(encoding="utf-8")  # the image's locale may be different
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()  # (action, value)
         self._live = LiveLines()
         self._show_queued = False  # one "show" in the queue is enough
@@ -48,7 +48,7 @@ class Console:
         self._queue.put(("say", text))
 
     def tell(self, verdict: Verdict) -> None:
-        """Write the verdict as JSON if lines are numbered; the messages state it for people."""
+        """Write the verdict as JSON if lines are numbered; for people, the messages contain it."""
         if self._writer is not None:
             self._queue.put(("tell", verdict.to_json()))
 
@@ -89,7 +89,7 @@ class Console:
 
     def _show(self, reader: LogReader, *, end: bool) -> None:
         folder, has_grown = Folder(), False
-        # Each batch comes from one file, so one folder must take all batches to fold their lines.
+        # Each batch is from one file, so one `Folder` must get all batches to fold their lines.
         for lines in reader.batches(end=end):
             has_grown = True
             self._print(folder.add(lines))
@@ -115,8 +115,8 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
     except OSError:
-        # The pipe is closed or the disk is full. Discard later output, so that the exit code stays
-        # the job's own.
+        # The pipe is closed or the disk is full. Discard later output, so that the exit code
+        # stays that of the job.
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, stream.fileno())
         os.close(devnull)

@@ -1,18 +1,18 @@
 """Read and write the files that record how nodes and jobs ended.
 
-All are in the job's directory:
+All files are in the job's directory:
 
 - ``ends/node<k>.json``: a node's end, written by its agent.
 - ``ends/node<k>.refused``: written by a script that could not start an agent. Line 1 is the exit
   code, line 2 is ``host: why``.
 - ``result.json``: the job's verdict.
 - ``detached``: a request that the job continues without the submitting process.
-- ``cancelled``: a request that the job end; by SIGINT if the file contains ``interrupt``.
+- ``cancelled``: a request to end the job, with SIGINT if the file contains ``interrupt``.
 - ``ends/warned.<attempt>``: a preemption warning for one attempt of the job.
 
 A job that is queued again runs again in the same directory. The files of an older attempt do not
-count for a later one: ends and verdicts contain their attempt. From the second attempt on, the name
-of a refusal contains the attempt: ``node<k>.attempt<n>.refused``.
+count for a later attempt: ends and verdicts contain their attempt. From the second attempt on, the
+name of a refusal contains the attempt: ``node<k>.attempt<n>.refused``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
 _KEPT_ASIDE = 30 * 86400.0  # seconds
 _INTERRUPT = b"interrupt\n"  # in ``cancelled``
 _SHORT_TEXT = 4000  # characters
-_LARGEST_REFUSAL = 1 << 20  # bytes
+_MAX_REFUSAL = 1 << 20  # bytes
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
@@ -69,7 +69,7 @@ def cancelled(job_dir: Path) -> bool:
 
 
 def interrupted(job_dir: Path) -> bool:
-    """Return whether the cancel came from Ctrl-C: workers then get SIGINT instead of SIGTERM."""
+    """Return whether Ctrl-C caused the cancel: workers then get SIGINT instead of SIGTERM."""
     try:
         return (job_dir / CANCELLED).read_bytes() == _INTERRUPT
     except OSError:
@@ -111,7 +111,7 @@ def warning_file(job_dir: Path, attempt: int) -> Path:
 
 
 def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
-    """Write a node's end, unless the end of a later attempt is on record.
+    """Write a node's end, unless the end of a later attempt is recorded.
 
     Args:
         job_dir: the job's directory.
@@ -169,7 +169,7 @@ def reserve(job_dir: Path, node_rank: int) -> None:
 
 
 def _fitting(end: dict[str, Any]) -> bytes:
-    """Return an end as JSON; shortened if it is larger than the reserved space.
+    """Return an end as JSON, shortened if it is larger than the reserved space.
 
     The removed parts are in the logs too.
     """
@@ -191,7 +191,7 @@ def _fitting(end: dict[str, Any]) -> bytes:
 
 
 def read_result(job_dir: Path) -> Verdict | None:
-    """Return the verdict on record; None if there is no file with a valid verdict."""
+    """Return the recorded verdict; None if there is no file with a valid verdict."""
     for path in (job_dir / RESULT, _aside(job_dir)):
         try:
             return Verdict.from_json(files.read_json(path))
@@ -216,7 +216,7 @@ def _write_aside(job_dir: Path, verdict: Verdict) -> None:
 def _aside(job_dir: Path) -> Path:
     """Return the file for a verdict that cannot be written to the job's directory.
 
-    It is a path that does not exist if another user created the directory in /tmp.
+    If another user created the directory in /tmp, the path is one that does not exist.
     """
     name = hashlib.sha256(os.fsencode(job_dir)).hexdigest()
     return _ASIDE / f"{name}.json" if _is_ours(_ASIDE) else Path("/nonexistent")
@@ -233,7 +233,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def has_result(job_dir: Path, attempt: int) -> bool:
-    """Return whether the verdict of this start of the job, or of a later one, is on record."""
+    """Return whether the verdict of this start of the job, or of a later start, is recorded."""
     return _attempt_of(job_dir / RESULT) >= attempt
 
 
@@ -261,7 +261,7 @@ def _attempt_of(path: Path) -> int:
 
 
 def refuse(job_dir: Path, node_rank: int, attempt: int, exit_code: int, why: str) -> None:
-    """Record that a node could not start its agent; the first record stays.
+    """Record that a node could not start its agent; an existing record is not changed.
 
     Args:
         job_dir: the job's directory.
@@ -281,15 +281,15 @@ def refuse(job_dir: Path, node_rank: int, attempt: int, exit_code: int, why: str
 def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
     """Return a failure for each node whose script could not start an agent.
 
-    Each has the last lines of the node's agent.log. The list is empty if the directory cannot be
-    read, for example because too many files are open.
+    Each failure has the last lines of the node's agent.log. The list is empty if the directory
+    cannot be read, for example because too many files are open.
     """
     found = []
     suffix = _refusal_suffix(attempt)
     for path in _glob(directory(job_dir), f"node*{suffix}"):
         try:
             code, _, message = (
-                files.read_regular(path, _LARGEST_REFUSAL)
+                files.read_regular(path, _MAX_REFUSAL)
                 .decode(errors="replace")
                 .strip()
                 .partition("\n")

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-_LONGEST_LINE, _LARGEST_FILE = 1 << 20, 256 << 20  # bytes to read at most
-# Characters of a text, and of an item in a list: nodes send lists with up to 256 long items.
-_LONGEST_TEXT, _LONGEST_ITEM = 4000, 1000
+_MAX_LINE, _MAX_FILE = 1 << 20, 256 << 20  # maximum bytes to read
+# Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
+_MAX_TEXT, _MAX_ITEM = 4000, 1000
 
 
 def now() -> str:
@@ -48,24 +48,24 @@ class EventLog:
 
 def _cut(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [item[:_LONGEST_ITEM] if isinstance(item, str) else item for item in value]
-    return value[:_LONGEST_TEXT] if isinstance(value, str) else value
+        return [item[:_MAX_ITEM] if isinstance(item, str) else item for item in value]
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield a job's complete events; none if the file cannot be read.
+    """Yield a job's complete events; yield none if the file cannot be read.
 
     Lines that are too long or are not events are skipped.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
-            left = _LARGEST_FILE if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else 0
-            while left > 0 and (line := stream.readline(_LONGEST_LINE)):
+            left = _MAX_FILE if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else 0
+            while left > 0 and (line := stream.readline(_MAX_LINE)):
                 left -= len(line)
                 try:
                     event = json.loads(line.decode(errors="replace"))
                 except (ValueError, RecursionError):
-                    # The writer died within its last line, or the line is too long.
+                    # The writer died before it finished its last line, or the line is too long.
                     continue
                 if isinstance(event, dict):
                     yield event

@@ -1,7 +1,7 @@
 """Classify the errors that torch, gloo, NCCL and Python write, with the source of each text.
 
-These texts belong to other programs, which report no error codes. Our own processes report a
-`FailureKind` as data.
+These texts belong to other programs, which report no error codes. clusterjob's own processes
+report a `FailureKind` as data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clusterjob.node.verdict import FailureKind
 class Meaning(enum.Enum):
     """The meaning of an error text."""
 
-    PEER_LOST = enum.auto()  # the connection to another worker is gone
+    PEER_LOST = enum.auto()  # the connection to another worker is lost
     RANKS_MISSING = enum.auto()  # other ranks did not join
     TERMINATED = enum.auto()  # SIGTERM ended a process that the worker needs
     CHILD_KILLED = enum.auto()  # SIGKILL may have ended a process that the worker needs
@@ -159,7 +159,7 @@ def kind_of_end(
     *,
     raised: bool,
 ) -> FailureKind:
-    """Return the kind of a worker's failure: the most specific one that is known.
+    """Return the kind of a worker's failure: the most specific kind that is known.
 
     Args:
         reported: the kind that the worker itself has reported, or None.
@@ -183,7 +183,7 @@ def kind_of_end(
 
 
 def is_effect(found: frozenset[Meaning]) -> bool:
-    """Return whether the worker failed only because another worker is gone or missing."""
+    """Return whether the worker failed only because another worker has ended or is missing."""
     return bool(found & {Meaning.PEER_LOST, Meaning.RANKS_MISSING})
 
 

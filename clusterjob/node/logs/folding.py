@@ -14,9 +14,9 @@ from clusterjob.node.logs.log_files import LogLine
 
 WINDOW = 2.0  # seconds within which equal lines of several ranks are folded
 # Lines of one rank that may be shown early, so that a later line of the rank can be folded.
-_MOST_AHEAD = 32
-_MOST_HELD, _MOST_HELD_BYTES = 5_000, 4 << 20  # lines to hold back until equal lines arrive
-_MOST_AT_ONCE = 1 << 16  # characters to show with one write
+_MAX_AHEAD = 32
+_MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum of lines, of bytes, to hold back
+_MAX_AT_ONCE = 1 << 16  # maximum characters to show with one write
 
 
 class Folded(NamedTuple):
@@ -69,14 +69,14 @@ def fold(lines: Iterable[LogLine]) -> list[Folded]:
 
 
 class Folder:
-    """Fold a stream of lines; hold each line back until no equal line within `WINDOW` can come.
+    """Fold a stream of lines; hold a line back until no equal line within `WINDOW` can follow.
 
     The oldest line not shown yet is shown together with every other rank that writes the same line
     within `WINDOW`. Earlier lines of such a rank are shown first. A rank is not folded if one of
-    its earlier lines is still to come from the first rank too.
+    its earlier lines also follows later in the first rank's output.
 
     Most lines of a large output are written by one rank only. The work per such line determines
-    the time that a large output takes.
+    the time for a large output.
     """
 
     def __init__(self) -> None:
@@ -136,8 +136,8 @@ class Folder:
         while waiting and (
             all_
             or waiting[0].seconds + WINDOW < self._newest
-            or len(waiting) > _MOST_HELD
-            or self._bytes > _MOST_HELD_BYTES
+            or len(waiting) > _MAX_HELD
+            or self._bytes > _MAX_HELD_BYTES
         ):
             line, writer = waiting.popleft(), self._whose.popleft()
             self._bytes -= len(line.text)
@@ -166,7 +166,7 @@ class Folder:
         yield self._show(line, until)
 
     def _others(self, writer: _Writer, places: _Often, until: float) -> list[tuple[_Writer, int]]:
-        """Return the other writers of this line within the window, with its position in theirs.
+        """Return this line's other writers within the window, with its position in their lines.
 
         A writer is left out if its earlier lines cannot be shown first.
         """
@@ -174,7 +174,7 @@ class Folder:
         for other, numbers in places.items():
             place = numbers if isinstance(numbers, int) else numbers[0]
             ahead = place - other.shown - 1
-            if other is writer or not 0 < ahead <= _MOST_AHEAD:
+            if other is writer or not 0 < ahead <= _MAX_AHEAD:
                 continue
             *before, same = itertools.islice(other.lines, ahead + 1)
             if same.seconds <= until and not any(
@@ -187,7 +187,7 @@ class Folder:
         """Return whether a writer has the same line, not shown yet, before the time limit."""
         places = self._places[line.stream][line.text]
         if isinstance(places, tuple) or writer not in places:
-            return False  # only the other writer has it
+            return False  # only the other writer has the line
         return writer.lines[_first(places, writer) - writer.shown - 1].seconds <= until
 
     def _show(self, line: LogLine, until: float) -> Folded:
@@ -237,7 +237,7 @@ def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator
     """
     stream, parts, size = "", list[str](), 0
     for line in lines:
-        if parts and (line.stream != stream or size > _MOST_AT_ONCE):
+        if parts and (line.stream != stream or size > _MAX_AT_ONCE):
             yield stream, "".join(parts)
             parts, size = [], 0
         text = shown(line)

@@ -1,21 +1,21 @@
 """The layout of a job directory: the name of every file in it.
 
-A job directory is on the submitter's machine. Where nodes do not share it, each host has one with
-the same layout for its own node.
+A job directory is on the submitter's machine. Hosts that do not share it each have a
+job directory with the same layout for their own node.
 """
 
 from __future__ import annotations
 
 SPEC = "spec.json"  # the job as it was submitted
 RESULT = "result.json"  # the verdict of the coordinator
-EVENTS = "events.jsonl"  # what the coordinator recorded, one event per line
+EVENTS = "events.jsonl"  # the coordinator's record, one event per line
 TOKEN = "token"
 SECRETS = "secrets"  # NUL-separated variables of --secret
-DETACHED = "detached"  # exists: the job continues when its submitter ends
-CANCELLED = "cancelled"  # exists: the job was cancelled
+DETACHED = "detached"  # exists if the job continues after its submitter ends
+CANCELLED = "cancelled"  # exists if the job was cancelled
 ELEMENTS = "elements"  # one job directory per element of an array, by index
 
-ENDS = "ends"  # how each node ended; see `clusterjob.node.logs.ends`
+ENDS = "ends"  # the end of each node; see `clusterjob.node.logs.ends`
 AGENTS = "agents"  # on a host: the process of each agent
 ALIVE = "alive"  # in ENDS: touched by Slurm's batch script
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from clusterjob.node.system.sanitize import sanitize
 
-_MOST = 16  # lines to show; of more lines, the first
+_MAX_LINES = 16  # maximum lines to show; later lines are left out
 _UP, _ERASE = "\x1b[{}A", "\r\x1b[J"  # ECMA-48: cursor up; erase to the end of the screen
 
 
@@ -25,13 +25,13 @@ class LiveLines:
 
     @property
     def has_terminal(self) -> bool:
-        """Whether stderr is a terminal that can move its cursor; else no lines are shown."""
+        """Whether stderr is a terminal that can move its cursor; otherwise no lines are shown."""
         if self._is_terminal is None:
             self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         return self._is_terminal
 
     def show(self, lines: Sequence[str]) -> None:
-        """Replace the lines shown before with these."""
+        """Replace the shown lines with these lines."""
         if not self.has_terminal or not (lines or self._shown):
             return
         try:
@@ -39,7 +39,7 @@ class LiveLines:
         except OSError:
             self._is_terminal = False  # the terminal was closed
             return
-        most = max(1, min(_MOST, size.lines - 1))
+        most = max(1, min(_MAX_LINES, size.lines - 1))
         wanted = [_cut(sanitize(line), (size.columns or 80) - 1) for line in lines[:most]]
         if len(lines) > most:
             wanted[-1] = f"... and {len(lines) - most + 1} more ranks"

@@ -2,7 +2,7 @@
 
 Each worker writes directly to its own files. There is no pipe, so no line is lost if an agent dies,
 and no worker waits for a reader. The agent records the size of each log file of its node ten times
-a second in the file ``timeline``. With it a reader can later show the lines of all ranks in the
+a second in the file ``timeline``. With it, a reader can later show the lines of all ranks in the
 order of time.
 
 The files of node 0 in ``logs/node0/``:
@@ -31,9 +31,9 @@ from typing import BinaryIO, NamedTuple
 from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, TIMELINE
 
 INTERVAL = 0.1  # seconds between two polls of the files
-LONGEST = 1 << 20  # bytes of a line; a longer line is returned in parts
+LONGEST = 1 << 20  # maximum bytes of a line; a longer line is returned in parts
 _PIECE = 1 << 16  # bytes to read at once
-_LONGEST_OPEN = 4096  # bytes to show of a line without a newline
+_MAX_OPEN = 4096  # maximum bytes to show of a line without a newline
 _NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
 _NAME = re.compile(
     r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?"
@@ -64,12 +64,12 @@ def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path
 
 
 def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...]:
-    """Return the last lines of a file; none if it cannot be read.
+    """Return the last lines of a file; empty if it cannot be read.
 
     Args:
         path: the file.
         count: the maximum number of lines.
-        limit: read at most this number of bytes from the end.
+        limit: the maximum number of bytes to read from the end.
     """
     try:
         with path.open("rb") as stream:
@@ -84,7 +84,7 @@ def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...
 def append(path: Path, lines: Sequence[str]) -> None:
     """Append lines with the prefix ``clusterjob:`` to a worker's file, in one write.
 
-    An error such as a full disk loses them.
+    An error such as a full disk loses the lines.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -102,7 +102,7 @@ def _shown(part: bytes) -> str:
 
 
 def _last_state(text: str) -> str:
-    """Return a line as a terminal shows it in the end: a progress bar rewrites its line."""
+    """Return the final state of a line on a terminal: a progress bar rewrites its line."""
     return text.rstrip("\r").rpartition("\r")[2]
 
 
@@ -139,7 +139,7 @@ class LogLine:
     """One line of output.
 
     Attributes:
-        node_rank: the node that it comes from.
+        node_rank: the node that wrote it.
         rank: the worker's rank; None for a torchrun, which merges its workers' lines.
         stream: ``out`` or ``err``.
         text: the line without its newline; bytes that are not UTF-8 are replaced by U+FFFD.
@@ -227,7 +227,7 @@ class _File:
 
     def _lines(self, whole: bytes, seconds: float) -> list[LogLine]:
         """Return complete lines from bytes that lack the last newline."""
-        # Decode all lines at once: line by line takes much longer.
+        # Decode all lines at once: decoding line by line takes much longer.
         texts = whole.decode(errors="surrogateescape" if self.raw else "replace").split("\n")
         if not self.raw and b"\r" in whole:
             texts = [_last_state(text) for text in texts]
@@ -322,7 +322,7 @@ class LogReader:
         return [line for lines in self.batches(end=True) for line in lines]
 
     def batches(self, *, end: bool) -> Iterator[list[LogLine]]:
-        """Yield the lines of `read`, or with `end` of `finish`, in batches that need little memory.
+        """Yield the lines of `read`, or of `finish` if `end` is set, in small batches.
 
         A batch is empty if only a line without a newline has grown.
         """
@@ -367,7 +367,7 @@ class LogReader:
                 file.node_rank,
                 file.rank,
                 stream=file.stream,
-                text=_shown(file.rest[-_LONGEST_OPEN:]),
+                text=_shown(file.rest[-_MAX_OPEN:]),
                 ended=False,
             )
             for _, (_, file) in sorted(newest.items())
@@ -375,7 +375,7 @@ class LogReader:
         ]
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
-        """Yield the new records of a node's timeline; those of one time in the order of starts."""
+        """Yield the new records of a node's timeline; sort records of one time by start."""
         path = node_directory(self._logs.parent, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
             node_rank, _File(node_rank, None, stream="out", path=path)
@@ -438,7 +438,7 @@ class LogReader:
 
 
 def _names(directory: Path) -> list[str]:
-    """Return a directory's file names in the order of starts; none if it was removed."""
+    """Return a directory's file names in the order of starts; empty if it was removed."""
     try:
         return sorted(os.listdir(directory), key=_by_start)
     except OSError:

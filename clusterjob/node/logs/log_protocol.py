@@ -10,8 +10,8 @@ The lines carry the workers' output, the agent's messages and the verdict:
 - ``clusterjob-refused <code> <host>: <why>``: without a number, from a node that could not start
   its agent.
 
-The numbers count a node's lines from 1. A reader uses them to detect lines that come twice, late or
-not at all. The seconds since the epoch apply until the next line that has some. They order the
+The numbers count a node's lines from 1. A reader uses them to detect lines that arrive twice, late
+or not at all. The seconds since the epoch apply until the next line with seconds. They order the
 lines of several nodes. A ``+`` after the bracket, the colon or ``verdict`` means that the text
 continues on the next line: a container runtime cuts lines of more than 16 KiB.
 """
@@ -35,7 +35,7 @@ _LINE = re.compile(
     re.ASCII | re.DOTALL,
 )
 _REFUSED = re.compile(r"clusterjob-refused (?P<code>\d{1,3}) (?P<why>.*)", re.ASCII | re.DOTALL)
-_MOST_OF_A_LABEL = 1025  # ranks; no node has more workers
+_MAX_RANKS_OF_LABEL = 1025  # ranks; no node has more workers
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class NumberedLine:
         label: the ranks that wrote a worker's line; see `ranks`.
         text: the text after the label.
         more: whether the text continues on the next line.
-        seconds: time since the epoch at which it was shown; None for the time of the line before.
+        seconds: time since the epoch at which it was shown; None for the previous line's time.
     """
 
     number: int
@@ -87,7 +87,7 @@ class Writer:
     def verdict(self, verdict: Mapping[str, Any]) -> str:
         """Return the numbered line of the verdict.
 
-        It omits the last lines of workers that failed as a consequence; these are in their logs.
+        It omits the last lines of workers that failed as a consequence; their logs contain them.
         """
         consequences = [failure | {"last_lines": []} for failure in verdict["consequences"]]
         return self._line(
@@ -121,7 +121,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def parse(line: str) -> NumberedLine | None:
-    """Parse a numbered line; None for any other line, such as the output of a setup line."""
+    """Parse a numbered line; return None for any other line, such as the output of a setup line."""
     match = _LINE.fullmatch(line.rstrip("\r\n"))
     if match is None:
         return None
@@ -140,16 +140,16 @@ def parse(line: str) -> NumberedLine | None:
 
 
 def ranks(label: str) -> list[int | None]:
-    """Return the ranks of a label; a node's torchrun gives None."""
+    """Return the ranks of a label; None stands for a node's torchrun."""
     found: list[int | None] = []
     for part in label.split(","):
         if part.startswith("node"):
             found.append(None)
             continue
         first, _, last = part.partition("-")
-        found += range(int(first), min(int(last or first), int(first) + _MOST_OF_A_LABEL) + 1)
-        if len(found) > _MOST_OF_A_LABEL:
-            return found[:_MOST_OF_A_LABEL]
+        found += range(int(first), min(int(last or first), int(first) + _MAX_RANKS_OF_LABEL) + 1)
+        if len(found) > _MAX_RANKS_OF_LABEL:
+            return found[:_MAX_RANKS_OF_LABEL]
     return found
 
 

@@ -36,7 +36,7 @@ class Hello:
 
     Attributes:
         counted_by: the platform's variable from which node_rank was read.
-        endpoints: the host:port that this node holds for each worker of PaddlePaddle.
+        endpoints: the host:port that this node holds for each worker.
         wants_endpoints: whether its workers need the endpoints of all nodes.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from clusterjob.node.contract import World
-from clusterjob.node.environments import paddle_endpoints
+from clusterjob.node.environments import worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.rendezvous import ports
 from clusterjob.node.rendezvous.identity import JobIdentity
@@ -56,12 +56,12 @@ def plan_round(
     if not serve_store:
         store.close()
     *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in peers)]
-    # PaddlePaddle's rank 0 needs a port of its own, which node 0 holds as its last one.
+    # Rank 0 binds one port itself, which node 0 holds as its last one.
     held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
     endpoints = ""
     if held and any(peer.wants_endpoints for peer in peers):  # the list grows with the job
         of_all = [each for peer in peers for each in peer.endpoints[: peer.nproc]]
-        endpoints = paddle_endpoints.listed(of_all)
+        endpoints = worker_endpoints.listed(of_all)
     worlds = [
         World(
             restart,
@@ -73,7 +73,7 @@ def plan_round(
             nproc=peer.nproc,
             first_rank=first_rank,
             world_size=world_size,
-            paddle_master=peers[0].endpoints[-1] if held else "",
+            endpoints_master=peers[0].endpoints[-1] if held else "",
             endpoints=endpoints if peer.wants_endpoints else "",
             own_endpoints=",".join(peer.endpoints[: peer.nproc]),
         )

@@ -1,8 +1,8 @@
 """Encode messages between processes as JSON objects, and check every message that arrives.
 
 A message is a frozen dataclass. Its class name is the message's name on the wire, its fields are
-the keys of the object, and its type annotations say what is accepted. An unknown field is ignored,
-so a newer sender may add one; an unknown message is refused by name.
+the keys of the object, and its type annotations define the accepted values. An unknown field is
+ignored, so a newer sender may add one; an unknown message is refused, with its name in the error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Annotated, Any
 
 _NAME = "type"  # the key of the message's name; no message may have a field of this name
 _MAX_NUMBER = 2**31 - 1
@@ -27,12 +27,24 @@ class MalformedMessageError(ValueError):
     """A message is unknown or has a wrong field; the text names the field."""
 
 
+class UnknownMessageError(MalformedMessageError):
+    """No message of the codec has this name.
+
+    Args:
+        name: the name, as it arrived.
+    """
+
+    def __init__(self, name: Any) -> None:
+        self.shown = f"{name!r:.{_SHOWN}}"
+        super().__init__(f"unknown message {self.shown}")
+
+
 @dataclass(frozen=True)
 class Limit:
     """The bounds of a field, as ``Annotated[int, Limit(4096, minimum=1)]``.
 
     Attributes:
-        maximum: the largest number; the most characters of a text or items of a list.
+        maximum: the largest number, or the maximum characters of a text or items of a list.
         minimum: the smallest number.
     """
 
@@ -45,8 +57,8 @@ class Codec:
 
     Args:
         *kinds: the dataclasses of the messages. Accepted field types: bool, int, float, str, a
-            tuple of one type, dict[str, str], another dataclass, and each of them or None. A
-            dataclass with `to_json` and `from_json` encodes itself.
+            tuple of one type or of a fixed number of types, dict[str, ...], another dataclass, and
+            each of these types or None. A dataclass with `to_json` and `from_json` encodes itself.
     """
 
     def __init__(self, *kinds: type[Any]) -> None:
@@ -67,13 +79,13 @@ class Codec:
         """Return the message that plain data describes.
 
         Raises:
-            MalformedMessageError: the message is unknown, or a field is missing or has a wrong
-                value.
+            UnknownMessageError: the message is unknown.
+            MalformedMessageError: a field is missing or has a wrong value.
         """
         name = data.get(_NAME) if isinstance(data, Mapping) else None
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise MalformedMessageError(f"unknown message {name!r:.{_SHOWN}}")
+            raise UnknownMessageError(name)
         return _read(data, kind, kind.__name__)
 
 
@@ -106,22 +118,36 @@ def _read(data: Any, kind: type[Any], where: str) -> Any:
     return kind(**values)
 
 
-def _value(value: Any, annotation: Any, where: str) -> Any:
+@functools.cache
+def _parts(annotation: Any) -> tuple[Any, Limit | None, Any, tuple[Any, ...]]:
+    """Return an annotation's type, its limit, and the origin and arguments of the type."""
     limit: Limit | None = None
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, limit = typing.get_args(annotation)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    return annotation, limit, typing.get_origin(annotation), typing.get_args(annotation)
+
+
+def _value(value: Any, annotation: Any, where: str) -> Any:
+    annotation, limit, origin, arguments = _parts(annotation)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
         annotation = next(each for each in arguments if each is not type(None))
         return _value(value, annotation, where)
     if origin is tuple and isinstance(value, list):
-        if len(value) > (limit.maximum if limit else _MAX_ITEMS):
+        if arguments[-1] is Ellipsis:
+            fits = len(value) <= (limit.maximum if limit else _MAX_ITEMS)
+            arguments = arguments[:1] * len(value)
+        else:
+            fits = len(value) == len(arguments)
+        if not fits:
             raise MalformedMessageError(f"{where}: {len(value)} items")
-        return tuple(_value(item, arguments[0], where) for item in value)
-    if origin is dict and _is_mapping_of_texts(value):
-        return value
+        return tuple(_value(*item, where) for item in zip(value, arguments, strict=True))
+    if origin is dict and isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        kind = arguments[1]
+        if kind is str:  # variables of a forked worker may be longer than `_MAX_TEXT`
+            kind = Annotated[str, Limit(_MAX_NUMBER)]
+        return {key: _value(item, kind, where) for key, item in value.items()}
     if hasattr(annotation, "from_json"):
         try:
             return annotation.from_json(value)
@@ -132,12 +158,6 @@ def _value(value: Any, annotation: Any, where: str) -> Any:
     if _is_right(value, annotation, limit):
         return value
     raise MalformedMessageError(f"{where}: {value!r:.{_SHOWN}}")
-
-
-def _is_mapping_of_texts(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return all(isinstance(text, str) for item in value.items() for text in item)
 
 
 def _is_right(value: Any, annotation: Any, limit: Limit | None) -> bool:

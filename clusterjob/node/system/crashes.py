@@ -13,7 +13,7 @@ class Crashes:
     """Record the first unhandled error of an event loop or of a thread of this process.
 
     Attributes:
-        first: a future that is done after the first error; its result is the error.
+        first: a future that is done after the first error; its result is that error.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Crashes:
         self.first: asyncio.Future[BaseException] = self._loop.create_future()
 
     def watch(self, task: asyncio.Task[Any]) -> None:
-        """Record the error with which a task ends that should run as long as the agent."""
+        """Record the error of a task that ends but should run as long as the agent."""
         task.add_done_callback(self._of_task)
 
     def _of_loop(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

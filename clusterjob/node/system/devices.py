@@ -1,4 +1,4 @@
-"""Count the GPUs that a process sees, without importing torch or a vendor's library."""
+"""Count the GPUs visible to a process, without importing torch or a vendor's library."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Return the number of GPUs that a process with this environment sees.
+    """Return the number of GPUs that are visible to a process with this environment.
 
     It is 0 without a GPU or without a driver. NVIDIA's GPUs are counted as device files, because a
-    container sees only its own. AMD's GPUs are nodes of the kernel's topology with SIMD units.
+    container has only the device files of its own GPUs. AMD's GPUs are nodes of the kernel's
+    topology with SIMD units.
     """
     nvidia = _nvidia()
     if nvidia:
@@ -32,8 +33,8 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
 def cuda_devices(listed: str) -> list[str]:
     """Parse CUDA_VISIBLE_DEVICES: indices and UUIDs of GPUs (GPU-...) or MIG devices (MIG-...).
 
-    As in CUDA, the list ends at the first entry that is none of them or occurs twice: ``0,-1,2`` is
-    one GPU.
+    As in CUDA, the list ends at the first entry that has neither form or occurs twice: ``0,-1,2``
+    is one GPU.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
     found: list[str] = []
@@ -61,7 +62,7 @@ def listed_gpus(listed: str | None, installed: int) -> list[str]:
 
 
 def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Check the GPUs that the workers shall use, and return them for CUDA_VISIBLE_DEVICES.
+    """Check the GPUs that the workers must use, and return them for CUDA_VISIBLE_DEVICES.
 
     On a machine without a GPU, where workers rehearse on the CPU, only CUDA_VISIBLE_DEVICES limits
     the names.
@@ -71,7 +72,7 @@ def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         environ: the environment that the workers inherit.
 
     Raises:
-        UsageError: an entry is empty, occurs twice, or is not visible here.
+        UsageError: an entry is empty, occurs twice, or is not visible on this machine.
     """
     names = [name.strip() for name in wanted]
     if not all(names) or len(set(names)) != len(names):

@@ -16,11 +16,11 @@ from typing import Any
 _TEMPORARY = re.compile(r"\..+\.\w{8}\.(?P<host>.+)\.(?P<pid>\d{1,9})", re.ASCII)
 _SURELY_KILLED = 3600.0  # seconds
 RESERVED = 32 << 10  # bytes
-LARGEST_JSON = 32 << 20  # bytes; our own files are much smaller
+LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file atomically: a reader finds the old or the new content, also after a crash.
+    """Write a file atomically: a reader gets the old or the new content, also after a crash.
 
     Args:
         path: path of the file; its directory exists.
@@ -140,7 +140,7 @@ def is_old(path: Path) -> bool:
     """Return whether a file is unchanged for an hour, so that its writer must have been killed.
 
     Raises:
-        OSError: the file cannot be examined.
+        OSError: the file's status cannot be read.
     """
     return time.time() - path.stat().st_mtime > _SURELY_KILLED
 
@@ -151,7 +151,7 @@ def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return a value as JSON, in the format of our files."""
+    """Return a value as JSON, in the format of clusterjob's files."""
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogatepass")
 
 
@@ -185,7 +185,7 @@ def read_json(path: Path) -> Any | None:
     None means that the file is absent, is too large or is not JSON.
 
     Raises:
-        OSError: the file exists and cannot be read.
+        OSError: the file exists but cannot be read.
     """
     try:
         return json.loads(read_regular(path, LARGEST_JSON).decode(errors="surrogatepass"))

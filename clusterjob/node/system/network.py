@@ -23,7 +23,7 @@ _LOOPBACK_NAMES = {
     "0.0.0.0",  # noqa: S104
     "::",
 }
-TIMEOUT = 3.0  # seconds for a name: a resolver without answering servers takes half a minute
+TIMEOUT = 3.0  # seconds for a name: a resolver takes half a minute if no server answers
 _lookups: dict[str, _Lookup] = {}  # running lookups, by host name
 
 
@@ -118,16 +118,16 @@ def _is_address(host: str) -> bool:
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this machine's name: the user's, else the scheduler's, else its host name."""
+    """Return this machine's name: set by the user, else by the scheduler, else its host name."""
     return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_towards(host: str) -> str | None:
     """Return the local address from which this machine reaches a host; None without a route.
 
-    Asks the kernel by connecting a UDP socket, which sends nothing. Does not use getfqdn or
-    gethostbyname of the own name: they return 127.0.1.1 on Debian and ip6.arpa names elsewhere
-    (pytorch#150532).
+    It connects a UDP socket, which sends nothing, and reads the address that the kernel chose. It
+    does not use getfqdn or gethostbyname of the own name: they return 127.0.1.1 on Debian and
+    ip6.arpa names elsewhere (pytorch#150532).
 
     Args:
         host: a name or an address.
@@ -209,7 +209,7 @@ def _interface_of_ipv6(address: str) -> str | None:
 
 
 def why_unresolvable(host: str) -> str:
-    """Return why a name does not resolve here; empty for an address or a name that resolves."""
+    """Return why this machine cannot resolve a name; empty for an address or a resolvable name."""
     try:
         _resolve(host, 9, kind=socket.SOCK_STREAM)
     except OSError as error:
@@ -221,11 +221,11 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     """Return a TCP socket that listens on one address of this machine, or on all addresses.
 
     Args:
-        host: the address by which other machines reach this one. Behind NAT it may not be an
-            address of this machine, and its name may resolve to loopback here: then the socket
-            listens on all addresses.
+        host: the address by which other machines reach this machine. Behind NAT it may not be an
+            address of this machine. Its name may also resolve to loopback on this machine. In both
+            cases the socket listens on all addresses.
         port: the port; 0 for any free port.
-        backlog: connections that may wait before the first accept.
+        backlog: maximum connections that wait before the first accept.
         alone: whether all clients run on this machine, so that a loopback address is enough.
 
     Raises:
@@ -245,7 +245,7 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
 
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            # The address is not this machine's: clients come through NAT.
+            # The address is not this machine's: clients connect through NAT.
             listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104
         listener.listen(backlog)
     except BaseException:

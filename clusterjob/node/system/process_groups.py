@@ -14,7 +14,7 @@ def end(leaders: list[int], timeout: float) -> None:
 
     A command that a shell forks while the SIGTERM arrives does not get the signal. So processes
     that outlive their leader are killed. An agent's forkserver is in its own process group, and
-    stops the workers when the agent is gone.
+    stops the workers when the agent has ended.
 
     Args:
         leaders: pids of the leaders, each known to be alive.
@@ -45,7 +45,7 @@ def members(leader: int) -> list[int]:
 
 
 def signal_group(leader: int, number: int) -> bool:
-    """Send a signal to a process group; return False if it is gone."""
+    """Send a signal to a process group; return False if it has ended."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:

@@ -29,7 +29,7 @@ _READ = {
 def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
     """Make the kernel send this process a signal when its parent ends.
 
-    If the parent is gone already, this process exits at once.
+    If the parent has already ended, this process exits at once.
 
     Args:
         parent_pid: pid of the parent, read before the fork; this closes the race between fork and
@@ -44,7 +44,7 @@ def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all orphaned descendants.
 
-    None of them escapes by a double fork or setsid.
+    No descendant can escape by a double fork or setsid.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -130,13 +130,13 @@ def terminal_reader(above: int, terminal: int = 0) -> int | None:
                 and os.stat(f"/proc/{pid}/fd/{int(arguments[0], 16)}").st_rdev == device
             ):
                 return pid
-        except OSError:  # it has ended, or we lack the permission
+        except OSError:  # it has ended, or this process lacks the permission
             continue
     return None
 
 
 def send_signal(pid: int, with_signal: int) -> bool:
-    """Send a signal to a process; return False if it is gone."""
+    """Send a signal to a process; return False if it has ended."""
     try:
         os.kill(pid, with_signal)
     except ProcessLookupError:
@@ -177,8 +177,8 @@ class OomKills:
     """The kernel's count of OOM kills in this process's cgroup, or else on this machine.
 
     Attributes:
-        count: number of processes killed until now.
-        cgroup: the directory of the cgroup; None if the count is the machine's.
+        count: number of processes killed so far.
+        cgroup: the directory of the cgroup; None if the count is that of the whole machine.
     """
 
     count: int
@@ -265,7 +265,8 @@ class ProcessIdentity:
     def alive(self) -> bool:
         """Return whether the process runs.
 
-        False for a process of another host or another boot, which cannot be checked here.
+        It returns False for a process of another host or another boot, which cannot be checked from
+        this machine.
         """
         return (
             self.host == socket.gethostname()

@@ -28,8 +28,8 @@ def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
 
     Args:
         text: text from another program or user.
-        lines: keep line breaks; else they appear as ``\n``, so that a text cannot forge a second
-            line.
+        lines: keep line breaks. Otherwise they appear as ``\n``, so that a text cannot forge a
+            second line.
         colours: keep colours and reset them at the end of the text; remove sequences that move the
             cursor or erase. For workers' output.
     """

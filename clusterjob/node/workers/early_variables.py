@@ -18,7 +18,7 @@ from typing import Any
 
 from clusterjob.node.program import Program
 
-# Variables that torch 2.13 and the libraries it loads read at import. An extra name here costs
+# Variables that torch 2.13 and the libraries it loads read at import. An extra name costs
 # time; a missing name breaks scripts.
 _READ_BY_IMPORT = re.compile(
     r"(OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TQDM)_\w+"
@@ -29,7 +29,7 @@ _READ_LATER = re.compile(
     r"|KMP_DUPLICATE_LIB_OK"
 )
 _READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by `_apply`
-_MOST_BYTES = 1 << 20  # number of bytes of a script to parse
+_MAX_BYTES = 1 << 20  # maximum bytes of a script to parse
 
 
 def matters(name: str) -> bool:
@@ -51,15 +51,15 @@ def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
         environ: the environment that the program inherits.
 
     Returns:
-        A sentence that names file, line and variable. None if the script sets no variable, or only
-        variables that a forked worker can still apply.
+        A sentence with the file, the line and the variable. None if the script sets no variable,
+        or only variables that a forked worker can still apply.
     """
     try:
         path = _file_of(program)
         if not path.is_file():
             return None  # a pipe can be read only once
         with path.open("rb") as stream:
-            source = stream.read(_MOST_BYTES)
+            source = stream.read(_MAX_BYTES)
         if b"environ" not in source and b"putenv" not in source:
             return None
         with warnings.catch_warnings():
@@ -194,7 +194,7 @@ class _Preloaded:
         self._modules, self._before = modules, before
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return torch's spec with a loader that returns the preloaded module; None for others."""
+        """Return torch's spec with a loader of the preloaded module; None for other modules."""
         if name != "torch" or self not in sys.meta_path:
             return None
         for finder in sys.meta_path:

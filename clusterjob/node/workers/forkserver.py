@@ -23,6 +23,7 @@ from typing import Any
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
+from clusterjob.node.environments import worker_endpoints
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import now
 from clusterjob.node.logs.job_dir import STORE_LOG
@@ -296,7 +297,8 @@ class Forkserver:
                 variables
                 | contract.worker_variables(
                     world, local_rank, job_id=self._job_id, max_restarts=self._options.max_restarts
-                ),
+                )
+                | worker_endpoints.worker_variables(world, local_rank),
                 argv,
                 *log_files.rank_files(
                     directory,

@@ -1,4 +1,4 @@
-"""The agent's connection to its forkserver: messages, and the round that is pending."""
+"""The agent's connection to its forkserver: messages, and the pending round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clusterjob.node.workers.forkserver import MESSAGE_BYTES
 
 @dataclass
 class ForkserverClient:
-    """A forkserver process, seen from the agent.
+    """The agent's side of a forkserver process.
 
     Attributes:
         pid: the process id.
@@ -44,13 +44,13 @@ class ForkserverClient:
         Args:
             message: the round.
             store: the listening socket for torch's store, or None; it is sent to the forkserver and
-                closed here.
+                closed in the agent.
         """
         self._pending = (message, store)
         return self.ready and self.mark_ready()
 
     def mark_ready(self) -> bool:
-        """Send the pending round, if there is one; return whether one was sent.
+        """Send the pending round, if there is one; return whether a round was sent.
 
         A round that was dropped during the imports is never sent.
         """
@@ -80,7 +80,7 @@ class ForkserverClient:
             pass
 
     def receive(self) -> Any:
-        """Return one message of the forkserver, once the socket is readable; None at its end."""
+        """Return one message of the forkserver when the socket is readable; None at EOF."""
         try:
             data = self.control.recv(MESSAGE_BYTES)
         except OSError:

@@ -14,7 +14,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.system.codec import Codec, Limit
 from clusterjob.node.verdict import FailureKind
 
-MAX_NAMED = 8  # ranks that one message names
+MAX_NAMED = 8  # maximum ranks that one message names
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
 _ExitCode = Annotated[int, Limit(255)]
 
@@ -35,7 +35,7 @@ class StartRound:
 
 @dataclass(frozen=True)
 class WarnWorkers:
-    """Tell the workers of this round and all later ones that a preemption is near."""
+    """Warn the workers of this round and of all later rounds that a preemption is near."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class ProbeWorkers:
-    """Report what workers do; with a note, write note and stacks only into their logs.
+    """Report the state of workers; with a note, write note and stacks only into their logs.
 
     Attributes:
         final: whether the ranks that wait for them have given up.
@@ -69,7 +69,7 @@ class Quit:
     """Stop the workers, then exit."""
 
 
-# -- from a worker, which the forkserver passes on -----------------------------------------------
+# -- from a worker; the forkserver forwards these messages ---------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class WorkerFailing:
         monotonic: the time of the failure, by the monotonic clock of the node.
         message: the error, one line.
         exit_code: the exit code that the worker will have.
-        kind: a `FailureKind`; empty if the worker does not know it.
+        kind: a `FailureKind`; empty if the worker cannot determine it.
         started: False if the worker was never started.
     """
 
@@ -94,7 +94,7 @@ class WorkerFailing:
 
 @dataclass(frozen=True)
 class WorkerWaiting:
-    """A worker waits for ranks that have not joined; `final` when it gives up."""
+    """A worker waits for ranks that have not joined; `final` is set when it gives up."""
 
     local_rank: int
     ranks: Annotated[tuple[_Rank, ...], Limit(MAX_NAMED)]
@@ -106,7 +106,7 @@ class WorkerWaiting:
 
 @dataclass(frozen=True)
 class Ready:
-    """The forkserver has finished its imports; `why` it cannot fork workers, or None."""
+    """The forkserver has finished its imports; `why` is why it cannot fork workers, or None."""
 
     why: str | None
 
@@ -172,14 +172,14 @@ def decode(codec: Codec, data: bytes) -> Any:
     """Return the message in a line of JSON.
 
     Raises:
-        ValueError: not JSON, or not a message of the codec.
+        ValueError: the line is not JSON, or not a message of the codec.
         RecursionError: the JSON is nested too deeply.
     """
     return codec.decode(json.loads(data))
 
 
 def failure_kind(message: WorkerFailing) -> FailureKind | None:
-    """Return the kind that a worker reports; None if it reports none that is known."""
+    """Return the kind that a worker reports; None if it reports no known kind."""
     try:
         return FailureKind(message.kind)
     except ValueError:

@@ -104,7 +104,7 @@ def _changes():
 
 def _run_hidden_sitecustomize():
     # type: () -> None
-    """Import the sitecustomize that this one hides, as Python's site module would do."""
+    """Import the sitecustomize that this file hides, as Python's site module would do."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     this = sys.modules.pop(__name__)
     try:

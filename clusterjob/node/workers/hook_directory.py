@@ -25,7 +25,7 @@ def write(job_dir: Path) -> Path | None:
         for name, mod in _FILES.items():
             own = directory / f".{name}.{secrets.token_hex(4)}"
             own.write_text(mod.__loader__.get_source(mod.__name__))  # type: ignore[union-attr]
-            own.replace(directory / name)  # nodes that share the directory write the same
+            own.replace(directory / name)  # nodes that share the directory write the same content
     except OSError:
         return None
     return directory

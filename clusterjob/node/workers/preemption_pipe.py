@@ -17,7 +17,7 @@ class WarningPipe:
     """The forkserver's side, one for each round of workers; they inherit the read end.
 
     Args:
-        warned: whether the warning came before this round.
+        warned: whether the warning arrived before this round.
 
     Attributes:
         write_end: the write end; a worker must close it.

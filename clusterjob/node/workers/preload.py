@@ -1,6 +1,6 @@
 """Preload torch once per node, before the forkserver forks the workers.
 
-`torchrun` imports torch in the launcher and again in every worker; here N ranks cost one import. A
+`torchrun` imports torch in the launcher and again in every worker; clusterjob imports it once. A
 fork is safe only in a process with one thread and no CUDA context. Otherwise the workers are
 started by exec, and one output line gives the reason.
 """
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from clusterjob.node.workers import early_variables, hook
 
-_THREAD_ENDS = 0.2  # timeout in seconds; a joined thread disappears much sooner
+_THREAD_ENDS = 0.2  # maximum seconds for a joined thread to leave /proc; it takes much less
 # The initial seed in versions of torch with a constant one (c10::detail's default_rng_seed_val).
 _TORCH_CONSTANT_SEED = 67280421310721
 
@@ -93,7 +93,7 @@ def refresh_after_fork() -> None:
         # This version of torch draws its initial seed, which must differ in each process.
         torch.default_generator.seed()
     for stream in (sys.stdout, sys.stderr):
-        # So that a follower of the logs sees each line at once.
+        # So that each line is in the log at once, for a command that follows it.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     early_variables.apply_at_import()
 
@@ -101,7 +101,7 @@ def refresh_after_fork() -> None:
 def serve_store(host: str, port: int, listener_fd: int) -> NoReturn:
     """Serve torch's TCPStore on a listening socket until this process is killed.
 
-    The socket was bound before any client learned its port. So there is no EADDRINUSE race, and
+    The socket was bound before any client got its port. So there is no EADDRINUSE race, and
     early clients wait in the backlog.
 
     Args:

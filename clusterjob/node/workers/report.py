@@ -23,7 +23,7 @@ def report(
         local_rank: the worker's index on the node.
         message: the error, one line.
         exit_code: the exit code that the worker will have.
-        kind: the `FailureKind`; empty if it is not known.
+        kind: the `FailureKind`; empty if it is unknown.
     """
     failing = messages.WorkerFailing(
         local_rank, time.monotonic(), message=message, exit_code=exit_code, kind=kind
@@ -43,7 +43,7 @@ def report(
 
 
 def report_missing(report_fd: int, local_rank: int, missing: list[int], *, final: bool) -> None:
-    """Ask the agents about ranks that this worker waits for.
+    """Request the agents' answers about ranks that this worker waits for.
 
     The agents write their answers into this worker's stderr.
 

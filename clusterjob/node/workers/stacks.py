@@ -22,10 +22,10 @@ from pathlib import Path
 from clusterjob.node.system import processes
 
 SIGNAL = int(signal.SIGRTMAX) - 3  # libraries use the first real-time signals
-# Timeout for a process to write its stack; with a free core it needs some milliseconds.
+# Timeout for a process to write its stack; with a free core the process needs some milliseconds.
 ANSWER_SECONDS = 1.5
 _FILE = "clusterjob-stack"
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _LIBRARY = os.path.dirname(os.__file__)
 _STATES = {
@@ -88,14 +88,14 @@ class StackRequest:
         self.offered = self._file is not None
 
     def written(self) -> int | None:
-        """Return the bytes that the process has written so far; None if it offers no stack."""
+        """Return the number of bytes written so far; None if the process offers no stack."""
         return None if self._file is None else os.fstat(self._file).st_size
 
     def answer(self) -> tuple[str, ...]:
         """Return the lines that the process has written, and close the request."""
         if self._file is None:
             return ()
-        text = os.pread(self._file, _MOST_BYTES, 0).decode(errors="replace")
+        text = os.pread(self._file, _MAX_BYTES, 0).decode(errors="replace")
         os.close(self._file)
         self._file = None
         return tuple(text.splitlines())

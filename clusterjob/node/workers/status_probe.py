@@ -32,8 +32,8 @@ class StatusProbe:
         self._final = False
         self._note = ""
         self._end = 0.0  # time limit; after it, incomplete answers are collected too
-        self._sizes: list[int | None] = []  # of the answers, at the last poll
-        self.due: float | None = None  # when to call `ready` again; None without a probe
+        self._sizes: list[int | None] = []  # sizes of the answers at the last poll
+        self.due: float | None = None  # time to call `ready` again; None without a probe
 
     def start(
         self,
@@ -53,7 +53,7 @@ class StatusProbe:
             final: whether the waiting ranks give up now; the worker's log then gets the whole
                 stack.
             note: a line to write into the workers' logs with their stacks; the answers then go only
-                there. Empty for answers to the agent.
+                into these logs. Empty for answers to the agent.
         """
         self.cancel()
         self._note = note

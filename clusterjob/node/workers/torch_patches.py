@@ -7,9 +7,9 @@
    against ~ThreadLocalState (take_gil). So the gloo backends of a destroyed group are freed only
    after another group was formed, and never at the end of the process.
 2. Limit the agents' store to its own address. Under TORCHELASTIC_USE_AGENT_STORE every rank is a
-   client of a store, even at an address where no agent serves one. So the variable applies only to
-   the agents' address; at any other address rank 0 serves the store.
-3. Use a new prefix in the agents' store for each group after the first one (`_separate_store`). The
+   client of a store, even at an address where no agent serves a store. So the variable applies
+   only to the agents' address; at any other address rank 0 serves the store.
+3. Use a new prefix in the agents' store for each group after the first (`_separate_store`). The
    store outlives a group and still holds the addresses of its processes.
 """
 
@@ -32,7 +32,7 @@ _WAITING_NOTICE = 5.0  # seconds of waiting for a store before the notice that n
 _CONNECT_TIMEOUT = 2.0
 _GLOO_TIMEOUT = 2.0
 _DESTROYED: list[Any] = []  # gloo backends of process groups that must not be freed yet
-# Gloo backends of the processes that this one was forked from: their threads do not exist here.
+# Gloo backends of this process's ancestors: their threads do not exist in this process.
 _INHERITED: list[Any] = []
 # .counter: the (store, key) that counts the group which this thread forms; see _separate_store.
 _FORMING = threading.local()
@@ -44,12 +44,12 @@ _FORMING = threading.local()
 def keep_groups(module: Any) -> None:
     """Patch torch.distributed.distributed_c10d to keep the gloo backends of destroyed groups.
 
-    They are not freed at once when a group is destroyed, nor when the process ends.
+    The backends are not freed at once when a group is destroyed, nor when the process ends.
     """
     if not hasattr(getattr(module, "_world", None), "pg_map"):
         return  # a torch before 2.1
     for kept in (_DESTROYED, _INHERITED):
-        # So that the interpreter frees none of them when it exits.
+        # So that the interpreter frees no backend when it exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     destroy, rendezvous = module.destroy_process_group, module.rendezvous
 
@@ -139,7 +139,7 @@ def _gloo_of(module: Any, group: Any) -> list[Any]:
 
 
 def _wait_for_gloo() -> None:
-    """Wait, at most 2 s, until no gloo thread waits for the interpreter's lock.
+    """Wait up to 2 s until no gloo thread waits for the interpreter's lock.
 
     When the interpreter exits, Python 3.13 and older end each thread that waits for the lock.
     Inside torch's destructors this aborts the process: "terminate called without an active
@@ -198,12 +198,12 @@ def _count_exit(store: Any, ranks: int) -> None:
     A kept group never runs ~FileStore, and the next run would find the old file.
     """
     if not os.path.exists(store.path):
-        return  # the script has removed it; add() would create it again
+        return  # the script has removed the file; add() would create it again
     try:
         if store.add("clusterjob/left", 1) >= ranks:
             os.unlink(store.path)
     except (OSError, RuntimeError):
-        pass  # the script has removed it
+        pass  # the script has removed the file
 
 
 def _separate_store(store: Any, rank: int, world_size: int) -> Any:
@@ -221,7 +221,7 @@ def _separate_store(store: Any, rank: int, world_size: int) -> Any:
     counter = f"clusterjob/formed/{world_size}/{rank}"
     number = store.add(counter, 0)
     _FORMING.counter = store, counter
-    # The first group uses torch's own keys: processes without the hook look for it there.
+    # The first group uses torch's own keys: processes without the hook use these keys.
     if (
         not number
         and store.compare_set("clusterjob/first", "", str(world_size)) == str(world_size).encode()
@@ -268,8 +268,8 @@ def served_at(host: str, port: int) -> str | None:
     addresses, own = _addresses(host), _addresses(own_host)
     if addresses & own:
         return host
-    # The store is bound to one address of node 0. On node 0, every other name of the machine means
-    # the same store.
+    # The store is bound to one address of node 0. On node 0, every other name of the machine is
+    # an address of the same store.
     return (
         own_host
         if any(map(_is_of_this_machine, addresses)) and any(map(_is_of_this_machine, own))
@@ -278,7 +278,7 @@ def served_at(host: str, port: int) -> str | None:
 
 
 def has_agent_variables() -> bool:
-    """Return whether our agents set this process's variables, not a torchrun inside a worker."""
+    """Return whether an agent set this process's variables, not a torchrun inside a worker."""
     return STORE in os.environ and os.environ.get("TORCHELASTIC_RUN_ID") == os.environ.get(
         "CLUSTERJOB_JOB_ID", ""
     )
@@ -339,7 +339,8 @@ def choose_store(module: Any) -> None:
 class _WaitNotice:
     """Print one notice if no process listens at the address where this process waits.
 
-    A context manager around the wait for a store. The notice comes after `_WAITING_NOTICE` seconds.
+    It is a context manager around the wait for a store, and prints the notice after
+    `_WAITING_NOTICE` seconds.
     """
 
     def __init__(self, host: str, port: int) -> None:

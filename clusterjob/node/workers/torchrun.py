@@ -46,8 +46,8 @@ class TorchrunFailure:
 def command_line(program: Program, world: World, job_id: str) -> list[str]:
     """Return the command that starts one node's torchrun.
 
-    torchrun does no restarts: without a rendezvous server, the torchruns of several nodes cannot
-    agree on a restart.
+    torchrun does not restart workers: without a rendezvous server, the torchruns of several nodes
+    cannot agree on a restart.
     """
     flags = {"script": [], "module": ["-m"], "command": ["--no-python"]}[program.kind]
     return [
@@ -83,7 +83,7 @@ def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
     """Return the lines of a rank.
 
     torch marks the traceback of each rank. Without marked lines of this rank, return all unmarked
-    lines, which may come from any rank.
+    lines, which may be of any rank.
     """
     own = tuple(line for line in lines if line.startswith(f"[rank{rank}]:"))
     return own or tuple(line for line in lines if not _RANK_MARK.match(line))

@@ -29,7 +29,7 @@ def _last_lines(path: Path) -> tuple[str, ...]:
 
 
 def how(code: int, signal_name: str | None) -> str:
-    """Return how a process ended, in words."""
+    """Return the end of a process as text."""
     return f"killed by {signal_name}" if signal_name else f"exited with code {code}"
 
 
@@ -73,7 +73,7 @@ class Failures:
             code: its exit code, 128 + n for signal n.
             signal_name: the name of that signal, or None.
             message: the error message known so far.
-            kind: the kind that the worker has reported; None if it has not.
+            kind: the kind that the worker has reported; None if it has reported none.
         """
         if self.under_torchrun:
             return self._of_torchrun(world, code, signal_name=signal_name, message=message)
@@ -83,8 +83,8 @@ class Failures:
         )[1]
         last = _last_lines(err)
         meanings = failure_texts.meanings((message, *last))
-        # A worker that fails because another one ended raises an exception or aborts. SIGKILL and
-        # SIGSEGV are never such an effect.
+        # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
+        # and SIGSEGV are never such an effect.
         effect = signal_name in (None, "SIGABRT") and (
             kind is FailureKind.RENDEZVOUS or failure_texts.is_effect(meanings)
         )

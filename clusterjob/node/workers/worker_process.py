@@ -18,10 +18,10 @@ _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """The settings in which one worker differs from the others of its node.
+    """The settings in which one worker differs from the other workers of its node.
 
     Attributes:
-        local_rank: its index on the node; 0 for torchrun, of which a node has one.
+        local_rank: its index on the node; 0 for torchrun, because a node has only one.
         variables: environment variables, added to the inherited ones.
         argv: the command line to exec; None if the forked process runs the program itself.
         out, err: the files for its stdout and stderr, opened for appending.
@@ -46,7 +46,7 @@ def start(
         worker: the settings of this worker.
         report_pipe: (read end, write end) of the forkserver's report pipe.
         close: the forkserver's own file descriptors, which the worker closes.
-        stdin: the descriptor for the first worker's stdin; the stdin of the others is empty.
+        stdin: the descriptor for the first worker's stdin; the stdin of the other workers is empty.
 
     Returns:
         The worker's pid in the forkserver; 0 in a worker that runs the program in this process.

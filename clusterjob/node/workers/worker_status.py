@@ -13,7 +13,7 @@ from clusterjob.node.verdict import Failure
 from clusterjob.node.workers.missing_worker import MissingWorker
 from clusterjob.node.workers.worker_failures import Failures
 
-_MAX_EXITS = 8  # ranks with exit code 0 that one message names
+_MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
 
 
 @dataclass
@@ -25,8 +25,8 @@ class WorkerStatus:
         directory: the directory of its logs.
         attempt: the number of the job's attempt, from 0.
         failures: makes the failures of this node's workers.
-        world: the current round; None before the first.
-        ended: how each ended worker ended, by local rank.
+        world: the current round; None before the first round.
+        ended: the end of each ended worker, by local rank.
     """
 
     node_rank: int
@@ -40,17 +40,17 @@ class WorkerStatus:
     _exits: dict[int, float] = field(default_factory=dict)
 
     def begin(self, world: World) -> None:
-        """Begin a round: forget the workers of the last one."""
+        """Begin a round: drop the workers of the previous round."""
         self.world = world
         self.ended.clear()
         self._exits.clear()
 
     def note_exit(self, local_rank: int, monotonic: float) -> None:
-        """Note that a worker has ended with exit code 0."""
+        """Record that a worker has ended with exit code 0."""
         self._exits[local_rank] = monotonic
 
     def early_exits(self) -> list[tuple[Failure, float]]:
-        """Return the first 8 workers that ended with exit code 0, and the seconds since then."""
+        """Return the first 8 workers that ended with exit code 0, each with the seconds since."""
         assert self.world is not None
         moment, first = time.monotonic(), sorted(self._exits.items(), key=lambda item: item[1])
         return [

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 
-# Not imported from typing, which would slow every start from the zip.
+# typing is not imported: it would slow every start from the zip.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, ModuleType
 
-# File beside the package's own __init__.py: {"clusterjob/cli/__init__.py": source, ...}.
+# File in the directory of the package's __init__.py: {"clusterjob/cli/__init__.py": source, ...}.
 NAME = "sources.json.bz2"
 
 
@@ -116,14 +116,14 @@ def install(package_file: str) -> None:
 
 
 def archive() -> str | None:
-    """Return the zip that the package was imported from; None if it was not."""
+    """Return the zip that the package was imported from; None if it was not imported from a zip."""
     return next(
         (finder.archive for finder in sys.meta_path if isinstance(finder, ZipImporter)), None
     )
 
 
 def installed() -> str | None:
-    """Return the directory of the installed package; None if none is installed.
+    """Return the directory of the installed package; None if no package is installed.
 
     Raises:
         ImportError: the installed package has another version than the zip.

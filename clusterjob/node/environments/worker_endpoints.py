@@ -15,6 +15,8 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 
+from clusterjob.node import contract
+from clusterjob.node.contract import World
 from clusterjob.node.program import Program
 from clusterjob.node.system import network
 
@@ -24,6 +26,8 @@ VARIABLES = (
     "PADDLE_CURRENT_ENDPOINT", "PADDLE_MASTER", "PADDLE_NNODES", "PADDLE_RANK_IN_NODE",
     "PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE", "FLAGS_selected_gpus",
 )  # fmt: skip
+# All variables that a launcher sets for a worker.
+LAUNCH_VARIABLES = (*contract.LAUNCH_VARIABLES, *VARIABLES)
 _BACKEND = "PADDLE_DISTRI_BACKEND"
 # Limit of PADDLE_TRAINER_ENDPOINTS, in characters: about 4,500 processes. Linux starts no program
 # with a variable of more than 131,072 bytes.
@@ -107,3 +111,32 @@ def backend_default(environ: Mapping[str, str], gpus: int) -> dict[str, str]:
         gpus: number of GPUs that a worker sees.
     """
     return {} if gpus or _BACKEND in environ else {_BACKEND: "gloo"}
+
+
+def worker_variables(world: World, local_rank: int) -> dict[str, str]:
+    """Return PaddlePaddle's variables of one worker; empty if no ports are reserved for it.
+
+    Args:
+        world: the round of the worker.
+        local_rank: the worker's index on this node.
+    """
+    own = world.own_endpoints.split(",")
+    if not world.endpoints_master or len(own) != world.nproc:
+        return {}
+    variables = {
+        "PADDLE_TRAINER_ID": str(world.first_rank + local_rank),
+        "PADDLE_TRAINERS_NUM": str(world.world_size),
+        "PADDLE_MASTER": world.endpoints_master,  # not torch's port: rank 0 binds it itself
+        "PADDLE_CURRENT_ENDPOINT": own[local_rank],
+        "PADDLE_NNODES": str(world.nnodes),
+        "PADDLE_RANK_IN_NODE": str(local_rank),
+        "PADDLE_LOCAL_RANK": str(local_rank),
+        "PADDLE_LOCAL_SIZE": str(world.nproc),
+    }
+    if world.endpoints:
+        variables["PADDLE_TRAINER_ENDPOINTS"] = world.endpoints
+    if world.gpus:
+        variables["FLAGS_selected_gpus"] = str(
+            local_rank % world.gpus
+        )  # init_parallel_env() requires it on a machine with GPUs
+    return variables

@@ -1,0 +1,346 @@
+"""The requests that a remote submitter sends to the host server.
+
+Each request is one line of JSON; its field `size` is the number of bytes that follow. Bytes follow
+`Put`, `Install` and `ReceiveFiles` only.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Annotated
+
+from clusterjob.node.system.codec import Codec, Limit
+
+_MAX_ITEMS = 1_000_000
+_Text = Annotated[str, Limit(8 << 20)]
+_Texts = Annotated[tuple[_Text, ...], Limit(_MAX_ITEMS)]
+_Size = Annotated[int, Limit(2**63 - 1)]
+
+# -- check a host --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check this host before anything is sent.
+
+    Attributes:
+        need: the bytes that will be written.
+        torch: whether the job needs torch.
+        own: whether this interpreter is the job's.
+        gpus: whether to list the GPUs.
+    """
+
+    need: _Size
+    torch: bool
+    own: bool
+    gpus: bool = False
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Check the interpreter that the job's script will find after its setup lines.
+
+    Attributes:
+        setup: shell lines.
+        workdir: absolute, or relative to the job's directory.
+        torch: whether the job needs torch.
+    """
+
+    job: _Text
+    python: _Text
+    setup: _Texts
+    workdir: _Text
+    torch: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Return facts about torch in the job's interpreter.
+
+    Attributes:
+        setup: shell lines.
+        env: variables of the job.
+        workdir: the directory in which the setup lines run.
+    """
+
+    python: _Text
+    setup: _Texts
+    env: dict[str, str]
+    workdir: _Text
+
+
+# -- send files ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Put:
+    """Create the job's directory with its files.
+
+    Attributes:
+        files: (name, mode, size) in the order of their bytes.
+    """
+
+    job: _Text
+    node: int
+    files: Annotated[tuple[tuple[_Text, int, _Size], ...], Limit(_MAX_ITEMS)]
+
+
+@dataclass(frozen=True)
+class Install:
+    """Create the job's copy of the code; its list of files follows."""
+
+    job: _Text
+
+
+@dataclass(frozen=True)
+class ReceiveFiles:
+    """Add files to the code store.
+
+    Attributes:
+        files: (digest, size) in the order of their bytes.
+    """
+
+    files: Annotated[tuple[tuple[_Text, _Size], ...], Limit(_MAX_ITEMS)]
+
+
+# -- poll jobs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PollNode:
+    """Return the state of a node and new data in its files.
+
+    Attributes:
+        logs: whether to send its logs.
+        most: the bytes to send at once.
+        sizes: the size of each growing file that the submitter has.
+        stamps: the stamp of each replaced file that the submitter has.
+    """
+
+    job: _Text
+    node: int
+    logs: bool
+    most: _Size
+    sizes: dict[str, _Size]
+    stamps: dict[str, str]
+
+
+@dataclass(frozen=True)
+class JobToPoll:
+    """One job of `PollJobs`.
+
+    Attributes:
+        job: the name of its directory.
+        logs: ``all``, ``none``, or ``last`` for the workers' stderr after the step has ended.
+        sizes, stamps: the files that the submitter has, as in `PollNode`.
+    """
+
+    job: _Text
+    logs: _Text
+    sizes: dict[str, _Size]
+    stamps: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PollJobs:
+    """Return new data in the directories of jobs.
+
+    Attributes:
+        most: the bytes to send at once.
+    """
+
+    most: _Size
+    jobs: Annotated[tuple[JobToPoll, ...], Limit(_MAX_ITEMS)]
+
+
+# -- fetch results -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tree:
+    """List files, directories and links at paths below the working directory.
+
+    Attributes:
+        workdir: the job's working directory: absolute, or relative to the job's directory.
+        most: maximum number of entries.
+    """
+
+    job: _Text
+    workdir: _Text
+    paths: _Texts
+    most: _Size
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Return the digests of files below the working directory."""
+
+    job: _Text
+    workdir: _Text
+    paths: _Texts
+
+
+@dataclass(frozen=True)
+class Get:
+    """Return parts of files below the working directory.
+
+    Attributes:
+        parts: (path, offset, length) of each.
+    """
+
+    job: _Text
+    workdir: _Text
+    parts: Annotated[tuple[tuple[_Text, _Size, _Size], ...], Limit(_MAX_ITEMS)]
+
+
+# -- find the master address ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Listen on the coordinator's future port; return the port and this machine's addresses.
+
+    Attributes:
+        ports: the candidate ports, in order; the first free one is used.
+        nonce: the secret that a peer must send.
+    """
+
+    ports: Annotated[tuple[int, ...], Limit(_MAX_ITEMS)]
+    nonce: _Text
+
+
+@dataclass(frozen=True)
+class StopListening:
+    """Stop listening."""
+
+
+@dataclass(frozen=True)
+class ProbeAddresses:
+    """Try to reach a listener at each of its addresses.
+
+    Attributes:
+        nonce: the secret to send.
+        wait: seconds for all addresses together.
+    """
+
+    addresses: _Texts
+    port: int
+    nonce: _Text
+    wait: float
+
+
+# -- run scheduler commands ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """Run a command.
+
+    Attributes:
+        env: variables to add.
+        job: the job in whose directory it runs; empty for none.
+        wait: seconds to wait for its end.
+    """
+
+    argv: _Texts
+    env: dict[str, str]
+    job: _Text
+    wait: float
+
+
+@dataclass(frozen=True)
+class ReapCommand:
+    """Return the output of a command that has ended; `wait` seconds for its end."""
+
+    number: int
+    wait: float
+
+
+@dataclass(frozen=True)
+class DropCommand:
+    """Kill a command."""
+
+    number: int
+
+
+# -- start and stop jobs -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Choose a node's GPUs.
+
+    Attributes:
+        gpus: their numbers, or ``auto`` for idle ones; empty for any.
+        count: the number of GPUs.
+    """
+
+    job: _Text
+    gpus: _Text
+    count: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a node's agent.
+
+    Attributes:
+        script: name of the file in the job's directory that starts it.
+        env: variables to add.
+    """
+
+    job: _Text
+    node: int
+    script: _Text
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Up:
+    """Return whether a node's agent runs."""
+
+    job: _Text
+    node: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop a node's agent.
+
+    Attributes:
+        grace: the job's grace period in seconds.
+        interrupt: whether to send SIGINT and return immediately.
+    """
+
+    job: _Text
+    node: int
+    grace: float
+    interrupt: bool = False
+
+
+@dataclass(frozen=True)
+class RequestStop:
+    """Write a stop request into the directory of each job; with `interrupt` for SIGINT first."""
+
+    jobs: _Texts
+    interrupt: bool = False
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Delete the job's directory on this host."""
+
+    job: _Text
+
+
+HostRequest: typing.TypeAlias = (
+    Check | Fit | Facts
+    | Put | Install | ReceiveFiles
+    | PollNode | PollJobs
+    | Tree | Digests | Get
+    | Listen | StopListening | ProbeAddresses
+    | RunCommand | ReapCommand | DropCommand
+    | Reserve | Start | Up | Cancel | RequestStop | Remove
+)  # fmt: skip
+REQUESTS = Codec(*typing.get_args(HostRequest))

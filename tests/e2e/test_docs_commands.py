@@ -1,0 +1,270 @@
+"""Each command that a page shows in a code block runs, with the result that the page describes.
+
+`docs_commands.SESSIONS` assigns the commands to these tests; a test in tests/unit compares that
+table with the pages. Commands for Slurm, hosts and MLP run against the tests' own clusters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docs_commands import TRAIN, Shell, blocks
+from launching import ROOT, free_port
+from login_user import Laptop
+from namespaces import Machine
+from slurm_user import User
+from sshsite import Site
+from sshworld import python_without_torch
+from volc_platform import Platform
+
+
+@pytest.fixture
+def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
+    """Return a shell for the commands of the test; fail the test if one has not run."""
+    made = Shell(request.node.originalname, tmp_path)
+    yield made
+    if not request.session.testsfailed:  # else this test may have ended early
+        assert made.left == []
+
+
+@pytest.fixture
+def plain_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let jobs use an interpreter without torch, which starts ten times faster."""
+    python = str(python_without_torch(tmp_path))
+    monkeypatch.setenv("CLUSTERJOB_PYTHON", python)
+    return python
+
+
+def ranks(output: str, *, of: int, words: str = "") -> bool:
+    """Return whether each rank printed its line once."""
+    found = re.findall(rf"rank (\d+) of {of}{words}$", output, re.MULTILINE)
+    return sorted(map(int, found)) == list(range(of))
+
+
+def labelled(output: str, line: str) -> list[int]:
+    """Return the ranks in the labels before a line, such as `[0-15]`."""
+    labels = re.findall(rf"^\[(\d+)(?:-(\d+))?\] {line}$", output, re.MULTILINE)
+    return sorted(rank for low, high in labels for rank in range(int(low), int(high or low) + 1))
+
+
+def write_user_config(text: str) -> None:
+    path = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# -- this machine ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plain_python")
+def test_secret_command_gives_values_to_worker(shell: Shell, tmp_path: Path) -> None:
+    token = tmp_path / ".cache" / "huggingface" / "token"
+    token.parent.mkdir(parents=True)
+    token.write_text("hf_5ecret\n")
+    shell.write("train.py", "import os\nprint(os.environ['WANDB_API_KEY'], os.environ['HF_TOKEN'])")
+    shell(
+        shell.left[0],
+        before=shell.adapt("export WANDB_API_KEY=..."),
+        environ={"HOME": str(tmp_path)},
+    )
+    assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
+    assert shell.clusterjob("logs", shell.values["job_id"]).out == "5ecret hf_5ecret\n"
+
+
+@pytest.mark.usefixtures("plain_python")
+def test_template_of_backends_page_starts_nodes(shell: Shell) -> None:
+    [template] = blocks("docs/backends.md", "jinja")
+    shell.write("mine.sh.j2", template)
+    assert ranks(shell(shell.left[0]).out, of=2, words=" 1")
+    [job] = json.loads(shell.clusterjob("list", "--json").out)["jobs"]
+    directory = Path(os.environ["CLUSTERJOB_HOME"]) / "jobs" / job["id"]
+    assert {path.name for path in directory.glob("began.*")} == {"began.0", "began.1"}
+
+
+def test_launch_on_each_worker_of_platform_joins_them(
+    shell: Shell, volc_machines: list[Machine]
+) -> None:
+    [command] = shell.left
+    shell.use(sys.executable, "-S")
+    variables = {
+        "MLP_WORKER_NUM": "2", "MLP_WORKER_GPU": "1", "CLUSTERJOB_TOKEN": shell.values["token"],
+        "MLP_WORKER_0_HOST": volc_machines[0].address, "MLP_WORKER_0_PORT": str(free_port()),
+    }  # fmt: skip
+    shell.left.append(command)  # each of the two workers runs it
+    workers = [
+        shell.start(
+            command,
+            prefix=volc_machines[index].command(),
+            environ={**variables, "MLP_ROLE_INDEX": str(index)},
+        )
+        for index in range(2)
+    ]
+    assert ranks("".join(shell.finish(worker).out for worker in workers), of=2)
+
+
+def test_launch_commands_of_reference_page_join_two_nodes(
+    shell: Shell, volc_machines: list[Machine]
+) -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    exports = re.findall(r"^    (export CLUSTERJOB_.*)$", text, re.MULTILINE)
+    assert len(exports) == 2
+    shell.use(sys.executable, "-S")
+    shell.values["address"] = volc_machines[0].address
+    before = shell.adapt("\n".join(exports))
+    nodes = [
+        shell.start(command, prefix=machine.command(), before=before)
+        for command, machine in zip(list(shell.left), volc_machines, strict=False)
+    ]
+    assert ranks("".join(shell.finish(node).out for node in nodes), of=16)
+
+
+def test_rehearsal_of_readme_script_shows_losses(shell: Shell) -> None:
+    shell.write("train.py", blocks("README.md", "python")[0])
+    out = shell(shell.left[0]).out
+    assert labelled(out, "ready") == [0, 1, 2, 3]
+    losses = re.findall(r"^\[0\] step (\d) loss \d\.\d{3}$", out, re.MULTILINE)
+    assert losses == ["0", "1", "2"]
+
+
+def test_unchanged_script_runs_under_torchrun_and_clusterjob(shell: Shell) -> None:
+    for command in list(shell.left):
+        assert ranks(shell(command).out, of=2, words=" --lr 0.1"), command
+
+
+@pytest.mark.slow
+def test_bootstrap_script_trains_under_each_launcher(shell: Shell) -> None:
+    shell.write("train.py", blocks("docs/scripts.md", "python")[0])
+    for command, processes in zip(list(shell.left), (1, 4, 2), strict=True):
+        out = shell(command).out
+        assert re.findall(rf"epoch (\d) loss \d\.\d{{4}} on {processes} x cpu", out) == list("012")
+        (shell.directory / "model.pt").unlink()
+
+
+# -- hosts over SSH --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Return the hosts; the user's configuration names their ssh configuration."""
+    monkeypatch.setenv("CLUSTERJOB_PYTHON", sys.executable)
+    write_user_config(f'[clusters.ssh.set]\nssh_config = "{site.world.config}"\n')
+    return site
+
+
+def test_ssh_command_of_readme_runs_on_two_hosts(
+    shell: Shell, site: Site, plain_python: str
+) -> None:
+    options = f'ssh_config = "{site.world.config}"\nneed_torch = "false"\n'
+    write_user_config(f"[clusters.ssh.set]\n{options}")
+    assert ranks(shell(shell.left[0]).out, of=16)
+
+
+@pytest.mark.usefixtures("hosts")
+def test_commands_of_ssh_page_check_hosts_and_fetch_results(shell: Shell) -> None:
+    hosts, doctor, submit, fetch = shell.left
+    assert re.findall(r"^gpu\d", shell(hosts).out, re.MULTILINE) == ["gpu1", "gpu2"]
+    assert "failed" not in shell(doctor).out
+    shell(submit)
+    assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
+    assert ranks(shell.clusterjob("logs", shell.values["job_id"]).out, of=16)
+    shell(fetch)
+    fetched = (shell.directory / "results" / "runs").iterdir()
+    assert {path.name for path in fetched} == {f"rank{rank}" for rank in range(8)}  # node 0's
+
+
+def test_trust_commands_of_ssh_page_record_host_key(shell: Shell, hosts: Site) -> None:
+    trust, with_fingerprint, replace = shell.left
+    known, host = hosts.world.known_hosts, hosts.world.hosts["gpu1"]
+    shell.values["fingerprint"] = host.fingerprint
+    old = f"10.77.0.1 {hosts.world.hosts['gpu2'].public_key}\n"
+    for command, before in ((trust, ""), (with_fingerprint, ""), (replace, old)):
+        known.write_text(before)
+        ours, terminal = pty.openpty()
+        try:
+            assert host.fingerprint in shell(command, stdin=terminal).err
+        finally:
+            os.close(ours)
+            os.close(terminal)
+        assert known.read_text() == f"10.77.0.1 {host.public_key}\n", command
+
+
+# -- Slurm -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("user")
+def test_slurm_commands_of_readme_show_output_of_all_ranks(shell: Shell) -> None:
+    submit, status, logs = shell.left
+    shell.write("clusterjob.toml", blocks("README.md", "toml")[0])
+    shell(submit)
+    header, job = shell(status).out.splitlines()
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert header.split() in [line.split() for line in page.splitlines()]
+    assert job.split()[0] == shell.values["job_id"]
+    assert ranks(shell(logs).out, of=16)
+
+
+def test_first_commands_of_slurm_page_check_and_submit(shell: Shell, user: User) -> None:
+    submit, doctor, render = shell.left
+    write_user_config(shell.adapt(blocks("docs/slurm.md", "toml")[0]))
+    assert "failed" not in shell(doctor).out
+    assert "sbatch" in shell(render).out
+    shell(submit)
+    assert user.slurm_job(shell.values["job_id"])["TimeLimit"] == "02:00:00"
+    user("wait", shell.values["job_id"])
+    assert ranks(user.output(shell.values["job_id"]), of=16)
+
+
+def test_array_commands_of_slurm_page_start_all_elements(shell: Shell, user: User) -> None:
+    for command, size, output in (
+        (shell.left[0], 20, "rank 0 of 1 --epochs 3 --lr=0.1 --seed=0\n"),
+        (shell.left[1], 100, "rank 0 of 1\n"),
+    ):
+        shell(command)
+        job = shell.values["job_id"]
+        assert len(user.jobs(job)) == size
+        user("wait", f"{job}_0")
+        assert user.output(f"{job}_0") == output
+        user("cancel", job)
+
+
+def test_requeue_command_of_slurm_page_sets_requeue_and_signal(shell: Shell, user: User) -> None:
+    shell.write("train_resume.py", TRAIN)
+    shell(shell.left[0])
+    job = user.slurm_job(shell.values["job_id"])
+    assert (job["Requeue"], job["TimeLimit"]) == ("1", "12:00:00")
+    user("wait", shell.values["job_id"])
+
+
+def test_commands_of_laptop_page_run_through_login_host(shell: Shell, laptop: Laptop) -> None:
+    submit, logs, fetch = shell.left
+    shell.values |= {
+        "python": str(laptop.python),
+        "remote_home": str(laptop.login.home / "scratch"),
+        "ssh_config": str(laptop.login.config),
+    }
+    write_user_config(shell.adapt(blocks("docs/laptop.md", "toml")[0]))
+    shell(submit)
+    assert ranks(shell(logs).out, of=16)
+    shell(fetch)
+    assert len(list((shell.directory / "results" / "runs").iterdir())) == 16
+
+
+# -- MLP -------------------------------------------------------------------------------------------
+
+
+def test_submit_command_of_mlp_page_runs_task_with_its_profile(
+    shell: Shell, volc: Platform
+) -> None:
+    write_user_config(blocks("docs/mlp.md", "toml")[0] + "poll = 0.2\n")
+    environ = {**volc.variables, "WANDB_API_KEY": "5ecret"}
+    shell(shell.left[0], environ=environ)
+    job = shell.values["job_id"]
+    assert shell.clusterjob("wait", job, environ=environ).code == 0
+    assert ranks(shell.clusterjob("logs", job, environ=environ).out, of=16, words=" --epochs 3")
