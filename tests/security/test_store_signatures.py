@@ -61,6 +61,7 @@ def test_forged_answer_in_store_fails_the_job_and_is_not_shown(new_job: NewJob) 
     assert "'go' in torch's store was written by no process of this job" in job.result["reason"]
 
 
+@pytest.mark.slow  # rank 0 waits a minute for a reader that the forged answer has ended
 def test_forged_answer_without_store_key_is_shown_escaped(tmp_path: Path) -> None:
     """Under other launchers no process has a key, so the text is shown, but escaped."""
     started = start_manually(2, [script(tmp_path, INIT)], tmp_path)

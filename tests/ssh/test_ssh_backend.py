@@ -652,7 +652,7 @@ def test_malformed_verdict_file_is_ignored(site: Site, text: str) -> None:
 
 
 def test_job_cancelled_during_submit_does_not_start(site: Site) -> None:
-    submitted = site.command("submit", *site.options(setup=["sleep 60"]), site.script(SLEEPER))
+    submitted = site.command("submit", *site.options(setup=["sleep 8"]), site.script(SLEEPER))
     place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
     wait_until(
         lambda: place.is_dir() and list(place.iterdir()),
