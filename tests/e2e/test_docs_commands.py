@@ -1,4 +1,4 @@
-"""Each command that a page shows in a code block runs, with the result that the page describes.
+"""Run each command that a page shows: on this machine, SSH hosts, Slurm and a platform.
 
 `docs_commands.SESSIONS` assigns the commands to these tests; a test in tests/unit compares that
 table with the pages. Commands for Slurm, hosts and MLP run against the tests' own clusters.
