@@ -61,7 +61,7 @@ srun --kill-on-bad-exit=1 {torchrun} --nnodes={nodes} --nproc-per-node={ranks} \
 
 
 class Bench:
-    """The cluster, and commands of a client of it.
+    """Run client commands against a cluster; some runs count the calls of Slurm's commands.
 
     Args:
         cluster: a running cluster.

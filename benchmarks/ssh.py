@@ -1,8 +1,8 @@
 """Measure how fast jobs start on SSH hosts, against ssh with torchrun and against pdsh.
 
 The hosts are sshd servers on this machine, each in a network namespace of its own
-(`tests/support/sshworld.py`; needs root). The sides of a comparison take turns. The exit code is 1
-if a target is missed. See benchmarks/README.md.
+(`tests/support/ssh_network.py`; needs root). The sides of a comparison take turns. The exit code is
+1 if a target is missed. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from sshworld import World, missing, world_in
+from ssh_network import SshNetwork, skip_reason, ssh_network_in
 from start import WORKERS, Failed, command, environment, run
 
 PARTS = ("start", "fan", "resend")
@@ -46,8 +46,8 @@ def in_turns(runs: int, sides: Sequence[Callable[[], float]]) -> list[float]:
 class Bench:
     """The hosts and the directory from which jobs are submitted."""
 
-    def __init__(self, world: World, directory: Path, runs: int) -> None:
-        self.world = world
+    def __init__(self, ssh_network: SshNetwork, directory: Path, runs: int) -> None:
+        self.ssh_network = ssh_network
         self.directory = directory
         self.runs = runs
         self.environ = environment(directory / "home") | {
@@ -84,7 +84,7 @@ class Bench:
             "--hosts",
             "gpu[1-2]",
             "--set",
-            f"ssh_config={self.world.config}",
+            f"ssh_config={self.ssh_network.config}",
             *arguments,
         ]
         begin, end, code, output = run(argv, self.environ, place)
@@ -142,9 +142,8 @@ class Bench:
                     "29511",
                 ]
                 remote = [*torchrun, *rendezvous, str(place / "first_all_reduce.py"), str(done)]
-                lines.append(
-                    f"ssh -F {self.world.config} gpu{node + 1} {shlex.quote(shlex.join(remote))} &"
-                )
+                words = shlex.quote(shlex.join(remote))
+                lines.append(f"ssh -F {self.ssh_network.config} gpu{node + 1} {words} &")
             begin, _, code, output = run(
                 ["sh", "-c", "\n".join([*lines, "wait"])], self.environ, place
             )
@@ -166,9 +165,9 @@ class Bench:
         if shutil.which("pdsh") is None:
             raise Failed("there is no pdsh to compare with: apt-get install pdsh")
         names = f"gpu[1-{HOSTS}]"
-        fan_out = [sys.executable, str(WORKERS / "fan_out.py"), str(self.world.config), names]
+        fan_out = [sys.executable, str(WORKERS / "fan_out.py"), str(self.ssh_network.config), names]
         pdsh = ["pdsh", "-f", str(HOSTS), "-R", "ssh", "-S", "-w", names, "true"]
-        environ = self.environ | {"PDSH_SSH_ARGS": f"-F {self.world.config} -2 -a -x -l%u %h"}
+        environ = self.environ | {"PDSH_SSH_ARGS": f"-F {self.ssh_network.config} -2 -a -x -l%u %h"}
 
         def timed(argv: list[str]) -> Callable[[], float]:
             def side() -> float:
@@ -200,7 +199,7 @@ class Bench:
     def resend(self) -> None:
         """Compare a second submission of 2,000 unchanged files with one of a single file."""
         small, large = self.place("small"), self.place("large", FILES)
-        store = self.world.hosts["gpu2"].home / ".clusterjob" / "store"
+        store = self.ssh_network.hosts["gpu2"].home / ".clusterjob" / "store"
 
         def side(place: Path) -> Callable[[], float]:
             def submit() -> float:
@@ -232,15 +231,17 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=7, help="turns that count; default 7")
     arguments = parser.parse_args()
     parts = arguments.parts or list(PARTS)
-    if why := missing():
+    if why := skip_reason():
         print(why, file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="clusterjob-bench-") as name:
         directory = Path(name)
-        (directory / "world").mkdir()
-        with world_in(directory / "world", gpus=HOSTS if "fan" in parts else 2, inner=0) as world:
-            bench = Bench(world, directory, arguments.runs)
-            with world.client():
+        (directory / "ssh").mkdir()
+        with ssh_network_in(
+            directory / "ssh", gpus=HOSTS if "fan" in parts else 2, inner=0
+        ) as ssh_network:
+            bench = Bench(ssh_network, directory, arguments.runs)
+            with ssh_network.client():
                 print(
                     f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
                     f"{time.strftime('%Y-%m-%d')}"

@@ -1,6 +1,6 @@
 """Measure how fast a job starts, and how fast it ends after a worker's death.
 
-torchrun is the other side where it can do the same. Times are of CLOCK_MONOTONIC, which all
+Where torchrun can do the same, it is measured too. Times are of CLOCK_MONOTONIC, which all
 processes of one machine share. The two sides of a comparison take turns: if the machine slows down,
 it slows down both. The exit code is 1 if a target is missed. See benchmarks/README.md.
 """

@@ -17,7 +17,8 @@ def main() -> int:
             from clusterjob.node.launch import main as launch
         except KeyboardInterrupt:
             return _INTERRUPTED
-        # Outside the try: a forked worker's own KeyboardInterrupt must pass.
+        # Outside the try: a forked worker runs its program in this call, and its KeyboardInterrupt
+        # must pass.
         return launch(sys.argv[2:])
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
         # Inside a job there may be only the node zip.

@@ -19,7 +19,8 @@ class ClusterJobError(Exception):
 
     exit_code = 1
     general_hint = ""
-    failure_kind = ""  # the `FailureKind` of a worker that ends with this error, if it is special
+    # The `FailureKind` of a worker that ends with this error; empty for `FailureKind.CODE`.
+    failure_kind = ""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -100,7 +101,7 @@ class AmbiguousId(JobNotFound):
 
 
 class PlacementError(UsageError):
-    """The environment gives no valid assignment: half-set, contradictory, or for a node only."""
+    """The environment gives no rank assignment: incomplete, contradictory, or for a node."""
 
     general_hint = "`clusterjob env` shows each variable and the detected environment"
 

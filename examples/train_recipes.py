@@ -136,7 +136,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     with bootstrap.init(options.backend) as ctx:
-        # Each process has other weights and other dropout; wrap() copies rank 0's weights to all.
+        # Each seed gives different weights and dropout; wrap() copies rank 0's weights to all.
         torch.manual_seed(ctx.rank)
         model = ctx.wrap(
             network(batchnorm=options.batchnorm or options.sync_batchnorm),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from login_user import laptop, laptop_of_each_cluster  # noqa: F401  fixtures
+from preloaded import COMMAND_MODULES, SCRIPT_MODULES, Preloaded, preloaded_process
 from procs import (
     MARKER,
     Job,
@@ -38,8 +39,8 @@ from slurm_fixtures import (  # noqa: F401  fixtures
     slurm_cluster,
 )
 from slurm_user import user, user_accounted, user_of_each_cluster  # noqa: F401  fixtures
+from ssh_network import SshNetwork, require_ssh_network, ssh_network_in
 from sshsite import full_disk, site  # noqa: F401  fixtures
-from sshworld import World, require, world_in
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
 from clusterjob.core import node_zip
@@ -124,7 +125,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _isolated_environment(tmp_path_factory: pytest.TempPathFactory, _cache: Path) -> Iterator[None]:
-    """Run the test without variables of a job and without configuration; fail it if it leaks."""
+    """Run the test without job variables or configuration; fail it if it leaves anything behind."""
     before = set(all_pids())
     threads = set(threading.enumerate())
     listening = listening_sockets(os.getpid())
@@ -213,21 +214,35 @@ def special_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Return a function that creates jobs: ``new_job(2)`` has two nodes; the test starts agents."""
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Return a function that creates jobs: ``make_job(2)`` has 2 nodes; the test starts agents."""
     with job_factory(tmp_path) as make:
         yield make
 
 
 @pytest.fixture(scope="session")
-def _hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    require()
-    with world_in(tmp_path_factory.mktemp("world")) as world:
-        yield world
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
+    """Return a process that has imported torch and runs scripts: ``preloaded.run([path], ...)``."""
+    with preloaded_process(tmp_path_factory.mktemp("preloaded"), SCRIPT_MODULES) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def preloaded_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
+    """Return a process that has imported our modules: it runs commands as ``-m clusterjob``."""
+    with preloaded_process(tmp_path_factory.mktemp("commands"), COMMAND_MODULES) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def _hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNetwork]:
+    require_ssh_network()
+    with ssh_network_in(tmp_path_factory.mktemp("ssh")) as ssh_network:
+        yield ssh_network
 
 
 @pytest.fixture
-def world(_hosts: World, _isolated_environment: None) -> Iterator[World]:
+def ssh_network(_hosts: SshNetwork, _isolated_environment: None) -> Iterator[SshNetwork]:
     """Run the test in the client's network of real hosts; fail it if processes are left on them."""
     _hosts.reset()
     with _hosts.client():

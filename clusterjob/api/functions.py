@@ -1,9 +1,9 @@
 """Run Python functions as jobs: `clusterjob.submit` and `clusterjob.map`.
 
-For example ``clusterjob.submit(train, lr, nodes=2)`` and ``clusterjob.map(train, rates)``. The call
-is pickled as submitit's DelayedSubmission into the job directory. submitit uses cloudpickle, so
-functions of ``__main__`` and closures work too. Each worker calls the function with the process
-group ready, and writes its result into the job directory.
+For example ``clusterjob.submit(train, lr, nodes=2)`` and ``clusterjob.map(train, rates)``.
+cloudpickle writes the call into the job directory, so functions of ``__main__`` and closures work
+too. Each worker calls the function with the process group ready, and writes its result into the
+job directory.
 """
 
 from __future__ import annotations
@@ -207,12 +207,10 @@ def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> lis
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    from submitit.core.utils import DelayedSubmission
-
     # Workers must find the modules in the directory of the submitting script and in the directories
     # that the script added to sys.path. The interpreter's own directories differ between hosts, so
     # they are not in the pickle.
     own = tuple(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix})
     entries = (os.path.abspath(entry) for entry in sys.path)
     paths = [entry for entry in entries if not entry.startswith(own)]
-    return call.pickled(paths, DelayedSubmission(function, *args, **kwargs))
+    return call.pickled(paths, call.FunctionCall(function, args, kwargs=kwargs))

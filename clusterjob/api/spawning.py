@@ -98,7 +98,7 @@ def spawn(
 
 def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
     """Return the environment of the agent, which the workers inherit."""
-    from clusterjob.node.launch import find_node, node_of
+    from clusterjob.node.environments.this_node import find_node, node_of
 
     topology = node_of(find_node(os.environ))
     if topology.nnodes > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,10 +24,13 @@ from clusterjob.node.logs.events import now, read_events
 from clusterjob.node.logs.job_dir import EVENTS, SPEC
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 
 if TYPE_CHECKING:
+    from clusterjob.core.snapshot import Snapshot
     from clusterjob.remote.fetch import Request
+    from clusterjob.remote.sessions import Sessions
 
 CODE = "code"  # the sent working directory, in the job directory of a host
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
@@ -100,6 +104,38 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     }
 
 
+def element_program(spec: JobSpec, array: Array | None) -> Program:
+    """Return the program; without arguments if each array element has its own arguments."""
+    if array is None or not array.values:
+        return spec.program
+    return Program(spec.program.kind, spec.program.target)
+
+
+def keep_code(code: Snapshot, workdir: Path, job_dir: Path) -> dict[str, Any]:
+    """Write the list of the sent files and the git revision to the job directory.
+
+    Returns:
+        The data of the code for the job's handle.
+    """
+    from clusterjob.core import snapshot
+
+    code.keep(job_dir)
+    git = snapshot.keep_git(workdir, job_dir)
+    return {"digest": code.digest, "files": code.files, "bytes": code.size, "git": git}
+
+
+def new_sessions() -> Sessions:
+    """Return the holder of this process's sessions with hosts; no session is open yet."""
+    from clusterjob.remote.sessions import Sessions
+
+    return Sessions(warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
+
+
+def warn(text: str) -> None:
+    """Show one line to the user through the library's logger, which writes to stderr by default."""
+    logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))
+
+
 def check_plan(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[CheckFinding]:
     """Check that a job can be planned; a check function of `doctor.engine.CheckStep`."""
     plan(spec)
@@ -155,7 +191,6 @@ def fetch_request(
 
     synced, workdir = record.job.sync, str(record.job.workdir)
     place = target.resolve()
-    job_dir = record.job_dir if record.index is None else record.job_dir.parent.parent
     return Request(
         record.whole_id,
         CODE if synced else workdir,
@@ -164,7 +199,7 @@ def fetch_request(
         may_replace=may_replace,
         max_files=limits.files,
         max_bytes=limits.size,
-        sent=sent_digests(job_dir) if synced and place == Path(workdir).resolve() else {},
+        sent=sent_digests(record.whole_dir) if synced and place == Path(workdir).resolve() else {},
         notes=home() / "fetched" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json",
     )
 
@@ -183,7 +218,7 @@ def request_cancel(record: Record) -> None:
 
     The directory of an array element that has not started is created for it.
     """
-    if record.index is not None and record.job_dir.parent.parent.is_dir():
+    if record.index is not None and record.whole_dir.is_dir():
         try:
             private_dirs.make(record.job_dir)
         except OSError:

@@ -128,7 +128,7 @@ def trust(
             if done.path
             else "not recorded"
         )
-        output.say(f"{done.host}: {done.kind} {done.fingerprint}, {where}")
+        output.print_message(f"{done.host}: {done.kind} {done.fingerprint}, {where}")
     return 0
 
 
@@ -199,11 +199,11 @@ def fetch(
         limits=limits,
     )
     for one in done:
-        output.say(f"{one.host}: {len(one.written)} written, {one.unchanged} unchanged")
+        output.print_message(f"{one.host}: {len(one.written)} written, {one.unchanged} unchanged")
         for text in one.passed_over:
-            output.say(f"{one.host}: skipped {text}")
+            output.print_message(f"{one.host}: skipped {text}")
         for path in one.kept:
-            output.say(
+            output.print_message(
                 f"{one.host}: {path} not replaced: it has changed here or is code that was sent"
                 " (--force replaces it)"
             )

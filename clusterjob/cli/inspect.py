@@ -94,10 +94,12 @@ def trust(
 
     file = config.project_file(Path(path))
     if trusted.is_trusted(file.path, file.data):
-        output.say(f"{file.path} is already trusted")
+        output.print_message(f"{file.path} is already trusted")
         return 0
     lines = trusted.risky_settings(file.data)
-    output.say(f"{file.path} executes or follows {len(lines)} line{'' if len(lines) == 1 else 's'}")
+    output.print_message(
+        f"{file.path} executes or follows {len(lines)} line{'' if len(lines) == 1 else 's'}"
+    )
     for line in lines:
         print(f"  {sanitize(line.text())}", file=sys.stderr)
     if not yes:
@@ -109,7 +111,7 @@ def trust(
         if not typer.confirm("Trust it?", err=True):
             return 1
     trusted.record(file.path, file.data)
-    output.say(f"{file.path} is trusted")
+    output.print_message(f"{file.path} is trusted")
     return 0
 
 

@@ -45,7 +45,7 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
     if as_json:
         output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
     elif not pairs:
-        output.say("no job is running; `clusterjob list` shows those that have ended")
+        output.print_message("no job is running; `clusterjob list` shows those that have ended")
     else:
         output.print_jobs([row_of(record, now) for record, now in pairs], together=not ids)
         if ids:
@@ -100,10 +100,10 @@ def wait(job_id: Id) -> int:
     def print_reason(status: Status) -> None:
         if status.state is JobState.UNKNOWN and status.reason not in reasons:
             reasons.add(status.reason)
-            output.say(f"job {record.job_id}: {status.reason}")
+            output.print_message(f"job {record.job_id}: {status.reason}")
 
     verdict = jobs.wait(record, print_reason)
-    output.say_end(record, verdict)
+    output.print_verdict(record, verdict)
     return verdict.exit_code
 
 

@@ -41,13 +41,13 @@ def print_json(value: dict[str, Any]) -> None:
     print(escape_json(json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1)))
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message line on stderr; results go to stdout."""
     _live.clear()
     print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
 
 
-def say_end(record: Record, verdict: Verdict) -> None:
+def print_verdict(record: Record, verdict: Verdict) -> None:
     """Print the verdict of a job on stderr, with the last lines of its root cause."""
     _live.clear()
     print(
@@ -117,7 +117,9 @@ def _whole_array(array_id: str, elements: Sequence[ListRow]) -> ListRow:
 def print_broken(names: Sequence[str]) -> None:
     """Print which records cannot be read; their jobs are not listed."""
     for name in names:
-        say(f"the record {home() / 'records' / name} cannot be read: its job is not listed")
+        print_message(
+            f"the record {home() / 'records' / name} cannot be read: its job is not listed"
+        )
 
 
 def _listed_id(record: Record, *, together: bool) -> str:
@@ -129,7 +131,7 @@ def _listed_id(record: Record, *, together: bool) -> str:
 def print_end(record: Record, status: Status) -> None:
     """Print the verdict of one of several jobs; print nothing if it has no verdict."""
     if status.verdict is not None:
-        say_end(record, status.verdict)
+        print_verdict(record, status.verdict)
 
 
 def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
@@ -138,9 +140,11 @@ def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
         members = list(group)
         stopped = sum(was_running for _, was_running in members)
         if len(members) == 1:
-            say(f"job {members[0][0].job_id} {'is cancelled' if stopped else 'had ended already'}")
+            print_message(
+                f"job {members[0][0].job_id} {'is cancelled' if stopped else 'had ended already'}"
+            )
         else:
-            say(
+            print_message(
                 f"job {job_id}: {stopped} of {len(members)} elements are cancelled,"
                 " the others had ended already"
             )
@@ -171,7 +175,7 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
 
 def print_check(check: Check) -> None:
     """Print one doctor check immediately, with its hint on the next line."""
-    print(f"{check.state!s:<7}  {check.name:<12}  {sanitize(check.words)}", flush=True)
+    print(f"{check.state!s:<7}  {check.name:<12}  {sanitize(check.message)}", flush=True)
     if check.hint and check.state is not CheckState.OK:
         print(f"{'':<7}  {'':<12}  hint: {sanitize(check.hint)}", flush=True)
 
@@ -256,7 +260,7 @@ class Progress:
         """Show a new status of the job."""
         if status.restarts > self._restarts:
             self._restarts = status.restarts
-            say(f"restart {status.restarts}")
+            print_message(f"restart {status.restarts}")
         if status.state is not JobState.PENDING:
             self.stop()
         text = status.reason or "starting"
@@ -265,7 +269,7 @@ class Progress:
                 self._spin(f"{text} ({time.monotonic() - self._begin:.0f} s)")
         elif status.reason and status.reason != self._printed:
             self._printed = status.reason
-            say(status.reason)
+            print_message(status.reason)
 
     def _spin(self, text: str) -> None:
         if self._spinner is None:

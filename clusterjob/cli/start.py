@@ -78,7 +78,7 @@ def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None)
     try:
         return jobs.submit(plan, cluster, detach=detach, stdin=stdin)
     except KeyboardInterrupt:
-        output.say(f"interrupted: job {plan.job_id} is cancelled")
+        output.print_message(f"interrupted: job {plan.job_id} is cancelled")
         raise
 
 
@@ -134,12 +134,12 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     watch = watch or _watch(record)
     try:
         if jobs.interrupt(record):
-            output.say(f"interrupting {record.job_id}; Ctrl-C again stops it at once")
+            output.print_message(f"interrupting {record.job_id}; Ctrl-C again stops it at once")
             watch.to_the_end()
             return 130
     except KeyboardInterrupt:
         pass
-    output.say(f"cancelling {record.job_id}")
+    output.print_message(f"cancelling {record.job_id}")
     jobs.cancel([record])
     watch.to_the_end()
     return 130
@@ -196,7 +196,7 @@ def _print_notes(plan: Plan) -> None:
     from clusterjob.cli import output
 
     for note in plan.notes:
-        output.say(note)
+        output.print_message(note)
 
 
 def _watch(record: Record) -> Watch | WatchArray:

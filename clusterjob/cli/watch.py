@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 
-from clusterjob.cli.output import LogPrinter, Progress, clear_live_lines, print_end, say_end
+from clusterjob.cli.output import LogPrinter, Progress, clear_live_lines, print_end, print_verdict
 from clusterjob.core import jobs
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
@@ -70,7 +70,7 @@ class Watch:
         finally:
             self._progress.stop()
             clear_live_lines()
-        say_end(self._record, verdict)
+        print_verdict(self._record, verdict)
         if verdict.state is not JobState.SUCCEEDED:
             print(sanitize(f"  logs: {self._record.job_dir / 'logs'}"), file=sys.stderr)
         return verdict.exit_code

@@ -262,8 +262,9 @@ def _layers(
 ) -> Iterator[tuple[Callable[[str], str], Path, Mapping[str, Any], str]]:
     """Yield the sources of settings, lowest priority first.
 
-    Each is a tuple: a function that returns the origin of a key, the base of relative paths, the
-    values, and the table if the source is a project's file, else an empty string.
+    Each source is a tuple of four items: a function that returns the origin of a key; the directory
+    in which relative paths start; the values by key; the TOML table for a project's file, else an
+    empty text.
     """
     for file in files:
         table = "" if file.own else "[defaults]"

@@ -399,7 +399,7 @@ def doctor_checks(settings: config.Settings, directory: Path) -> Iterator[Check]
     try:
         check_capabilities(spec, settings.backend, backend)
     except SpecError as error:
-        refused = Check("job", CheckState.FAILED, words=error.message, hint=error.hint)
+        refused = Check("job", CheckState.FAILED, message=error.message, hint=error.hint)
         return (refused if each.name == "job" else each for each in backend.doctor_checks(spec))
     return backend.doctor_checks(spec)
 

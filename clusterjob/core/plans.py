@@ -224,10 +224,10 @@ def secrets_file(job_dir: Path) -> Path:
 
 
 def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:
-    """Return the files that no plan shows, and remove the secrets from this machine.
+    """Return the files of the token and the secrets, for hosts that do not share this directory.
 
-    Each file is (name, mode, content). The files are for hosts that do not share this job
-    directory. Afterwards only those hosts have the secrets.
+    Each file is (name, mode, content). The file of the secrets is deleted here: afterwards only
+    those hosts have the secrets.
     """
     found = [(token_file(job_dir).name, 0o600, token_file(job_dir).read_bytes())]
     path = secrets_file(job_dir)

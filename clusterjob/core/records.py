@@ -183,6 +183,11 @@ class Record:
         """The job's id; for an element of an array, the array's id."""
         return self.job_id if self.index is None else self.job_id.rpartition(SEPARATOR)[0]
 
+    @property
+    def whole_dir(self) -> Path:
+        """The job's directory; for an element of an array, the array's directory."""
+        return self.job_dir if self.index is None else self.job_dir.parent.parent
+
     def element(self, index: int) -> Record:
         """Return one element of this array as a job with its own directory, state and logs."""
         assert self.array is not None

@@ -30,13 +30,13 @@ class Check:
     Attributes:
         name: the checked part, in one or two words.
         state: the result.
-        words: the finding, one line.
+        message: the finding, one line.
         hint: a command or a place that helps; empty if the state is OK.
     """
 
     name: str
     state: CheckState
-    words: str
+    message: str
     hint: str = ""
 
 
@@ -45,28 +45,28 @@ class CheckFinding:
     """The finding of one check function; see `Check` for the fields."""
 
     state: CheckState
-    words: str
+    message: str
     hint: str = ""
 
 
-def ok(words: str) -> CheckFinding:
+def ok(message: str) -> CheckFinding:
     """Return a finding with the state OK."""
-    return CheckFinding(CheckState.OK, words)
+    return CheckFinding(CheckState.OK, message)
 
 
-def warning(words: str, hint: str) -> CheckFinding:
+def warning(message: str, hint: str) -> CheckFinding:
     """Return a warning: jobs run, but with a disadvantage."""
-    return CheckFinding(CheckState.WARNING, words, hint=hint)
+    return CheckFinding(CheckState.WARNING, message, hint=hint)
 
 
-def failed(words: str, hint: str) -> CheckFinding:
+def failed(message: str, hint: str) -> CheckFinding:
     """Return a failure: jobs cannot run."""
-    return CheckFinding(CheckState.FAILED, words, hint=hint)
+    return CheckFinding(CheckState.FAILED, message, hint=hint)
 
 
-def unknown(words: str, hint: str = "") -> CheckFinding:
+def unknown(message: str, hint: str = "") -> CheckFinding:
     """Return a finding with the state UNKNOWN."""
-    return CheckFinding(CheckState.UNKNOWN, words, hint=hint)
+    return CheckFinding(CheckState.UNKNOWN, message, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -97,25 +97,27 @@ def run_checks(steps: Iterable[CheckStep]) -> Iterator[Check]:
         absent = next((name for name in step.needs if name in missed), None)
         if absent is not None:
             missed.add(step.name)
-            yield Check(step.name, CheckState.UNKNOWN, words=f"not checked: it needs {absent!r}")
+            yield Check(step.name, CheckState.UNKNOWN, message=f"not checked: it needs {absent!r}")
             continue
         try:
             for found in step.find():
                 if found.state is CheckState.FAILED:
                     missed.add(step.name)
-                yield Check(step.name, found.state, words=one_line(found.words), hint=found.hint)
+                yield Check(
+                    step.name, found.state, message=one_line(found.message), hint=found.hint
+                )
         except ClusterJobError as error:
             missed.add(step.name)
             yield Check(
                 step.name,
                 CheckState.FAILED,
-                words=one_line(error.message),
+                message=one_line(error.message),
                 hint=error.hint or step.hint,
             )
         except OSError as error:
             missed.add(step.name)
-            words = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-            yield Check(step.name, CheckState.FAILED, words=one_line(words), hint=step.hint)
+            message = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+            yield Check(step.name, CheckState.FAILED, message=one_line(message), hint=step.hint)
 
 
 def one_line(text: str) -> str:
@@ -137,9 +139,9 @@ def of_hosts(found: Mapping[str, CheckFinding], total: int | None = None) -> Ite
         together.setdefault(finding, []).append(host)
     for finding, hosts in together.items():
         if len(hosts) == (total or len(found)) > 1 and finding.state is CheckState.OK:
-            yield replace(finding, words=f"{finding.words}, on all {len(hosts)} hosts")
+            yield replace(finding, message=f"{finding.message}, on all {len(hosts)} hosts")
         else:
-            yield replace(finding, words=f"{listed(hosts)}: {finding.words}")
+            yield replace(finding, message=f"{listed(hosts)}: {finding.message}")
 
 
 def listed(hosts: Iterable[str]) -> str:

@@ -48,23 +48,23 @@ def torch(answer: Answer, *, needed: bool = True) -> CheckFinding:
         return failed(facts["broken"], shown)
     if not facts["torch"]:
         finding = failed if needed else warning
-        words, hint = (
+        message, hint = (
             f"no torch: {executable} does not find it",
             f"`{executable} -m pip install torch`, or choose another interpreter with --python",
         )
-        return finding(words, hint)
-    words = (
+        return finding(message, hint)
+    message = (
         f"{facts['torch']} for {accelerator(facts)}, with "
         f"{' and '.join(facts['backends']) or 'no backend of torch.distributed'}"
     )
     if not facts["backends"]:
-        return failed(words, "this build of torch cannot train on several processes")
+        return failed(message, "this build of torch cannot train on several processes")
     if facts["seconds"] > _SLOW_IMPORT:
         return warning(
-            f"{words}; its import takes {facts['seconds']:.0f} s",
+            f"{message}; its import takes {facts['seconds']:.0f} s",
             "put the environment on a local disk",
         )
-    return ok(words)
+    return ok(message)
 
 
 def has_torch(answer: Answer) -> bool:
@@ -109,11 +109,11 @@ def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) 
     seen = answer["facts"]["gpus"]
     installed = max(installed, seen)
     if wanted and installed < wanted:
-        words = f"{_count(installed)}, but the job needs {wanted}"
+        message = f"{_count(installed)}, but the job needs {wanted}"
         if required:
-            return failed(words, "fewer --gpus-per-node, or another cluster")
+            return failed(message, "fewer --gpus-per-node, or another cluster")
         return warning(
-            f"{words}: the job would be a rehearsal on the CPU",
+            f"{message}: the job would be a rehearsal on the CPU",
             "fewer --gpus-per-node; --require-gpus makes this an error",
         )
     if wanted == 0 or not installed:
@@ -142,12 +142,14 @@ def _count(number: int) -> str:
 
 def space(free: int, where: str) -> CheckFinding:
     """Check the free disk space for the job directories."""
-    words = f"{show_size(free)} free in {where}"
+    message = f"{show_size(free)} free in {where}"
     if free < NEEDED:
         return failed(
-            f"disk full: {words}",
+            f"disk full: {message}",
             "logs and job files need space: free some, or set CLUSTERJOB_HOME",
         )
     return (
-        warning(words, "logs grow: remove directories of old jobs") if free < LITTLE else ok(words)
+        warning(message, "logs grow: remove directories of old jobs")
+        if free < LITTLE
+        else ok(message)
     )

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, environments
+from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import worker_endpoints
+from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
@@ -26,7 +26,7 @@ from clusterjob.node.rendezvous.coordinator import Coordinator
 from clusterjob.node.rendezvous.coordinator_link import Link, LocalLink
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.stop_requests import StopRequests
-from clusterjob.node.system import crashes, devices, network, processes
+from clusterjob.node.system import crashes, devices, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -72,14 +72,14 @@ class Agent:
         self._job_dir = job_dir
         self._forkserver = forkserver
         self._console = console
-        self._host = network.own_name()
+        self._host = scheduler.node_name()
         self._link: Link | None = None
         self._coordinator: Coordinator | None = None  # on node 0
         self._coordinator_task: asyncio.Task[Verdict] | None = None
         self._world: World | None = None
         self._running: set[int] = set()  # local ranks
         self._exec_reason = ""  # why the workers are not forked, until it is sent
-        self._supervisor = environments.supervisor(os.environ)
+        self._supervisor = scheduler.supervisor(os.environ)
         self._stop_ordered = False
         self._warning_sent = self._kill_sent = False
         self._forkserver_end: asyncio.Future[None] | None = None
@@ -283,7 +283,7 @@ class Agent:
         if self._forkserver.error:
             self._node_failed(self._forkserver.error)
             return
-        variables = contract.quiet_defaults(
+        variables = worker_defaults.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
         ) | worker_endpoints.backend_default(os.environ, gpus)
         variables |= {
@@ -312,7 +312,7 @@ class Agent:
         self._send(messages.Stopped())
 
     def _on_warn(self, _order: messages.Warn) -> None:
-        # The file is for workers that another launcher has started.
+        # Workers that another launcher, such as torchrun, has started poll this file.
         ends.warn(self._job_dir, self._job.attempt)
         self._forkserver.send(forkserver_messages.WarnWorkers())
 

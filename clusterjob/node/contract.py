@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.system import network
 
 JOB_ID = "CLUSTERJOB_JOB_ID"
 JOB_DIR = "CLUSTERJOB_JOB_DIR"
@@ -29,7 +28,6 @@ STORE_KEY = "CLUSTERJOB_STORE_KEY"  # signs the data that ranks exchange through
 STDIN_FD = "CLUSTERJOB_STDIN_FD"  # set for the agent: the descriptor that becomes rank 0's stdin
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
 STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `log_protocol`
-_RESTARTS = "SLURM_RESTART_COUNT"
 
 # Variables set for each worker; a job started inside another job must not inherit them.
 LAUNCH_VARIABLES = (
@@ -119,78 +117,6 @@ def store_address(world: World, launcher: str) -> str:
         if world.agent_store or launcher == "torchrun"
         else ""
     )
-
-
-def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:
-    """Return network and output variables for the workers, except those that the user has set.
-
-    They make torch's start fast and select the network interface of gloo and NCCL.
-
-    Args:
-        environ: the environment that the workers inherit.
-        master_addr: address of torch's store; the route to it determines the interface.
-        nnodes: number of nodes of the job.
-    """
-    # torch's TCPStore does a reverse DNS query per connection, which takes seconds if no resolver
-    # answers.
-    wanted = {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"}
-    named = environ.get("MLP_IFNAME", "").strip().strip("'\"")  # the platform's choice
-    interface = (
-        named
-        if named and network.has_interface(named)
-        else network.interface_among(master_addr, nnodes)
-    )
-    if interface:
-        # gloo takes one name; NCCL takes a prefix unless the value starts with '='.
-        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    return {name: value for name, value in wanted.items() if name not in environ}
-
-
-def thread_defaults(
-    environ: Mapping[str, str], nproc: int, cpus_per_task: int | None
-) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each worker, its share of cores; empty if the user has set it.
-
-    It must be set before torch is imported: the OpenMP runtime reads it once.
-
-    Args:
-        environ: the environment that the workers inherit.
-        nproc: number of workers of this node.
-        cpus_per_task: cores per worker that the user requested; None for an even share of the
-            cores that this process may use.
-    """
-    if "OMP_NUM_THREADS" in environ:
-        return {}
-    own = len(os.sched_getaffinity(0))
-    if cpus_per_task is None:
-        cpus_per_task = (
-            own if environ.get("OMPI_MCA_orte_bound_at_launch") == "1" else _cpus_of_a_task(environ)
-        )
-    return {"OMP_NUM_THREADS": str(cpus_per_task or max(1, own // nproc))}
-
-
-def _cpus_of_a_task(environ: Mapping[str, str]) -> int | None:
-    """Return Slurm's cores per task if the step starts the workers; None if our agent does."""
-    text = environ.get("SLURM_CPUS_PER_TASK", "")
-    one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
-    return (
-        int(text)
-        if text.isascii() and text.isdigit() and 0 < len(text) < 6 and not one_each
-        else None
-    )
-
-
-def read_attempt(environ: Mapping[str, str]) -> int:
-    """Return the number of the job's attempt, from 0.
-
-    Raises:
-        PlacementError: CLUSTERJOB_ATTEMPT, or else SLURM_RESTART_COUNT, is not a whole number.
-    """
-    variable = ATTEMPT if environ.get(ATTEMPT) else _RESTARTS  # a requeued job keeps its id
-    text = environ.get(variable) or "0"
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise PlacementError(f"{variable}={text[:80]!r} is not a whole number")
-    return int(text)
 
 
 def store_key(token: bytes, job_id: str, attempt: int, restart: int) -> str:

@@ -10,12 +10,11 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from clusterjob.errors import ClusterJobError, PlacementError, UsageError
-from clusterjob.node import contract, environments
-from clusterjob.node.environments import Finding, slurm_addresses, slurm_env
+from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.node import contract
+from clusterjob.node.environments import Finding, scheduler, this_node, worker_defaults
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.log_files import LogReader
@@ -24,7 +23,7 @@ from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.rendezvous import ports
 from clusterjob.node.rendezvous.identity import JobIdentity
-from clusterjob.node.system import devices, network, private_dirs, processes, signals
+from clusterjob.node.system import devices, private_dirs, processes, signals
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import preload
@@ -42,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ClusterJobError as error:
         if os.environ.get(contract.STREAM) == "1":
             print(
-                refusal(error.exit_code, network.own_name(), why=error.message), end="", flush=True
+                refusal(error.exit_code, scheduler.node_name(), why=error.message),
+                end="",
+                flush=True,
             )
         print(f"clusterjob: {sanitize(error.message)}", file=sys.stderr)
         if error.hint:
@@ -55,16 +56,16 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     Args:
         options: the node's options.
-        environ: the environment that gives this node's place; without a place, the job has one
-            node.
+        environ: the environment that gives this node's placement; without a placement, the job
+            has one node.
 
     Raises:
         PlacementError: the environment is incomplete or contradictory, or belongs to one process.
         UsageError: a GPU of --gpus is not visible here.
         ClusterJobError: the job directory cannot be written.
     """
-    finding = find_node(environ)
-    topology = slurm_addresses.resolve_master_address(node_of(finding), environ)
+    finding = this_node.find_node(environ)
+    topology = this_node.with_reachable_master(finding, environ)
     chosen = (
         devices.choose_gpus(options.gpus.split(","), environ) if options.gpus is not None else []
     )
@@ -78,7 +79,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         or 1
     )
     os.environ.update(
-        contract.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
+        worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
         | contract.read_secrets(environ)
     )
     os.environ.pop(contract.SECRETS_FILE, None)  # a worker may start another job
@@ -175,50 +176,6 @@ def _close_forkserver_descriptors(forkserver_end: socket.socket, stdin: int | No
         os.close(stdin)
 
 
-def find_node(environ: Mapping[str, str]) -> Finding:
-    """Return this node's place in the job; one node if the environment names no job.
-
-    Raises:
-        PlacementError: the environment is incomplete or contradictory; or it belongs to one
-            process, so that each process would start a whole set of workers; or this is an
-            allocation of several Slurm nodes, outside srun.
-    """
-    finding = environments.detect(environments.look_up(environ)).check()
-    if isinstance(finding.place, Topology):
-        return finding
-    if finding.place is not None:
-        raise PlacementError(
-            "this process is already one process of a job"
-            f" ({finding.source}: {', '.join(sorted(set(finding.evidence.values())))})",
-            "run `clusterjob launch` once per node; it starts all workers of the node",
-        )
-    nodes = slurm_env.nodes_outside_a_step(environ)
-    if nodes > 1:
-        raise PlacementError(
-            f"this process runs outside srun, in an allocation of {nodes} nodes:"
-            " only one would be used",
-            "use `srun --ntasks-per-node=1 clusterjob launch ...`; to use this node only, set"
-            " CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0",
-        )
-    return replace(
-        finding,
-        place=Topology(
-            1,
-            0,
-            nproc_per_node=None,
-            master_addr="127.0.0.1",
-            master_port=None,
-            source=finding.source,
-        ),
-    )
-
-
-def node_of(finding: Finding) -> Topology:
-    """Return the topology in a finding of `find_node`."""
-    assert isinstance(finding.place, Topology)
-    return finding.place
-
-
 def _serve_as_forkserver(agent_end: socket.socket, forkserver: Forkserver) -> None:
     """Serve as the forkserver; in a forked worker, run the program."""
     agent_end.close()
@@ -265,12 +222,10 @@ def _identity(
     Raises:
         UsageError: the job has several nodes, no secret, and no --insecure-no-token.
     """
-    attempt = contract.read_attempt(environ)
+    attempt = scheduler.read_attempt(environ)
     place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
-    if topology.source == slurm_env.SOURCE:
-        own_name = f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    job_id = environ.get(contract.JOB_ID) or own_name
+    job_id = environ.get(contract.JOB_ID) or scheduler.step_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
     if token is None and topology.nnodes > 1 and not insecure:
         raise UsageError(

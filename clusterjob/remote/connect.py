@@ -40,7 +40,7 @@ _TCP_USER_TIMEOUT = 8000
 
 
 class _DroppedError(Exception):
-    """The server closed the connection before it sent anything: it has too many at once."""
+    """The server closed the connection before it sent anything: it has too many connections."""
 
 
 @dataclass(frozen=True)

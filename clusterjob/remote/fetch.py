@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterjob.core.schema import SchemaError
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.host_server.requests import Digests, Get, Tree
 from clusterjob.node.host_server.results import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
-from clusterjob.remote.answer_schemas import TREE_ENTRY, TREE_ENTRY_BYTES
+from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, SchemaError, TreeEntry, check
 from clusterjob.remote.destination import (
     Destination,
     File,
@@ -182,7 +181,7 @@ class Fetch:
     def _entry(self, row: bytes) -> tuple[str, str, int, int, int, str]:
         try:
             entry = json.loads(row)
-            TREE_ENTRY.check(entry, "an entry")
+            check(entry, TreeEntry)
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, SchemaError) else "not JSON"
             raise HostError(

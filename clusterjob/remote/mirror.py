@@ -1,4 +1,4 @@
-"""JobMirror the files that hosts write into a job's local directory.
+"""Mirror the files of a job from its hosts into the job's local directory.
 
 Growing files are transferred from a byte offset, so that no byte is sent twice.
 """
@@ -163,7 +163,7 @@ def keep(
 
 
 class JobMirror:
-    """JobMirror of one node's files of a job.
+    """The local copy of one node's files of a job.
 
     Args:
         job_id: the job.

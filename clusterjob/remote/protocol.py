@@ -11,10 +11,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from clusterjob.core.schema import SchemaError
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import REQUESTS, HostRequest
-from clusterjob.remote.answer_schemas import HEADER, MAX_ERROR, AnswerSchema, answer_schema
+from clusterjob.remote.answer_schemas import (
+    MAX_ERROR,
+    AnswerHeader,
+    AnswerSchema,
+    SchemaError,
+    answer_schema,
+    check,
+)
 
 # A host that sends or accepts fewer bytes than this within its timeout makes no progress.
 PROGRESS_BYTES = 1 << 14
@@ -183,11 +189,11 @@ class Exchange:
     ) -> tuple[Any, bytes]:
         most = expected.max_bytes if max_bytes is None else max_bytes
         answer = json.loads(self.line(expected.max_line, deadline))
-        HEADER.check(answer, "the answer")
+        check(answer, AnswerHeader)
         if answer["size"] > most:
             raise SchemaError(f"it announces {answer['size']} bytes, more than {most}")
         if "error" not in answer:
-            expected.schema.check(answer, "the answer")
+            check(answer, expected.schema)
         return answer, self._bytes(answer["size"], deadline)
 
     def send(self, data: bytes, deadline: Deadline) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import paramiko
 
-from clusterjob.core.schema import SchemaError
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import HostRequest
-from clusterjob.remote.answer_schemas import MAX_ERROR
+from clusterjob.remote.answer_schemas import MAX_ERROR, SchemaError
 from clusterjob.remote.connect import Connection
 from clusterjob.remote.protocol import Deadline, Exchange
 

@@ -1,4 +1,4 @@
-"""ConnectionSettings of ``--set`` for hosts behind SSH, shared by all backends that use SSH."""
+"""Parse the SSH options of ``--set``, for all backends that use hosts behind SSH."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract
+from clusterjob.node.environments import scheduler
 from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -43,23 +44,38 @@ class CallOutcome:
 
 
 @dataclass(frozen=True)
-class PlainCall:
-    """A call that runs without `bootstrap.init`: the function makes the process group itself.
+class FunctionCall:
+    """A call of a function.
+
+    submitit's DelayedSubmission has the same members, so it can take the place of this class.
 
     Attributes:
         function, args, kwargs: the function and its arguments.
-        argv: sys.argv of the program that made the call.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def result(self) -> Any:
+        """Run the function and return its value."""
+        return self.function(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class PlainCall(FunctionCall):
+    """A call that runs without `bootstrap.init`: the function makes the process group itself.
+
+    Attributes:
+        argv: sys.argv of the program that made the call.
+    """
+
     argv: list[str]
 
     def result(self) -> Any:
         """Run the function and return its value."""
         sys.argv = self.argv
-        return self.function(*self.args, **self.kwargs)
+        return super().result()
 
 
 class RemoteTraceback(Exception):
@@ -151,54 +167,56 @@ def main() -> None:
     job_dir = Path(named)
     index = os.environ.get(contract.ARRAY_INDEX)
     base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
-    paths, delayed = _load(call_file(base, number))
-    if isinstance(delayed, PlainCall):
-        _make(delayed, job_dir, rank=int(os.environ["RANK"]))
+    paths, function_call = _load(call_file(base, number))
+    if isinstance(function_call, PlainCall):
+        _make(function_call, job_dir, rank=int(os.environ["RANK"]))
         return
     from clusterjob import bootstrap
 
     with bootstrap.init() as context:
-        _continue_later(context, delayed, paths=paths, path=call_file(base, number))
-        _make(delayed, job_dir, rank=context.rank)
+        _continue_later(context, function_call, paths=paths, path=call_file(base, number))
+        _make(function_call, job_dir, rank=context.rank)
 
 
-def _make(delayed: Any, job_dir: Path, rank: int) -> None:
+def _make(function_call: Any, job_dir: Path, rank: int) -> None:
     """Run a call and write its outcome."""
-    outcome_file = _outcome_file(job_dir, rank, attempt=contract.read_attempt(os.environ))
+    outcome_file = _outcome_file(job_dir, rank, attempt=scheduler.read_attempt(os.environ))
     outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        _leave(outcome_file, CallOutcome(delayed.result()))
+        _leave(outcome_file, CallOutcome(function_call.result()))
     except Exception as error:
         _leave_error(outcome_file, error)
         raise
 
 
-def _continue_later(context: Context, delayed: Any, paths: list[str], path: Path) -> None:
+def _continue_later(context: Context, function_call: Any, paths: list[str], path: Path) -> None:
     """On a preemption warning, save the call of the next attempt and requeue the job.
 
     This is submitit's Checkpointable: the function's ``checkpoint(*args, **kwargs)`` returns the
     call that the next attempt runs. Only rank 0 calls ``checkpoint``.
     """
-    checkpoint = getattr(delayed.function, "__submitit_checkpoint__", None) or getattr(
-        delayed.function, "checkpoint", None
+    function = function_call.function
+    checkpoint = getattr(function, "__submitit_checkpoint__", None) or getattr(
+        function, "checkpoint", None
     )
     if checkpoint is None:
         return
 
     def leave() -> None:
         if context.is_main:
-            files.write_atomic(path, pickled(paths, checkpoint(*delayed.args, **delayed.kwargs)))
+            following = checkpoint(*function_call.args, **function_call.kwargs)
+            files.write_atomic(path, pickled(paths, following))
         context.requeue()
 
     context.on_preempt(leave)
 
 
-def pickled(paths: list[str], delayed: Any) -> bytes:
+def pickled(paths: list[str], function_call: Any) -> bytes:
     """Pickle a call in the format that the worker reads.
 
     Args:
         paths: directories to search for its modules, added to sys.path.
-        delayed: submitit's DelayedSubmission, or a `PlainCall`.
+        function_call: a `FunctionCall`, or submitit's DelayedSubmission that `checkpoint` returned.
 
     Raises:
         ClusterJobError: the call cannot be pickled.
@@ -206,7 +224,7 @@ def pickled(paths: list[str], delayed: Any) -> bytes:
     import cloudpickle
 
     try:
-        return pickle.dumps(paths) + bytes(cloudpickle.dumps(delayed))
+        return pickle.dumps(paths) + bytes(cloudpickle.dumps(function_call))
     except Exception as error:  # the object's own code runs here and may raise any exception
         raise ClusterJobError(
             f"the call cannot be pickled: {type(error).__name__}: {error}",

@@ -39,7 +39,7 @@ def make(
     """
     import torch
 
-    worker: Any = finding.place
+    worker: Any = finding.placement
     kind, gpus = accelerators()
     check_gpus(worker, gpus, process_group=process_group)
     backend = choose_backend(backend, gpus, kind=kind)
@@ -88,7 +88,7 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
             "torch's default process group already"
         )
     kind, gpus = accelerators()
-    worker: Any = finding.place
+    worker: Any = finding.placement
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # A node's assignment has no rank, and the script may number the group's ranks in another order.
     if (getattr(worker, "rank", None), getattr(worker, "world_size", None)) == (rank, world_size):

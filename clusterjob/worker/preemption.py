@@ -39,9 +39,9 @@ class Preemptible:
     @property
     def attempt(self) -> int:
         """Number of the job's attempt, from 0; a restart of the workers does not count."""
-        from clusterjob.node import contract
+        from clusterjob.node.environments import scheduler
 
-        return contract.read_attempt(os.environ)
+        return scheduler.read_attempt(os.environ)
 
     @property
     def preempted(self) -> bool:
@@ -190,6 +190,7 @@ class _Watch:
         from pathlib import Path
 
         from clusterjob.node import contract
+        from clusterjob.node.environments import scheduler
         from clusterjob.node.logs import ends
 
         named = os.environ.get(contract.WARNING_FD, "")
@@ -204,7 +205,7 @@ class _Watch:
         job_dir = os.environ.get(contract.JOB_DIR)
         if job_dir and self._pipe is None:
             self._job_dir = Path(job_dir)
-            self._marker = ends.warning_file(self._job_dir, contract.read_attempt(os.environ))
+            self._marker = ends.warning_file(self._job_dir, scheduler.read_attempt(os.environ))
 
     def poll(self) -> bool:
         """Return whether the warning has arrived; on the main thread, call the callbacks first."""

@@ -7,8 +7,15 @@ import sys
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError, UsageError
-from clusterjob.node import contract, environments
-from clusterjob.node.environments import Finding, openmpi_env, slurm_addresses, slurm_env, torch_env
+from clusterjob.node import environments
+from clusterjob.node.environments import (
+    Finding,
+    openmpi_env,
+    slurm_addresses,
+    slurm_env,
+    torch_env,
+    worker_defaults,
+)
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
@@ -21,7 +28,7 @@ NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
 def find(given: dict[str, str], *, checked: bool = True, timeout: float | None = None) -> Finding:
     """Return this process's rank assignment.
 
-    The place of the finding is a `Worker`, or None for a world of one.
+    The placement of the finding is a `Worker`, or None for a world of one.
 
     Args:
         given: the assignment that the script gives to init, under torch's variable names.
@@ -39,7 +46,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
             "rank and world_size are both required"
         )
     if given.get("WORLD_SIZE") == "1" and given["RANK"] == given.get("LOCAL_RANK", "0") == "0":
-        return Finding(source="arguments", place=None)
+        return Finding(source="arguments", placement=None)
     if checked and given:
         given = _on_one_machine(_among_siblings(given, timeout))
     variables = _local_rank_of_argv() | given
@@ -58,7 +65,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
             conflicts=(*finding.conflicts, "LOCAL_RANK is not set, so that RANK counts nodes"),
         )
     finding = _alone_on_its_node(finding.check())
-    if finding.place is not None and not isinstance(finding.place, Worker):
+    if finding.placement is not None and not isinstance(finding.placement, Worker):
         script = (
             os.path.basename(sys.argv[0])
             if sys.argv and sys.argv[0].endswith(".py")
@@ -71,7 +78,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
             "`clusterjob env` shows each variable and the detected environment",
         )
     _check_launcher(finding)
-    return Finding(source="arguments", place=finding.place) if given else finding
+    return Finding(source="arguments", placement=finding.placement) if given else finding
 
 
 def _among_siblings(given: dict[str, str], timeout: float | None) -> dict[str, str]:
@@ -117,7 +124,7 @@ def _all_here(given: dict[str, str]) -> dict[str, str]:
 
 def _check_launcher(finding: Finding) -> None:
     """Refuse mpirun's own machine as the master address if rank 0 runs elsewhere."""
-    worker = finding.place
+    worker = finding.placement
     implied = finding.evidence.get("master_addr") == openmpi_env.LAUNCHER
     if (
         implied
@@ -141,12 +148,14 @@ def prepare(finding: Finding) -> None:
     Args:
         finding: this process's rank assignment.
     """
-    worker = finding.place
+    worker = finding.placement
     if not isinstance(worker, Worker) or finding.source == "clusterjob":
         return
     topology = worker.topology
-    threads = contract.thread_defaults(os.environ, worker.local_world_size, cpus_per_task=None)
-    quiet = contract.quiet_defaults(os.environ, topology.master_addr, nnodes=topology.nnodes)
+    threads = worker_defaults.thread_defaults(
+        os.environ, worker.local_world_size, cpus_per_task=None
+    )
+    quiet = worker_defaults.quiet_defaults(os.environ, topology.master_addr, nnodes=topology.nnodes)
     quiet.pop("PYTHONUNBUFFERED", None)  # the interpreter has read it already
     os.environ.update(quiet | threads)
     torch = sys.modules.get("torch")
@@ -171,17 +180,21 @@ def _local_rank_of_argv() -> dict[str, str]:
 
 
 def _alone_on_its_node(finding: Finding) -> Finding:
-    """Turn a Slurm node into a worker if it is the step's only task on its node."""
-    place = finding.place
-    if finding.source != slurm_env.SOURCE or place is None:
+    """Return a Slurm node as a worker if this is the only task of the step on its node.
+
+    The address of node 0 is resolved with Slurm if its name does not resolve.
+    """
+    placement = finding.placement
+    if finding.source != slurm_env.SOURCE or placement is None:
         return finding
-    if isinstance(place, Topology):
-        if (place.nproc_per_node or 1) > 1:
+    if isinstance(placement, Topology):
+        if (placement.nproc_per_node or 1) > 1:
             return finding
-        place = slurm_env.as_worker(place, os.environ)
+        placement = slurm_env.as_worker(placement, os.environ)
     return replace(
         finding,
-        place=replace(
-            place, topology=slurm_addresses.resolve_master_address(place.topology, os.environ)
+        placement=replace(
+            placement,
+            topology=slurm_addresses.resolve_master_address(placement.topology, os.environ),
         ),
     )

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import RanksMissingError, RendezvousError
+from clusterjob.node.environments import scheduler
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import processes
 from clusterjob.node.system.sanitize import sanitize
@@ -120,9 +121,7 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
         gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
         if backend == "nccl":
             versions += f" with NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    # Ranks set manually may span two Slurm allocations; the ranks of one srun step never do.
-    own_name = "SLURM_JOB_ID" if worker.topology.source == "slurm" else "TORCHELASTIC_RUN_ID"
-    job = os.environ.get("CLUSTERJOB_JOB_ID") or os.environ.get(own_name) or ""
+    job = scheduler.job_id(worker.topology.source, os.environ)
     host, boot = socket.gethostname(), processes.boot_id() or ""
     return Facts(
         worker.rank,
@@ -477,7 +476,7 @@ def who(facts: Facts) -> str:
 
 
 def missing_ranks(store: Any, worker: Worker, key: str = "rank") -> list[int]:
-    """Return the ranks that have not written the key `key` + rank to the store."""
+    """Return the ranks whose key, such as ``rank3`` for rank 3, is not in the store."""
     return [rank for rank in range(worker.world_size) if not store.check([f"{key}{rank}"])]
 
 

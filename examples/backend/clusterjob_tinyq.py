@@ -54,9 +54,9 @@ class Tinyq:
         answer = _run("submit", str(conf))
         if answer.timed_out:
             # The base class then searches for the task by its name.
-            raise SubmitInDoubtError(answer.words)
+            raise SubmitInDoubtError(answer.message)
         if answer.code != 0 or not answer.out.strip():
-            raise SubmitError(f"tinyq refuses the task: {answer.words}")
+            raise SubmitError(f"tinyq refuses the task: {answer.message}")
         return answer.out.split()[-1]
 
     def tasks(
@@ -90,7 +90,7 @@ class Tinyq:
         """Return the last lines of a worker's log."""
         answer = _run("logs", task_id, instance, str(count))
         if answer.code != 0:
-            raise ClusterJobError(f"tinyq does not show the log: {answer.words}")
+            raise ClusterJobError(f"tinyq does not show the log: {answer.message}")
         # Not splitlines(), which also splits at other characters inside a line.
         return answer.out.split("\n")[:-1]
 
@@ -98,7 +98,7 @@ class Tinyq:
         """Cancel a task."""
         answer = _run("cancel", task_id)
         if answer.code != 0:
-            raise ClusterJobError(f"tinyq does not cancel {task_id}: {answer.words}")
+            raise ClusterJobError(f"tinyq does not cancel {task_id}: {answer.message}")
 
 
 class TinyqBackend(PlatformBackend):
@@ -189,17 +189,17 @@ class TinyqBackend(PlatformBackend):
         return float(options.get("poll", 1.0))
 
 
-def _run(*words: str) -> command.CommandOutput:
+def _run(*arguments: str) -> command.CommandOutput:
     try:
-        return command.run(["tinyq", *words], {})
+        return command.run(["tinyq", *arguments], {})
     except OSError as error:
         raise ClusterJobError(
             "the command tinyq is not installed", "pip install ./examples/backend"
         ) from error
 
 
-def _query(*words: str) -> Any:
-    answer = _run(*words)
+def _query(*arguments: str) -> Any:
+    answer = _run(*arguments)
     if answer.code != 0 or answer.data is None:
-        raise ClusterJobError(f"tinyq does not answer: {answer.words}")
+        raise ClusterJobError(f"tinyq does not answer: {answer.message}")
     return answer.data

@@ -25,6 +25,8 @@ from typing import Any
 
 import procs
 import pytest
+from launching import finish
+from preloaded import Preloaded
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_until
 
 import clusterjob
@@ -63,8 +65,9 @@ class Terminal:
     The interpreter for jobs starts fast because it has no torch to import.
     """
 
-    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, commands: Preloaded) -> None:
         self.directory = directory
+        self._commands = commands
         python = directory.parent / "python"
         python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
         python.chmod(0o755)
@@ -80,22 +83,17 @@ class Terminal:
         return name
 
     def __call__(
-        self, *args: str, code: int = 0, **options: Any
+        self,
+        *args: str,
+        code: int = 0,
+        cwd: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command; fail the test unless it exits with the given code."""
-        options = {"cwd": self.directory, "stdin": subprocess.DEVNULL, **options}
-        done = subprocess.run(
-            [*CLUSTERJOB, *args],
-            check=False,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            timeout=TEST_TIMEOUT,
-            **options,
-        )
-        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
-        return done
+        argv = ["-m", "clusterjob", *args]
+        done = finish(self._commands.start_program(argv, cwd or self.directory, os.environ))
+        assert done.code == code, f"exit code {done.code}\n{done.out}\n{done.err}"
+        assert PACKAGE not in done.err, f"a traceback of ours\n{done.err}"
+        return subprocess.CompletedProcess(argv, done.code, done.out, done.err)
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """Start a command; `output` returns what it has written."""
@@ -151,10 +149,12 @@ def wait_for_no_processes(timeout: float = END_TIMEOUT) -> float:
 
 
 @pytest.fixture
-def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded_commands: Preloaded
+) -> Iterator[Terminal]:
     directory = tmp_path / "work"
     directory.mkdir()
-    user = Terminal(directory, monkeypatch)
+    user = Terminal(directory, monkeypatch, preloaded_commands)
     yield user
     try:
         wait_for_no_processes()
@@ -237,10 +237,9 @@ def test_run_with_several_workers_labels_output_with_ranks(terminal: Terminal) -
         label == text.removeprefix("own ") for label, text in labelled if text.startswith("own")
     )
     assert {text for _, text in labelled} == {"the same", *(f"own {rank}" for rank in range(4))}
-    assert all(
-        re.fullmatch(r"\[[\d,-]+\] warning|clusterjob: job script-\w+ SUCCEEDED", line)
-        for line in done.stderr.splitlines()
-    )
+    *warnings, last = done.stderr.splitlines()
+    assert {line.partition("] ")[2] for line in warnings} == {"warning"}
+    assert re.fullmatch(r"clusterjob: job script-\w+ SUCCEEDED", last)
 
 
 @pytest.mark.parametrize(
@@ -588,7 +587,7 @@ def test_cancel_ends_job_of_run_in_another_terminal(terminal: Terminal) -> None:
 def test_wait_and_logs_work_from_any_directory(terminal: Terminal, tmp_path: Path) -> None:
     job_id = terminal.submit("print('hello')")
     terminal("wait", job_id, cwd=tmp_path)
-    assert terminal("logs", job_id, cwd="/").stdout == "hello\n"
+    assert terminal("logs", job_id, cwd=Path("/")).stdout == "hello\n"
 
 
 # -- interruptions ---------------------------------------------------------------------------------
@@ -645,9 +644,10 @@ def test_ctrl_c_during_startup_prints_no_traceback(
         "INTERRUPT_AT": module,
     }
     program = [] if command == "list" else [terminal.script("")]
-    done = terminal(command, *program, code=130, env=variables)
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) <= 1
+    process = terminal.start(command, *program, env=variables)
+    assert process.wait(TEST_TIMEOUT) == 130
+    assert "Traceback" not in terminal.output(process)[1]
+    assert len(terminal.output(process)[1].splitlines()) <= 1
 
 
 def test_run_shows_output_of_cancelled_workers(terminal: Terminal) -> None:
@@ -750,7 +750,7 @@ def test_killed_run_leaves_no_processes(terminal: Terminal, number: signal.Signa
     print(f"{number.name} of run: nothing was left after {wait_for_no_processes():.2f} s")
     job = terminal.only_job()
     assert job["state"] == "CANCELLED"
-    assert "the command that ran the job is gone" in job["reason"] or number.name in job["reason"]
+    assert job["reason"] == "the command that ran the job is gone"
 
 
 def test_run_killed_during_setup_leaves_no_processes(terminal: Terminal) -> None:
@@ -1067,7 +1067,11 @@ def test_bad_arguments_are_refused_with_one_line_and_hint(
 
 
 CONFIGURATIONS = {
-    "broken": ("[defaults]\nnodes = \n", "is not valid TOML", ""),
+    "broken": (
+        "[defaults]\nnodes = \n",
+        "is not valid TOML: Invalid value (at line 2,",
+        "`clusterjob config`",
+    ),
     "unknown key": ("[defaults]\nnodez = 1\n", "nodez", "did you mean nodes?"),
     "unknown top key": ("default = 1\n", "default", "did you mean defaults?"),
     "unknown key of a cluster": (
@@ -1080,7 +1084,7 @@ CONFIGURATIONS = {
         "[defaults] mem: '12 potatoes' is not a memory size",
         "64G",
     ),
-    "wrong type": ("[defaults]\nenv = 3\n", "[defaults] env: 3", ""),
+    "wrong type": ("[defaults]\nenv = 3\n", "[defaults] env: 3", "describes each option"),
     "unknown cluster": (
         "cluster = 'lab'\n[clusters.lap]\nbackend = 'local'\n",
         "there is no cluster 'lab'",
@@ -1103,7 +1107,6 @@ def test_bad_configuration_file_is_refused_with_one_line_and_hint(
     done = terminal("submit", terminal.script(""), code=2)
     error = assert_one_line_and_hint(terminal, done.stdout, done.stderr, message, hint)
     assert str(terminal.path("clusterjob.toml")) in error
-    assert case != "broken" or "line 2" in error
 
 
 def assert_one_line_and_hint(
@@ -1126,7 +1129,11 @@ def test_bad_value_in_variable_error_names_variable(
     monkeypatch.setenv("CLUSTERJOB_NODES", "two")
     done = terminal("submit", terminal.script(""), code=2)
     assert_one_line_and_hint(
-        terminal, done.stdout, done.stderr, "CLUSTERJOB_NODES: 'two' is not a whole number", ""
+        terminal,
+        done.stdout,
+        done.stderr,
+        "CLUSTERJOB_NODES: 'two' is not a whole number",
+        "describes each option",
     )
 
 

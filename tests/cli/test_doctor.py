@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from doctoring import CLUSTERJOB, doctor, light_torch
 from procs import TEST_TIMEOUT
-from sshworld import python_without_torch
+from ssh_network import python_without_torch
 
 LOCAL = ("--cluster", "local")
 
@@ -40,13 +40,13 @@ def test_doctor_on_working_machine_reports_ok() -> None:
         *LOCAL, "--python", sys.executable, "--nodes", "2", "--nproc-per-node", "4", first=True
     )
     assert found.fit
-    assert found.words("job") == "2 nodes with 4 workers each"
+    assert found.message("job") == "2 nodes with 4 workers each"
     assert (
-        found.words("interpreter")
+        found.message("interpreter")
         == f"{sys.executable}, Python {'.'.join(map(str, sys.version_info[:3]))}"
     )
-    assert re.match(r"\d+\.\d+\.\d+\S* for .*, with .*gloo", found.words("torch"))
-    assert found.words("start") == "forked from one process that has imported torch"
+    assert re.match(r"\d+\.\d+\.\d+\S* for .*, with .*gloo", found.message("torch"))
+    assert found.message("start") == "forked from one process that has imported torch"
     assert [
         found.state(name)
         for name in ("directory", "disk", "bash", "torch", "start", "GPUs", "loopback")
@@ -115,7 +115,7 @@ def test_doctor_of_plugin_backend_without_checks_reports_error(tmp_path: Path) -
 def test_missing_interpreter_fails_interpreter_check() -> None:
     found = doctor(*LOCAL, "--python", "/nowhere/python")
     assert found.failed == ["interpreter"]
-    assert found.words("interpreter") == "there is no interpreter /nowhere/python"
+    assert found.message("interpreter") == "there is no interpreter /nowhere/python"
     assert [found.state(name) for name in ("torch", "start", "GPUs", "loopback")] == [
         "unknown",
         "unknown",
@@ -138,7 +138,7 @@ def test_old_or_broken_interpreter_fails_interpreter_check(tmp_path: Path) -> No
         path.chmod(0o755)
         found = doctor(*LOCAL, "--python", str(path))
         assert found.failed == ["interpreter"]
-        assert message in found.words("interpreter")
+        assert message in found.message("interpreter")
 
 
 def test_setup_lines_run_before_interpreter_check(tmp_path: Path, plain: str) -> None:
@@ -146,7 +146,9 @@ def test_setup_lines_run_before_interpreter_check(tmp_path: Path, plain: str) ->
         *LOCAL, "--python", plain, "--setup", "true", "--setup", "module-that-is-not load cuda"
     )
     assert found.failed == ["interpreter"]
-    assert "a setup line failed: module-that-is-not load cuda (bash: " in found.words("interpreter")
+    assert "a setup line failed: module-that-is-not load cuda (bash: " in found.message(
+        "interpreter"
+    )
     library = light_torch(tmp_path / "lib")
     assert (
         doctor(
@@ -180,7 +182,7 @@ def test_broken_torch_fails_torch_check(
     (tmp_path / "lib" / "torch" / "__init__.py").write_text(text)
     found = doctor(*LOCAL, *light)
     assert found.failed == ["torch"]
-    assert message in found.words("torch")
+    assert message in found.message("torch")
     assert found.state("start") == found.state("GPUs") == "unknown"
 
 
@@ -206,14 +208,16 @@ def test_threads_after_import_torch_make_fork_unsafe(
             "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
         )
     found = doctor(*LOCAL, *light, "--start", mode)
-    assert (found.state("start"), found.words("start")) == (state, message)
+    assert (found.state("start"), found.message("start")) == (state, message)
     assert found.fit == (state != "failed")
 
 
 def test_too_few_gpus_warn_or_fail_if_required(light: list[str]) -> None:
     found = doctor(*LOCAL, *light, "--nodes", "2", "--gpus-per-node", "512")
     assert found.state("GPUs") == "warning"
-    assert "but the job needs 1024: the job would be a rehearsal on the CPU" in found.words("GPUs")
+    assert "but the job needs 1024: the job would be a rehearsal on the CPU" in found.message(
+        "GPUs"
+    )
     assert found.fit
     strict = doctor(*LOCAL, *light, "--nodes", "2", "--gpus-per-node", "512", "--require-gpus")
     assert strict.failed == ["job", "GPUs"]
@@ -230,12 +234,12 @@ def test_home_that_cannot_be_created_fails_directory_check(
         *LOCAL, *light, env={**os.environ, "CLUSTERJOB_HOME": str(tmp_path / "file" / "below")}
     )
     assert found.failed == ["directory"]
-    assert f"cannot be made: {tmp_path / 'file'} cannot be written" in found.words("directory")
+    assert f"cannot be made: {tmp_path / 'file'} cannot be written" in found.message("directory")
     assert found.state("disk") == "unknown"
     assert "CLUSTERJOB_HOME" in found.hints("directory")
     colon = doctor(*LOCAL, *light, env={**os.environ, "CLUSTERJOB_HOME": str(tmp_path / "a:b")})
     assert colon.failed == ["job"]
-    assert "contains a colon" in colon.words("job")
+    assert "contains a colon" in colon.message("job")
 
 
 def test_world_writable_home_fails_directory_check(light: list[str]) -> None:
@@ -243,7 +247,7 @@ def test_world_writable_home_fails_directory_check(light: list[str]) -> None:
     home().chmod(0o777)
     found = doctor(*LOCAL, *light)
     assert found.failed == ["directory"]
-    assert "has the mode 0777: everyone could replace job files" in found.words("directory")
+    assert "has the mode 0777: everyone could replace job files" in found.message("directory")
 
 
 def test_read_only_or_full_disk_fails_check(light: list[str]) -> None:
@@ -258,10 +262,10 @@ def test_read_only_or_full_disk_fails_check(light: list[str]) -> None:
 
     read_only = doctor(*LOCAL, *light, prefix=on("ro"))
     assert read_only.failed == ["directory"]
-    assert read_only.words("directory") == f"{home()} cannot be written: Read-only file system"
+    assert read_only.message("directory") == f"{home()} cannot be written: Read-only file system"
     full = doctor(*LOCAL, *light, prefix=on("size=8m"))
     assert full.failed == ["disk"]
-    assert re.fullmatch(r"disk full: \S+ MB free in .*", full.words("disk"))
+    assert re.fullmatch(r"disk full: \S+ MB free in .*", full.message("disk"))
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -275,7 +279,7 @@ def test_missing_or_broken_bash_fails_bash_check(tmp_path: Path) -> None:
     (tmp_path / "bash").chmod(0o755)
     assert "is not a working bash" in doctor(
         *LOCAL, env={**os.environ, "PATH": str(tmp_path)}
-    ).words("bash")
+    ).message("bash")
 
 
 def test_missing_loopback_fails_and_unresolved_host_name_warns(light: list[str]) -> None:
@@ -283,7 +287,7 @@ def test_missing_loopback_fails_and_unresolved_host_name_warns(light: list[str])
         pytest.skip("network namespaces need root")
     found = doctor(*LOCAL, *light, prefix=["unshare", "--net"])
     assert found.failed == ["loopback"]
-    assert found.words("loopback").startswith("127.0.0.1 cannot be reached: ")
+    assert found.message("loopback").startswith("127.0.0.1 cannot be reached: ")
     named = [
         "unshare",
         "--uts",
@@ -296,7 +300,7 @@ def test_missing_loopback_fails_and_unresolved_host_name_warns(light: list[str])
     unnamed = doctor(*LOCAL, *light, prefix=named)
     assert unnamed.fit
     assert unnamed.state("loopback") == "ok"
-    assert (unnamed.state("host name"), unnamed.words("host name")) == (
+    assert (unnamed.state("host name"), unnamed.message("host name")) == (
         "warning",
         "no-such-host-of-ours does not resolve",
     )
@@ -312,4 +316,6 @@ def test_doctor_json_is_one_document(light: list[str]) -> None:
     assert {key: document[key] for key in ("schema", "cluster", "backend", "fit")} == {
         "schema": 1, "cluster": "local", "backend": "local", "fit": True,
     }  # fmt: skip
-    assert all(set(check) == {"name", "state", "words", "hint"} for check in document["checks"])
+    assert {frozenset(check) for check in document["checks"]} == {
+        frozenset(["name", "state", "message", "hint"])
+    }

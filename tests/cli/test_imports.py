@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,28 +17,17 @@ from procs import TEST_TIMEOUT
 import clusterjob
 
 SOURCE = Path(clusterjob.__file__).parent.parent
-HEAVY = {
-    "torch",
-    "numpy",
-    "paramiko",
-    "jinja2",
-    "submitit",
-    "rich",
-    "pynvml",
-    "cryptography",
-    "platformdirs",
-    "pydantic",
-    "asyncio",
-}
-THIRD_PARTY = HEAVY - {"asyncio"} | {
-    "typer",
-    "click",
-    "tomli",
-    "cloudpickle",
-    "yaml",
-    "markupsafe",
-    "nacl",
-    "bcrypt",
+# What `clusterjob --help` loads besides the standard library and `clusterjob.cli`.
+HELP_THIRD_PARTY = {"annotated_doc", "shellingham", "typer"}
+HELP_MODULES = {
+    "clusterjob.__main__",
+    "clusterjob.core",
+    "clusterjob.core.job_secrets",
+    "clusterjob.core.options",
+    "clusterjob.core.units",
+    "clusterjob.errors",
+    "clusterjob.node",
+    "clusterjob.node.program",
 }
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"
 NODE_MODULES = sorted(
@@ -86,6 +74,22 @@ def top_levels(modules: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
+def third_party(modules: set[str]) -> set[str]:
+    """Return the top-level packages that are neither clusterjob nor of the standard library."""
+    return top_levels(modules) - set(sys.stdlib_module_names) - {"clusterjob", "__main__"}
+
+
+def each_first(names: list[str]) -> str:
+    """Return code that imports each module before all others of ours, then runs `REPORT`."""
+    return (
+        f"import importlib, sys\nfor name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    for each in [each for each in sys.modules if each.startswith('clusterjob')]:\n"
+        "        del sys.modules[each]\n"
+        f"{REPORT}"
+    )
+
+
 @pytest.fixture(scope="module")
 def startup_modules() -> set[str]:
     """Return the modules that this interpreter loads at startup, with those of .pth files."""
@@ -96,17 +100,12 @@ def startup_modules() -> set[str]:
     "arguments",
     [["--help"], ["submit", "--help"], ["run", "--help"], ["logs", "--help"], ["--version"]],
 )
-def test_help_loads_no_heavy_modules(startup_modules: set[str], arguments: list[str]) -> None:
+def test_help_loads_only_allowed_modules(startup_modules: set[str], arguments: list[str]) -> None:
     modules = loaded("-c", after_main(*arguments)) - startup_modules
-    assert "clusterjob.cli" in modules
-    assert top_levels(modules) & HEAVY == set()
-    forbidden = (
-        "clusterjob.backends",
-        "clusterjob.core.jobs",
-        "clusterjob.core.render",
-        "clusterjob.node.agent",
-    )
-    assert not [name for name in modules if name.startswith(forbidden)]
+    assert third_party(modules) == HELP_THIRD_PARTY
+    ours = {name for name in modules if name.startswith("clusterjob.")}
+    assert {name for name in ours if not name.startswith("clusterjob.cli")} == HELP_MODULES
+    assert "asyncio" not in modules
 
 
 @pytest.mark.parametrize(
@@ -133,27 +132,41 @@ def test_submit_loads_no_torch_and_no_ssh(startup_modules: set[str], tmp_path: P
 
 def test_launch_loads_no_submission_modules(startup_modules: set[str]) -> None:
     modules = loaded("-c", after_main("launch", "--no-such-option"), code=2) - startup_modules
-    assert top_levels(modules) & THIRD_PARTY == set()
+    assert third_party(modules) == set()
     ours = {name for name in modules if name.startswith("clusterjob.")}
+    assert "clusterjob.node.options" in ours
     assert all(
         name.startswith(("clusterjob.node", "clusterjob.errors", "clusterjob.__main__"))
         for name in ours
     ), ours
 
 
-def test_package_loads_no_modules(startup_modules: set[str]) -> None:
-    modules = loaded("-c", f"import clusterjob\n{REPORT}") - startup_modules
-    assert {name for name in modules if name.startswith("clusterjob")} == {"clusterjob"}
-    assert top_levels(modules) & HEAVY == set()
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("clusterjob", {"clusterjob"}),
+        ("clusterjob.bootstrap", {"clusterjob", "clusterjob.bootstrap", "clusterjob.errors"}),
+    ],
+)
+def test_import_for_users_loads_only_allowed_modules(
+    startup_modules: set[str], name: str, ours: set[str]
+) -> None:
+    modules = loaded("-c", f"import {name}\n{REPORT}") - startup_modules
+    assert third_party(modules) == set()
+    assert {module for module in modules if module.startswith("clusterjob")} == ours
+    assert "asyncio" not in modules
 
 
 @pytest.mark.parametrize("name", sorted(clusterjob.__all__))
-def test_public_name_exists_and_loads_no_torch(startup_modules: set[str], name: str) -> None:
+def test_public_name_exists_and_loads_no_heavy_modules(
+    startup_modules: set[str], name: str
+) -> None:
     modules = (
         loaded("-c", f"import clusterjob\nassert clusterjob.{name} is not None\n{REPORT}")
         - startup_modules
     )
-    assert top_levels(modules) & (HEAVY - {"platformdirs"}) == set()
+    assert third_party(modules) <= {"platformdirs"}
+    assert "asyncio" not in modules
 
 
 def test_unknown_public_name_raises_attribute_error() -> None:
@@ -170,26 +183,21 @@ def test_unknown_public_name_raises_attribute_error() -> None:
     }
 
 
-@pytest.mark.parametrize("module", ["clusterjob.bootstrap", "clusterjob.node", *NODE_MODULES])
-def test_node_modules_load_only_standard_library(module: str) -> None:
+def test_node_modules_load_only_standard_library() -> None:
     """Site-packages is disabled, so that an import of a third-party module fails."""
-    if find_spec(module) is None:
-        pytest.skip(f"{module} is not written yet")
-    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import {module}\n{REPORT}"
-    modules = loaded("-I", "-S", "-c", code)
-    third_party = top_levels(modules) - set(sys.stdlib_module_names) - {"clusterjob", "__main__"}
-    assert third_party == set()
+    names = ["clusterjob.bootstrap", *NODE_MODULES]
+    assert {"clusterjob.node", "clusterjob.node.launch", "clusterjob.worker.call"} <= {*names}
+    modules = loaded(
+        "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{each_first(names)}"
+    )
+    assert third_party(modules) == set()
     assert not top_levels(modules) & {"pip", "ensurepip", "tkinter"}
 
 
-@pytest.mark.parametrize(
-    "module", ["clusterjob.bootstrap", "clusterjob.node.launch", "clusterjob.node.agent"]
-)
-def test_node_modules_load_no_torch_if_installed(startup_modules: set[str], module: str) -> None:
-    if find_spec(module) is None:
-        pytest.skip(f"{module} is not written yet")
-    modules = loaded("-c", f"import {module}\n{REPORT}") - startup_modules
-    assert top_levels(modules) & THIRD_PARTY == set()
+def test_node_modules_load_no_third_party_modules_if_installed(startup_modules: set[str]) -> None:
+    names = "clusterjob.bootstrap, clusterjob.node.launch, clusterjob.node.agent"
+    modules = loaded("-c", f"import {names}\n{REPORT}") - startup_modules
+    assert third_party(modules) == set()
 
 
 def test_node_modules_import_no_submission_modules() -> None:
@@ -207,14 +215,7 @@ def test_each_module_can_be_imported_first() -> None:
         for path in (SOURCE / "clusterjob").rglob("*.py")
         if path.name not in ("__main__.py", "main.py") and "templates" not in path.parts
     )
-    forget = (
-        "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('clusterjob')]"
-    )
-    code = (
-        f"import importlib, sys\nfor name in {names!r}:\n"
-        f"    importlib.import_module(name)\n    {forget}\n{REPORT}"
-    )
-    assert "typer" in loaded("-W", "error", "-c", code)
+    assert "typer" in loaded("-W", "error", "-c", each_first(names))
 
 
 def test_bootstrap_import_does_not_load_typing() -> None:

@@ -51,9 +51,9 @@ def test_progress_bars_of_two_ranks_change_in_place(tmp_path: Path, verb: str) -
 
 
 def rendered(text: str) -> list[str]:
-    """Return the final screen lines of a terminal.
+    """Return the lines on a terminal's screen after it has shown this text.
 
-    Only sequences of the live lines are known: CR, LF, cursor up, erase.
+    It understands only what the live lines use: CR, LF, cursor up, erase.
     """
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):

@@ -40,7 +40,7 @@ def run(*command: str, cwd: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build the sdist from the source tree, and a wheel from each.
+    """Build the sdist, and two wheels: from the source tree and from the unpacked sdist.
 
     The build downloads nothing and leaves no file in the source tree.
     """

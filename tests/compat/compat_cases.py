@@ -11,7 +11,9 @@ from pathlib import Path
 
 from compat_runs import Case
 
-FORK, EXEC, BOTH = ("fork",), ("exec",), ("fork", "exec")
+# Both starts: process start and end, __main__, stdin, signals, early ends. Other scripts meet no
+# difference between a forked worker and one started by exec.
+EXEC, BOTH = ("exec",), ("fork", "exec")
 OWN_STORE = (
     "torchrun makes each process a client of its own store, even if the script sets another one; "
     "clusterjob redirects only processes that use the job store"
@@ -42,10 +44,10 @@ def _script(name: str, *arguments: str, **more: object) -> Case:
 
 CASES = [
     # -- end of the process group ------------------------------------------------------------------
-    _script("ddp_in_function.py", quick=BOTH),
+    _script("ddp_in_function.py", quick=True, starts=BOTH),
     _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
     _script("ddp_freed_first.py"),
-    _script("ddp_never_destroyed.py", quick=FORK),
+    _script("ddp_never_destroyed.py", quick=True, starts=BOTH),
     _script("ddp_at_module_level.py", "--max_iters=3", "--learning_rate=0.1"),
     _script("groups_of_ranks.py", nproc=4),
     _script(
@@ -85,7 +87,6 @@ CASES = [
     _script(
         "tcp_url.py",
         "{port}",
-        quick=FORK,
         differs=("code", "files", "out"),
         why=OWN_STORE,
         out=("rank 0 of 2\n", "rank 1 of 2\n"),
@@ -97,7 +98,6 @@ CASES = [
     _script(
         "trials_in_turn.py",
         nproc=1,
-        quick=FORK,
         differs=("code", "out"),
         why=STORE_PER_GROUP,
         out=(
@@ -151,7 +151,7 @@ CASES = [
     _script("fairseq_main.py"),
     # -- init_distributed_mode and similar functions -----------------------------------------------
     _script("init_mode_dino.py", "--output_dir", "checkpoints"),
-    _script("init_mode_mae.py", quick=FORK),
+    _script("init_mode_mae.py", quick=True),
     _script("init_mode_torchvision.py"),
     _script("init_device_timm.py"),
     _script("init_megatron.py", nproc=2, nodes=2),
@@ -169,23 +169,29 @@ CASES = [
         needs=("hydra",),
     ),
     # -- errors, signals, ends ---------------------------------------------------------------------
-    _script("record_decorator.py", code=1, message="rank 1.*RuntimeError: loss is not finite"),
-    _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=FORK),
-    _script("terminate_saves.py", send=signal.SIGTERM, code=-15),
-    _script("usr1_checkpoints.py"),
-    _script("atexit_writes.py"),
-    _script("thread_outlives_main.py"),
-    _script("daemon_thread.py"),
-    _script("os_exit.py"),
-    _script("os_exit_code.py", code=7, message="rank 1.*exited with code 7"),
-    _script("os_fork.py"),
-    _script("child_left_behind.py", differs=("left",), why=CHILDREN_END),
-    _script("service_left_behind.py", differs=("left",), why=CHILDREN_END),
-    _script("service_with_atexit.py"),
+    _script(
+        "record_decorator.py",
+        code=1,
+        message="rank 1.*RuntimeError: loss is not finite",
+        starts=BOTH,
+    ),
+    _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=True, starts=BOTH),
+    _script("terminate_saves.py", send=signal.SIGTERM, code=-15, starts=BOTH),
+    _script("usr1_checkpoints.py", starts=BOTH),
+    _script("atexit_writes.py", starts=BOTH),
+    _script("thread_outlives_main.py", starts=BOTH),
+    _script("daemon_thread.py", starts=BOTH),
+    _script("os_exit.py", starts=BOTH),
+    _script("os_exit_code.py", code=7, message="rank 1.*exited with code 7", starts=BOTH),
+    _script("os_fork.py", starts=BOTH),
+    _script("child_left_behind.py", differs=("left",), why=CHILDREN_END, starts=BOTH),
+    _script("service_left_behind.py", differs=("left",), why=CHILDREN_END, starts=BOTH),
+    _script("service_with_atexit.py", starts=BOTH),
     _script(
         "early_zero.py",
         code=1,
         message=r"rank 1 .*ended with exit code 0 .*rank 0 was in all_reduce",
+        starts=BOTH,
     ),
     _script(
         "early_zero.py",
@@ -194,15 +200,23 @@ CASES = [
         code=1,
         message=r"rank 1 .*ended with exit code 0 .*ranks 0, 2 were in all_reduce",
     ),
-    _script("early_one.py", code=1, message="rank 1"),
-    _script("early_signal.py", code=137, message="rank 1.*SIGKILL", quick=FORK),
-    _script("early_before_init.py", code=1, message="rank 1.*FileNotFoundError: data/train.bin"),
+    _script("early_one.py", code=1, message="rank 1", starts=BOTH),
+    _script("early_signal.py", code=137, message="rank 1.*SIGKILL", quick=True, starts=BOTH),
     _script(
-        "zero_before_init.py", code=1, message=r"rank 1 .*ended with exit code 0 .*rank 0 was in"
+        "early_before_init.py",
+        code=1,
+        message="rank 1.*FileNotFoundError: data/train.bin",
+        starts=BOTH,
     ),
-    _script("early_in_init.py", code=1, message="rank 1"),
-    _script("after_destroy.py", code=1, message="rank 1.*KeyError: 'accuracy'"),
-    _script("zero_after_destroy.py"),
+    _script(
+        "zero_before_init.py",
+        code=1,
+        message=r"rank 1 .*ended with exit code 0 .*rank 0 was in",
+        starts=BOTH,
+    ),
+    _script("early_in_init.py", code=1, message="rank 1", starts=BOTH),
+    _script("after_destroy.py", code=1, message="rank 1.*KeyError: 'accuracy'", starts=BOTH),
+    _script("zero_after_destroy.py", starts=BOTH),
     _script("mismatched_shapes.py", code=1, message="rank"),
     _script("mismatched_order.py", code=1, message="rank"),
     _script("mismatched_detail.py", code=1, message="rank"),
@@ -213,28 +227,41 @@ CASES = [
         "exit_message.py",
         code=1,
         message=r"FAILED: rank 1[\s\S]*Unable to locate sufficient 2 gpus",
+        starts=BOTH,
     ),
     _script(
         "missing_module.py",
         code=1,
         message="ModuleNotFoundError: No module named 'no_such_package_anywhere'",
+        starts=BOTH,
     ),
     _script(
-        "exit_hook.py", code=1, message=r"FAILED: rank 1[\s\S]*OverflowError: gradient norm inf"
+        "exit_hook.py",
+        code=1,
+        message=r"FAILED: rank 1[\s\S]*OverflowError: gradient norm inf",
+        starts=BOTH,
     ),
     # -- input and output --------------------------------------------------------------------------
-    _script("breakpoint_continue.py", nproc=1, stdin="p loss\nc\n", quick=FORK),
-    _script("input_prompt.py", nproc=1, stdin="y\n"),
-    _script("stdin_ends.py", stdin=""),
+    _script("breakpoint_continue.py", nproc=1, stdin="p loss\nc\n", starts=BOTH),
+    _script("input_prompt.py", nproc=1, stdin="y\n", starts=BOTH),
+    _script("stdin_ends.py", stdin="", starts=BOTH),
     _script("tqdm_bar.py", needs=("tqdm",)),
     _script("rich_output.py", needs=("rich",)),
-    _script("logging_both.py", "--epochs", "3", quick=FORK),
+    _script("logging_both.py", "--epochs", "3", quick=True),
     _script("warnings_and_colours.py"),
     _script("large_output.py"),
     # -- data --------------------------------------------------------------------------------------
     _script("loader.py", "--context", "fork", id="loader-fork"),
     _script(
-        "loader.py", "--context", "spawn", "--workers", "1", "--epochs", "1", id="loader-spawn"
+        "loader.py",
+        "--context",
+        "spawn",
+        "--workers",
+        "1",
+        "--epochs",
+        "1",
+        id="loader-spawn",
+        starts=BOTH,
     ),
     _script(
         "loader.py",
@@ -246,7 +273,7 @@ CASES = [
         "1",
         id="loader-forkserver",
     ),
-    _script("loader.py", "--context", "fork", "--persistent", id="loader-persistent", quick=FORK),
+    _script("loader.py", "--context", "fork", "--persistent", id="loader-persistent", quick=True),
     _script(
         "loader_error.py",
         code=1,
@@ -270,11 +297,12 @@ CASES = [
     _script(
         "snapshot_resume.py",
         restarts=1,
-        quick=FORK,
+        quick=True,
         differs=("code", "out", "files"),
         why=STORE_PER_RESTART,
         out=("epoch 0 after 0 restarts\nepoch 1 after 0 restarts\nepoch 2 after 1 restarts\n",) * 2,
         files=("snapshot.pt",),
+        starts=BOTH,
     ),
     _script("zero_optimizer.py"),
     _script("hogwild.py", nproc=1),
@@ -282,17 +310,19 @@ CASES = [
     _script("join_thread_collective.py"),
     _script("async_handles.py"),
     # -- ways to start a program -------------------------------------------------------------------
-    _script("environment.py", nproc=2, nodes=2, quick=FORK),
-    _script("arguments.py", "--nodes", "3", "-x", "two words", "", "--", "-m", "ünïcode"),
-    _script("relative_paths.py"),
+    _script("environment.py", nproc=2, nodes=2, quick=True, starts=BOTH),
+    _script(
+        "arguments.py", "--nodes", "3", "-x", "two words", "", "--", "-m", "ünïcode", starts=BOTH
+    ),
+    _script("relative_paths.py", starts=BOTH),
     _script("./relative_paths.py", id="relative_paths-dot"),
-    _script("sub/train_siblings.py"),
-    Case("module", ("-m", "project.train", "--lr", "1"), quick=FORK),
-    Case("package", ("-m", "project")),
-    _script("objects_of_main.py", quick=FORK),
+    _script("sub/train_siblings.py", starts=BOTH),
+    Case("module", ("-m", "project.train", "--lr", "1"), quick=True, starts=BOTH),
+    Case("package", ("-m", "project"), starts=BOTH),
+    _script("objects_of_main.py", quick=True, starts=BOTH),
     _script("threads.py"),
-    Case("shell_python", ("--", "bash", "shell_python.sh", "a", "b c")),
-    Case("shell_torchrun", ("--", "bash", "shell_torchrun.sh", "x"), nproc=1),
+    Case("shell_python", ("--", "bash", "shell_python.sh", "a", "b c"), starts=EXEC),
+    Case("shell_torchrun", ("--", "bash", "shell_torchrun.sh", "x"), nproc=1, starts=EXEC),
     Case(
         "shell_torchrun-2-nodes",
         ("--", "bash", "shell_torchrun.sh", "x"),
@@ -302,12 +332,14 @@ CASES = [
         why=INNER_TORCHRUN,
         out=("", ""),
         files=("rank0.txt", "rank1.txt", "rank2.txt", "rank3.txt"),
+        starts=EXEC,
     ),
     Case(
         "shell_accelerate",
         ("--", "bash", "shell_accelerate.sh", "x"),
         nproc=1,
         needs=("accelerate",),
+        starts=EXEC,
     ),
     Case(
         "shell_accelerate-2-nodes",
@@ -320,6 +352,7 @@ CASES = [
         why="accelerate refuses a port that is in use: clusterjob reports the port and ends, "
         "torchrun's second node waits for ever",
         needs=("accelerate",),
+        starts=EXEC,
     ),
     _script("notebook_runs.py", needs=("nbclient", "ipykernel")),
 ]

@@ -44,7 +44,9 @@ class Case:
         why: the reason for `differs`.
         out, files, left: expected output of the ranks, files and processes left under clusterjob,
             for the fields in `differs`.
-        quick: starts (``fork``, ``exec``) of the normal test run; the others are marked slow.
+        starts: how the workers start: ``fork``, ``exec``; a command is not a Python program, so
+            only ``exec``.
+        quick: whether the first start is in the normal test run; the others are marked slow.
         needs: required modules; if one is missing, the case is skipped.
         stdin: text on the launcher's standard input; None for /dev/null.
         send: signal to the launcher's process group after each rank has created its file
@@ -64,7 +66,8 @@ class Case:
     out: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
-    quick: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ("fork",)
+    quick: bool = False
     needs: tuple[str, ...] = ()
     stdin: str | None = None
     send: int | None = None
@@ -75,11 +78,6 @@ class Case:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.nproc * self.nodes
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """The possible starts of the workers; a command is not a Python program, so only exec."""
-        return ("exec",) if self.program[0] == "--" else ("fork", "exec")
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from compat_cases import CASES
 from compat_runs import Case, Outcome, expected, skip_without, under_clusterjob
 from slurm_cluster import SlurmCluster
-from sshworld import World
+from ssh_network import SshNetwork
 
 pytestmark = pytest.mark.slow
 BY_ID = {case.id: case for case in CASES}
@@ -22,6 +22,11 @@ ON_SLURM = [
     "module",
     "loader-persistent",
     "early_signal",
+]
+RUNS_ON_SLURM = [
+    *((name, "agent") for name in ON_SLURM),
+    *((name, "torchrun") for name in ("ddp_in_function-2-nodes", "early_signal")),
+    *((name, "srun") for name in ("ddp_in_function-2-nodes", "init_mode_dino")),
 ]
 ON_HOSTS = [
     "ddp_in_function-2-nodes",
@@ -47,8 +52,7 @@ def characters(text: str) -> Counter[str]:
     return Counter("".join(text.split()))
 
 
-@pytest.mark.parametrize("launcher", ["agent", "torchrun", "srun"])
-@pytest.mark.parametrize("name", ON_SLURM)
+@pytest.mark.parametrize(("name", "launcher"), RUNS_ON_SLURM)
 def test_script_on_slurm_has_same_outcome_as_under_torchrun(
     slurm: SlurmCluster, tmp_path: Path, name: str, launcher: str
 ) -> None:
@@ -73,7 +77,7 @@ def test_script_on_slurm_has_same_outcome_as_under_torchrun(
 
 @pytest.mark.parametrize("name", ON_HOSTS)
 def test_script_on_ssh_hosts_has_same_outcome_as_under_torchrun(
-    world: World, tmp_path: Path, name: str
+    ssh_network: SshNetwork, tmp_path: Path, name: str
 ) -> None:
     case = BY_ID[name]
     skip_without(case)
@@ -82,7 +86,7 @@ def test_script_on_ssh_hosts_has_same_outcome_as_under_torchrun(
         "--hosts",
         hosts,
         "--set",
-        f"ssh_config={world.config}",
+        f"ssh_config={ssh_network.config}",
         "--set",
         "connect_timeout=20",
     )

@@ -20,8 +20,8 @@ from launching import ROOT, free_port
 from login_user import Laptop
 from namespaces import Machine
 from slurm_user import User
+from ssh_network import python_without_torch
 from sshsite import Site
-from sshworld import python_without_torch
 from volc_platform import Platform
 
 
@@ -133,6 +133,7 @@ def test_rehearsal_of_readme_script_shows_losses(shell: Shell) -> None:
     assert losses == ["0", "1", "2"]
 
 
+@pytest.mark.usefixtures("plain_python")
 def test_unchanged_script_runs_under_torchrun_and_clusterjob(shell: Shell) -> None:
     for command in list(shell.left):
         assert ranks(shell(command).out, of=2, words=" --lr 0.1"), command
@@ -154,14 +155,14 @@ def test_bootstrap_script_trains_under_each_launcher(shell: Shell) -> None:
 def hosts(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """Return the hosts; the user's configuration names their ssh configuration."""
     monkeypatch.setenv("CLUSTERJOB_PYTHON", sys.executable)
-    write_user_config(f'[clusters.ssh.set]\nssh_config = "{site.world.config}"\n')
+    write_user_config(f'[clusters.ssh.set]\nssh_config = "{site.ssh_network.config}"\n')
     return site
 
 
 def test_ssh_command_of_readme_runs_on_two_hosts(
     shell: Shell, site: Site, plain_python: str
 ) -> None:
-    options = f'ssh_config = "{site.world.config}"\nneed_torch = "false"\n'
+    options = f'ssh_config = "{site.ssh_network.config}"\nneed_torch = "false"\n'
     write_user_config(f"[clusters.ssh.set]\n{options}")
     assert ranks(shell(shell.left[0]).out, of=16)
 
@@ -181,9 +182,9 @@ def test_commands_of_ssh_page_check_hosts_and_fetch_results(shell: Shell) -> Non
 
 def test_trust_commands_of_ssh_page_record_host_key(shell: Shell, hosts: Site) -> None:
     trust, with_fingerprint, replace = shell.left
-    known, host = hosts.world.known_hosts, hosts.world.hosts["gpu1"]
+    known, host = hosts.ssh_network.known_hosts, hosts.ssh_network.hosts["gpu1"]
     shell.values["fingerprint"] = host.fingerprint
-    old = f"10.77.0.1 {hosts.world.hosts['gpu2'].public_key}\n"
+    old = f"10.77.0.1 {hosts.ssh_network.hosts['gpu2'].public_key}\n"
     for command, before in ((trust, ""), (with_fingerprint, ""), (replace, old)):
         known.write_text(before)
         ours, terminal = pty.openpty()

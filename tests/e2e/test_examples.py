@@ -27,20 +27,20 @@ def test_digits_example_trains_as_plain_script(tmp_path: Path) -> None:
     check_training(run([sys.executable, DIGITS], tmp_path), 1)
 
 
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_digits_example_trains_under_launcher(processes: int, tmp_path: Path) -> None:
     check_training(launch("fork", processes, [DIGITS], tmp_path), processes)
 
 
 def test_digits_example_below_target_accuracy_fails_job(tmp_path: Path) -> None:
-    ran = launch("fork", 2, [DIGITS, "--epochs", 1, "--target", 0.999], tmp_path)
+    ran = launch("fork", 1, [DIGITS, "--epochs", 1, "--target", 0.999], tmp_path)
     assert ran.code == 1
     assert re.search(
         r"FAILED: rank 0 .*: held-out accuracy 0\.\d+ is below the target of 0\.999", ran.err
     )
 
 
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_plain_torch_example_runs_under_each_launcher(launcher: str, tmp_path: Path) -> None:
     assert "clusterjob" not in PLAIN.read_text().replace("clusterjob launch", "")
     ran = launch(launcher, 2, [PLAIN], tmp_path)

@@ -52,7 +52,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
-    """Each submit gets SIGKILL at another delay after its first write to the records."""
+    """Each submit gets SIGKILL, each after a different time from its first write of a record."""
     home = Path(os.environ["CLUSTERJOB_HOME"])
     killed = 0
     for delay in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):

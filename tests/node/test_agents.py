@@ -31,7 +31,7 @@ from procs import (
     wait_until,
 )
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
 QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "1.5")
 
@@ -74,8 +74,8 @@ def held_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_job_on_two_nodes_succeeds(new_job: NewJob, start: str) -> None:
-    job = new_job(2)
+def test_job_on_two_nodes_succeeds(make_job: MakeJob, start: str) -> None:
+    job = make_job(2)
     job.start_all(
         "--start",
         start,
@@ -97,7 +97,7 @@ def test_job_on_two_nodes_succeeds(new_job: NewJob, start: str) -> None:
         assert job.log(rank // 2, f"rank{rank}.out") == f"rank {rank}\n"
         assert job.log(rank // 2, f"rank{rank}.err") == ""
         assert f"[{rank}] rank {rank}\n" in job.stdout(job.agents[rank // 2])
-    assert [job.end_of(node)["state"] for node in (0, 1)] == ["SUCCEEDED", "SUCCEEDED"]
+    assert [job.node_end(node)["state"] for node in (0, 1)] == ["SUCCEEDED", "SUCCEEDED"]
     assert [len(job.events(name)) for name in ("listening", "joined", "started", "ended")] == [
         1,
         2,
@@ -110,9 +110,9 @@ def test_job_on_two_nodes_succeeds(new_job: NewJob, start: str) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_nodes_of_different_size_get_consecutive_ranks(
-    new_job: NewJob, order: tuple[int, ...]
+    make_job: MakeJob, order: tuple[int, ...]
 ) -> None:
-    job = new_job(3)
+    job = make_job(3)
     script = job.script("""
         import json, os
         prefixes = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "CLUSTERJOB_")
@@ -154,9 +154,9 @@ def test_nodes_of_different_size_get_consecutive_ranks(
 
 
 def test_single_node_job_runs_without_environment_variables(
-    new_job: NewJob, tmp_path: Path
+    make_job: MakeJob, tmp_path: Path
 ) -> None:
-    job = new_job()
+    job = make_job()
     script = job.script(
         "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
     )
@@ -186,9 +186,9 @@ def test_single_node_job_runs_without_environment_variables(
 
 
 def test_special_characters_in_paths_and_arguments_are_preserved(
-    new_job: NewJob, special_path: Path
+    make_job: MakeJob, special_path: Path
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     job.dir = special_path / "job"
     script = special_path / "-s'c\"r i\np☃t.py"
     script.write_text("import os, sys\nprint(ascii(sys.argv[1:]), ascii(__file__))")
@@ -198,8 +198,8 @@ def test_special_characters_in_paths_and_arguments_are_preserved(
     assert job.log(1, "rank1.out") == f"{arguments!a} {str(script)!a}\n"
 
 
-def test_token_appears_in_no_file_and_no_command_line(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_token_appears_in_no_file_and_no_command_line(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(job.script(SLEEPER))
     job.wait_for("up0", "up1")
     assert own_processes()
@@ -211,8 +211,8 @@ def test_token_appears_in_no_file_and_no_command_line(new_job: NewJob) -> None:
     assert not any(job.token in job.stdout(agent) + job.stderr(agent) for agent in job.agents)
 
 
-def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(new_job: NewJob) -> None:
-    job = new_job()
+def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(make_job: MakeJob) -> None:
+    job = make_job()
     script = job.script("""
         import os, sys
         print(repr(sys.stdin.read()))
@@ -252,10 +252,10 @@ ENDS = {
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize("end", ENDS)
 def test_worker_failure_on_node_1_ends_job_on_both_nodes(
-    new_job: NewJob, end: str, start: str
+    make_job: MakeJob, end: str, start: str
 ) -> None:
     statement, code, signal_name, message = ENDS[end]
-    job = new_job(2)
+    job = make_job(2)
     script = job.script(f"""
         import ctypes, os, signal, sys, time
         if os.environ["RANK"] == "3":
@@ -284,16 +284,16 @@ def test_worker_failure_on_node_1_ends_job_on_both_nodes(
 
 
 @pytest.mark.parametrize("code", [1, 2, 120, 255])
-def test_exit_code_of_worker_becomes_exit_code_of_job(new_job: NewJob, code: int) -> None:
-    job = new_job()
+def test_exit_code_of_worker_becomes_exit_code_of_job(make_job: MakeJob, code: int) -> None:
+    job = make_job()
     job.start(0, job.script(f"import sys; sys.exit({code})"))
     assert job.wait() == [code]
     assert job.result["failure"]["exit_code"] == code
 
 
-def test_exception_is_found_in_traceback_with_rank_prefixes_of_torch(new_job: NewJob) -> None:
+def test_exception_is_found_in_traceback_with_rank_prefixes_of_torch(make_job: MakeJob) -> None:
     """With a process group, torch writes ``[rank1]: `` before each line of a traceback."""
-    job = new_job()
+    job = make_job()
     script = job.script("""
         import sys, traceback
         def hook(*error):
@@ -307,9 +307,9 @@ def test_exception_is_found_in_traceback_with_rank_prefixes_of_torch(new_job: Ne
     assert "ValueError: boom" in job.result["failure"]["message"]
 
 
-def test_failure_time_is_time_of_exception_not_of_exit(new_job: NewJob) -> None:
+def test_failure_time_is_time_of_exception_not_of_exit(make_job: MakeJob) -> None:
     """Rank 0 fails first and exits slowly; rank 1 fails later and exits at once."""
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import atexit, os, pathlib, time
         if os.environ["RANK"] == "0":
@@ -338,8 +338,8 @@ def test_failure_time_is_time_of_exception_not_of_exit(new_job: NewJob) -> None:
 
 
 @pytest.mark.slow
-def test_failed_worker_that_never_exits_does_not_block_end_of_job(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_failed_worker_that_never_exits_does_not_block_end_of_job(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = job.script("""
         import os, threading, time
         if os.environ["RANK"] == "1":
@@ -355,9 +355,9 @@ def test_failed_worker_that_never_exits_does_not_block_end_of_job(new_job: NewJo
     )
 
 
-def test_failure_of_forked_child_is_not_failure_of_worker(new_job: NewJob) -> None:
+def test_failure_of_forked_child_is_not_failure_of_worker(make_job: MakeJob) -> None:
     """The child is a fork of the whole program; its SystemExit is not the worker's."""
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, sys, time
         if os.environ["RANK"] == "0":
@@ -393,8 +393,8 @@ def test_failure_of_forked_child_is_not_failure_of_worker(new_job: NewJob) -> No
         ),
     ],
 )
-def test_invalid_data_in_report_pipe_is_ignored(new_job: NewJob, junk: bytes) -> None:
-    job = new_job()
+def test_invalid_data_in_report_pipe_is_ignored(make_job: MakeJob, junk: bytes) -> None:
+    job = make_job()
     job.path("junk").write_bytes(junk)
     script = job.script("""
         import os
@@ -408,9 +408,9 @@ def test_invalid_data_in_report_pipe_is_ignored(new_job: NewJob, junk: bytes) ->
     assert job.result["failure"]["rank"] == 0
 
 
-def test_verdict_is_written_when_stderr_holds_binary_data(new_job: NewJob) -> None:
+def test_verdict_is_written_when_stderr_holds_binary_data(make_job: MakeJob) -> None:
     """Agents can send last lines that are long, binary or full of control characters."""
-    job = new_job(2)
+    job = make_job(2)
     script = job.script(r"""
         import os, sys, time
         if os.environ["RANK"] == "1":
@@ -424,10 +424,10 @@ def test_verdict_is_written_when_stderr_holds_binary_data(new_job: NewJob) -> No
     assert job.result["failure"]["last_lines"][-1] == "the end"
 
 
-def test_verdict_is_written_when_all_ranks_fail_at_once_with_long_stderr(new_job: NewJob) -> None:
+def test_verdict_is_written_when_all_ranks_fail_at_once_with_long_stderr(make_job: MakeJob) -> None:
     """The stderr of all ranks together must fit into the messages between agents."""
     for _ in range(3):
-        job = new_job(2)
+        job = make_job(2)
         script = job.script(r"""
             import os, pathlib, time
             os.write(2, (b"\0" * 700 + b"\n") * 40)
@@ -442,7 +442,7 @@ def test_verdict_is_written_when_all_ranks_fail_at_once_with_long_stderr(new_job
         job.path("new").write_text(str(time.time() + 0.3))
         job.path("new").rename(job.path("go"))
         assert job.wait() == [3, 3]
-        assert [job.end_of(node)["state"] for node in (0, 1)] == ["FAILED", "FAILED"]
+        assert [job.node_end(node)["state"] for node in (0, 1)] == ["FAILED", "FAILED"]
 
 
 # -- root cause and consequences, with a real process group ----------------------------------------
@@ -509,23 +509,23 @@ def check_root_cause(job: Job, how: str, guilty: int, *arguments: str) -> None:
     ("how", "guilty"),
     [("raise", 3), ("kill", 0), ("exit", 1), ("kill", 2), ("raise", 0), ("kill", 3)],
 )
-def test_root_cause_is_rank_that_failed_first(new_job: NewJob, how: str, guilty: int) -> None:
-    check_root_cause(new_job(2), how, guilty)
+def test_root_cause_is_rank_that_failed_first(make_job: MakeJob, how: str, guilty: int) -> None:
+    check_root_cause(make_job(2), how, guilty)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "exec"])
 @pytest.mark.parametrize("how", ["raise", "kill", "exit"])
 def test_root_cause_is_rank_that_failed_first_in_ten_runs(
-    new_job: NewJob, how: str, start: str
+    make_job: MakeJob, how: str, start: str
 ) -> None:
     for run in range(10):
-        check_root_cause(new_job(2), how, run % 4, "--start", start)
+        check_root_cause(make_job(2), how, run % 4, "--start", start)
 
 
 @pytest.mark.parametrize("launcher", ["agent", "torchrun"])
-def test_all_reduce_over_two_nodes_succeeds(new_job: NewJob, launcher: str) -> None:
-    job = new_job(2)
+def test_all_reduce_over_two_nodes_succeeds(make_job: MakeJob, launcher: str) -> None:
+    job = make_job(2)
     job.start_all(
         "--launcher",
         launcher,
@@ -543,8 +543,8 @@ def test_all_reduce_over_two_nodes_succeeds(new_job: NewJob, launcher: str) -> N
 
 
 @pytest.mark.slow
-def test_root_cause_under_torchrun_is_rank_that_failed_first(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_root_cause_under_torchrun_is_rank_that_failed_first(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all("--launcher", "torchrun", job.script(ALL_REDUCE), "raise", "1", python=WITH_TORCH)
     codes = job.wait()
     failure = job.result["failure"]
@@ -558,8 +558,8 @@ def test_root_cause_under_torchrun_is_rank_that_failed_first(new_job: NewJob) ->
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_killed_agent_of_node_1_is_reported_as_lost_node(new_job: NewJob, start: str) -> None:
-    job = new_job(2)
+def test_killed_agent_of_node_1_is_reported_as_lost_node(make_job: MakeJob, start: str) -> None:
+    job = make_job(2)
     job.start_all("--start", start, "--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1", "up2", "up3")
     job.agents[1].kill()
@@ -570,15 +570,15 @@ def test_killed_agent_of_node_1_is_reported_as_lost_node(new_job: NewJob, start:
     assert (failure["rank"], failure["node_rank"], failure["host"]) == (None, 1, HOST)
     assert f"pid {job.agents[1].pid}" in failure["message"]
     assert "lost" in failure["message"]
-    assert job.end_of(1)["state"] == "LOST"
-    assert str(job.agents[1].pid) in job.end_of(1)["reason"]
+    assert job.node_end(1)["state"] == "LOST"
+    assert str(job.agents[1].pid) in job.node_end(1)["reason"]
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(
-    new_job: NewJob, start: str
+    make_job: MakeJob, start: str
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     job.start_all("--start", start, "--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1", "up2", "up3")
     job.agents[0].kill()
@@ -586,14 +586,14 @@ def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(
     assert job.wait() == [-9, 1]
     # Only the coordinator writes it; a missing result never counts as success.
     assert not (job.dir / "result.json").exists()
-    assert [job.end_of(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
-    assert "lost node 0" in job.end_of(1)["reason"]
+    assert [job.node_end(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
+    assert "lost node 0" in job.node_end(1)["reason"]
     assert "LOST" in job.stderr(job.agents[1])
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_killed_forkserver_fails_job_and_names_node(new_job: NewJob, node: int) -> None:
-    job = new_job(2)
+def test_killed_forkserver_fails_job_and_names_node(make_job: MakeJob, node: int) -> None:
+    job = make_job(2)
     job.start_all("--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1", "up2", "up3")
     os.kill(job.forkserver_of(job.agents[node]), signal.SIGKILL)
@@ -604,18 +604,18 @@ def test_killed_forkserver_fails_job_and_names_node(new_job: NewJob, node: int) 
     assert "SIGKILL" in failure["message"]
 
 
-def test_killed_agent_of_single_node_job_leaves_state_lost(new_job: NewJob) -> None:
-    job = new_job()
+def test_killed_agent_of_single_node_job_leaves_state_lost(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, "--nproc-per-node", "2", job.script(SLEEPER))
     job.wait_for("up0", "up1")
     job.agents[0].kill()
     wait_for_no_processes(10)
     assert job.wait() == [-9]
-    assert job.end_of(0)["state"] == "LOST"
+    assert job.node_end(0)["state"] == "LOST"
 
 
-def test_agents_killed_at_once_leave_no_process_and_state_lost(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agents_killed_at_once_leave_no_process_and_state_lost(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(
         job.script(
             textwrap.dedent(DAEMON)
@@ -627,14 +627,14 @@ def test_agents_killed_at_once_leave_no_process_and_state_lost(new_job: NewJob) 
         agent.kill()
     wait_for_no_processes(10)
     assert job.wait() == [-9, -9]
-    assert [job.end_of(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
+    assert [job.node_end(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
 
 
 @pytest.mark.parametrize("delay", [0.1, 0.4, 0.8])
 def test_agent_killed_during_imports_of_forkserver_leaves_no_process(
-    new_job: NewJob, delay: float
+    make_job: MakeJob, delay: float
 ) -> None:
-    job = new_job()
+    job = make_job()
     job.start(0, job.script(SLEEPER), python=WITH_TORCH)
     time.sleep(delay)
     job.agents[0].kill()
@@ -642,8 +642,8 @@ def test_agent_killed_during_imports_of_forkserver_leaves_no_process(
     assert job.wait() == [-signal.SIGKILL]
 
 
-def test_killed_torch_store_fails_node(new_job: NewJob) -> None:
-    job = new_job()
+def test_killed_torch_store_fails_node(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, "--start", "exec", job.script(SLEEPER), python=WITH_TORCH)
     job.wait_for("up0")
     forkserver = job.forkserver_of(job.agents[0])
@@ -655,8 +655,8 @@ def test_killed_torch_store_fails_node(new_job: NewJob) -> None:
     assert "SIGKILL" in job.result["failure"]["message"]
 
 
-def test_frozen_agent_is_lost_after_lease(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_frozen_agent_is_lost_after_lease(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(*QUICK_LEASE, job.script(SLEEPER))
     job.wait_for("up0", "up1")
     job.agents[1].send_signal(signal.SIGSTOP)
@@ -668,23 +668,23 @@ def test_frozen_agent_is_lost_after_lease(new_job: NewJob) -> None:
     assert job.agents[1].wait(TEST_TIMEOUT) != 0
 
 
-def test_agent_of_frozen_coordinator_ends_its_workers_as_lost(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agent_of_frozen_coordinator_ends_its_workers_as_lost(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(*QUICK_LEASE, job.script(SLEEPER))
     job.wait_for("up0", "up1")
     of_node_1 = below(job.agents[1].pid)
     job.agents[0].send_signal(signal.SIGSTOP)
     assert job.agents[1].wait(TEST_TIMEOUT) == 1
     assert not [pid for pid in of_node_1 if alive(pid)]
-    assert job.end_of(1)["state"] == "LOST"
+    assert job.node_end(1)["state"] == "LOST"
     job.agents[0].send_signal(signal.SIGCONT)
     wait_for_no_processes(10)
     assert job.agents[0].wait(TEST_TIMEOUT) == 1
     assert job.result["state"] == "FAILED"
 
 
-def test_quiet_job_outlives_many_leases(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_quiet_job_outlives_many_leases(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all("--heartbeat", "0.1", "--lease", "2", job.script("import time; time.sleep(6)"))
     assert job.wait() == [0, 0]
 
@@ -693,8 +693,8 @@ def test_quiet_job_outlives_many_leases(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("end", ["success", "failure", "cancel"])
-def test_daemonized_grandchildren_end_with_job(new_job: NewJob, end: str) -> None:
-    job = new_job(2)
+def test_daemonized_grandchildren_end_with_job(make_job: MakeJob, end: str) -> None:
+    job = make_job(2)
     last = {"success": "pass", "failure": "raise SystemExit(5)", "cancel": "time.sleep(1000)"}[end]
     script = job.script(
         textwrap.dedent(DAEMON)
@@ -716,9 +716,9 @@ def test_daemonized_grandchildren_end_with_job(new_job: NewJob, end: str) -> Non
 
 @pytest.mark.parametrize("victim", ["agent 0", "agent 1", "forkserver"])
 def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
-    new_job: NewJob, victim: str
+    make_job: MakeJob, victim: str
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     job.start_all(
         job.script(
             textwrap.dedent(DAEMON)
@@ -736,9 +736,9 @@ def test_daemonized_grandchildren_end_with_killed_agent_or_forkserver(
 
 @pytest.mark.parametrize("end", ["failure", "cancel", "kill"])
 def test_worker_that_ignores_sigterm_is_killed_after_grace_period(
-    new_job: NewJob, end: str
+    make_job: MakeJob, end: str
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -759,9 +759,9 @@ def test_worker_that_ignores_sigterm_is_killed_after_grace_period(
     assert job.wait() == {"failure": [6, 6], "cancel": [143, 143], "kill": [1, -9]}[end]
 
 
-def test_stopped_worker_is_killed_on_cancel(new_job: NewJob) -> None:
+def test_stopped_worker_is_killed_on_cancel(make_job: MakeJob) -> None:
     """A stopped process does not react to SIGTERM, only to SIGKILL."""
-    job = new_job()
+    job = make_job()
     job.start(
         0,
         "--grace",
@@ -780,8 +780,8 @@ def test_stopped_worker_is_killed_on_cancel(new_job: NewJob) -> None:
 # -- rendezvous of agents --------------------------------------------------------------------------
 
 
-def test_rendezvous_timeout_names_missing_node(new_job: NewJob) -> None:
-    job = new_job(3)
+def test_rendezvous_timeout_names_missing_node(make_job: MakeJob) -> None:
+    job = make_job(3)
     script = job.script(SLEEPER)
     job.start(2, "--join-timeout", "30", script)
     # Node 2 must be ready long before node 0.
@@ -800,11 +800,11 @@ def test_rendezvous_timeout_names_missing_node(new_job: NewJob) -> None:
     assert not job.path("up0").exists()
 
 
-def test_agent_without_coordinator_reports_address_that_it_tried(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agent_without_coordinator_reports_address_that_it_tried(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start(1, "--join-timeout", "0.5", job.script(SLEEPER))
     assert job.wait() == [1]
-    reason = job.end_of(1)["reason"]
+    reason = job.node_end(1)["reason"]
     assert "node 1 cannot reach node 0 at 127.0.0.1" in reason
     assert "connection refused" in reason
     assert not (job.dir / "result.json").exists()
@@ -812,21 +812,21 @@ def test_agent_without_coordinator_reports_address_that_it_tried(new_job: NewJob
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "node0..cluster"])
 def test_unresolvable_coordinator_address_is_reported_on_both_nodes(
-    new_job: NewJob, address: str
+    make_job: MakeJob, address: str
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     variables = {"CLUSTERJOB_MASTER_ADDR": address, "RES_OPTIONS": "timeout:1 attempts:1"}
     for node_rank in (1, 0):
         job.start(node_rank, "--join-timeout", "0.5", job.script(SLEEPER), env=variables)
     assert job.wait() == [1, 1]
     for agent in job.agents:
         assert "Traceback" not in job.stderr(agent)
-    assert address in job.end_of(1)["reason"]
+    assert address in job.node_end(1)["reason"]
     assert address in job.result["reason"]
 
 
-def test_coordinator_refuses_second_agent_with_same_node_rank(new_job: NewJob) -> None:
-    job = new_job(3)
+def test_coordinator_refuses_second_agent_with_same_node_rank(make_job: MakeJob) -> None:
+    job = make_job(3)
     script = job.script(SLEEPER)
     job.start(0, script)
     job.start(1, script)
@@ -836,11 +836,11 @@ def test_coordinator_refuses_second_agent_with_same_node_rank(new_job: NewJob) -
     message = job.result["failure"]["message"]
     assert "node_rank 1 is claimed twice" in message
     assert all(str(job.agents[index].pid) in message for index in (1, 2))
-    assert "claimed twice" in job.stderr(job.agents[2]) + job.end_of(1)["reason"]
+    assert "claimed twice" in job.stderr(job.agents[2]) + job.node_end(1)["reason"]
 
 
-def test_late_agent_is_refused_and_running_job_succeeds(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_late_agent_is_refused_and_running_job_succeeds(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, time
         pathlib.Path(f"up{os.environ['RANK']}").touch()
@@ -854,11 +854,11 @@ def test_late_agent_is_refused_and_running_job_succeeds(new_job: NewJob) -> None
     job.path("go").touch()
     assert job.wait() == [0, 0, 1]
     assert job.result["state"] == "SUCCEEDED"
-    assert job.end_of(1)["state"] == "SUCCEEDED"
+    assert job.node_end(1)["state"] == "SUCCEEDED"
 
 
-def test_agent_with_different_node_count_is_refused(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agent_with_different_node_count_is_refused(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = job.script(SLEEPER)
     job.start(0, script)
     job.start(1, script, env={"CLUSTERJOB_NNODES": "3"})
@@ -866,22 +866,22 @@ def test_agent_with_different_node_count_is_refused(new_job: NewJob) -> None:
     assert "counts 3 nodes, node 0 counts 2" in job.result["failure"]["message"]
 
 
-def test_agent_with_wrong_token_is_refused(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agent_with_wrong_token_is_refused(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = job.script("print('ran')")
     job.start(0, script)
     wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
     refused = job.start(1, "--join-timeout", "1", script, env={"CLUSTERJOB_TOKEN": "guessed"})
     assert refused.wait(TEST_TIMEOUT) == 1
-    assert "does not know the job's token" in job.end_of(1)["reason"]
+    assert "does not know the job's token" in job.node_end(1)["reason"]
     assert job.events("unauthenticated")
     assert not job.events("joined")[1:]
     job.start(1, script)
     assert job.wait() == [0, 1, 0]
 
 
-def test_agent_of_old_attempt_is_refused(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agent_of_old_attempt_is_refused(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = job.script("print('ran')")
     with held_port() as number:
         port = {"CLUSTERJOB_MASTER_PORT": str(number)}
@@ -889,14 +889,14 @@ def test_agent_of_old_attempt_is_refused(new_job: NewJob) -> None:
         wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
         old = job.start(1, "--join-timeout", "5", script, env=port | {"CLUSTERJOB_ATTEMPT": "0"})
         assert old.wait(TEST_TIMEOUT) == 1
-        assert "this is attempt 1 of the job, not 0" in job.end_of(1)["reason"]
+        assert "this is attempt 1 of the job, not 0" in job.node_end(1)["reason"]
         job.start(1, script, env=port | {"CLUSTERJOB_ATTEMPT": "1"})
         assert job.wait() == [0, 1, 0]
     assert job.result["attempt"] == 1
 
 
-def test_node_lost_before_start_ends_rendezvous(new_job: NewJob) -> None:
-    job = new_job(3)
+def test_node_lost_before_start_ends_rendezvous(make_job: MakeJob) -> None:
+    job = make_job(3)
     script = job.script(SLEEPER)
     job.start(0, script)
     job.start(1, script)
@@ -907,10 +907,10 @@ def test_node_lost_before_start_ends_rendezvous(new_job: NewJob) -> None:
 
 
 @pytest.mark.slow
-def test_coordinator_takes_next_port_when_port_is_in_use(new_job: NewJob) -> None:
+def test_coordinator_takes_next_port_when_port_is_in_use(make_job: MakeJob) -> None:
     from clusterjob.node.rendezvous import ports
 
-    job = new_job(2)
+    job = make_job(2)
     first, second = ports.candidates(job.id, 0, None)[:2]
     with (
         socket.create_server(("127.0.0.1", first)),
@@ -923,8 +923,8 @@ def test_coordinator_takes_next_port_when_port_is_in_use(new_job: NewJob) -> Non
         assert job.wait() == [0, 0]
 
 
-def test_configured_port_in_use_is_reported_without_traceback(new_job: NewJob) -> None:
-    job = new_job()
+def test_configured_port_in_use_is_reported_without_traceback(make_job: MakeJob) -> None:
+    job = make_job()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_MASTER_PORT": str(port)})
@@ -934,8 +934,8 @@ def test_configured_port_in_use_is_reported_without_traceback(new_job: NewJob) -
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_missing_token_file_is_reported_without_traceback(new_job: NewJob) -> None:
-    job = new_job()
+def test_missing_token_file_is_reported_without_traceback(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(
         0,
         job.script("print('ran')"),
@@ -946,8 +946,8 @@ def test_missing_token_file_is_reported_without_traceback(new_job: NewJob) -> No
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_agent_reads_token_from_file(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agent_reads_token_from_file(make_job: MakeJob) -> None:
+    job = make_job(2)
     token_file = job.path("token")
     token_file.write_text(job.token + "\n")
     script = job.script("print('ran')")
@@ -956,16 +956,16 @@ def test_agent_reads_token_from_file(new_job: NewJob) -> None:
     assert job.wait() == [0, 0]
 
 
-def test_non_numeric_attempt_is_reported_without_traceback(new_job: NewJob) -> None:
-    job = new_job()
+def test_non_numeric_attempt_is_reported_without_traceback(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, job.script("print('ran')"), env={"CLUSTERJOB_ATTEMPT": "second"})
     assert job.wait()[0] in (1, 2)
     assert "CLUSTERJOB_ATTEMPT" in job.stderr(job.agents[0])
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_launch_inside_worker_is_refused(new_job: NewJob) -> None:
-    job = new_job()
+def test_launch_inside_worker_is_refused(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, "--", sys.executable, "-m", "clusterjob.node", job.script("print('ran')"))
     assert job.wait() == [2]
     assert "already one process of a job" in "".join(job.result["failure"]["last_lines"])
@@ -975,8 +975,8 @@ def test_launch_inside_worker_is_refused(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_workers_are_restarted_after_failure(new_job: NewJob, start: str) -> None:
-    job = new_job(2)
+def test_workers_are_restarted_after_failure(make_job: MakeJob, start: str) -> None:
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, sys, time
         restart, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
@@ -1009,9 +1009,9 @@ def test_workers_are_restarted_after_failure(new_job: NewJob, start: str) -> Non
 
 
 def test_node_that_still_imports_torch_takes_part_in_restart(
-    new_job: NewJob,
+    make_job: MakeJob,
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     slow = job.path("slow") / "torch"
     slow.mkdir(parents=True)
     (slow / "__init__.py").write_text(
@@ -1034,8 +1034,8 @@ def test_node_that_still_imports_torch_takes_part_in_restart(
     assert job.result["restarts"] == 1
 
 
-def test_job_fails_after_last_restart(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_job_fails_after_last_restart(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(
         "--max-restarts",
         "2",
@@ -1050,8 +1050,8 @@ def test_job_fails_after_last_restart(new_job: NewJob) -> None:
     assert "FAILED after 2 restarts" in job.stderr(job.agents[0])
 
 
-def test_job_with_lost_node_is_not_restarted(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_job_with_lost_node_is_not_restarted(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all("--max-restarts", "3", job.script(SLEEPER))
     job.wait_for("up0", "up1")
     job.agents[1].kill()
@@ -1059,8 +1059,8 @@ def test_job_with_lost_node_is_not_restarted(new_job: NewJob) -> None:
     assert job.result["restarts"] == 0
 
 
-def test_cancel_request_ends_restarts(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_cancel_request_ends_restarts(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = job.script(
         "import pathlib, time; pathlib.Path('up').touch(); time.sleep(0.1); raise SystemExit(1)"
     )
@@ -1073,8 +1073,8 @@ def test_cancel_request_ends_restarts(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_restart_has_fresh_store(new_job: NewJob, how: str) -> None:
-    job = new_job(2)
+def test_restart_has_fresh_store(make_job: MakeJob, how: str) -> None:
+    job = make_job(2)
     script = job.script(
         textwrap.dedent(ALL_REDUCE).replace(
             "how, guilty = sys.argv[1:]",
@@ -1096,9 +1096,9 @@ def test_restart_has_fresh_store(new_job: NewJob, how: str) -> None:
     [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP)],
 )
 def test_signal_to_any_agent_cancels_job_on_all_nodes(
-    new_job: NewJob, node: int, number: signal.Signals
+    make_job: MakeJob, node: int, number: signal.Signals
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     script = job.script(
         """
         import os, pathlib, signal, sys, time
@@ -1124,15 +1124,15 @@ def test_signal_to_any_agent_cancels_job_on_all_nodes(
     assert HOST in job.result["reason"]
     assert job.path("saved0").exists()
     assert job.path("saved1").exists()
-    assert [job.end_of(rank)["state"] for rank in (0, 1)] == ["CANCELLED", "CANCELLED"]
+    assert [job.node_end(rank)["state"] for rank in (0, 1)] == ["CANCELLED", "CANCELLED"]
     assert not own_processes()
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_after_sigint_ends_job_within_grace_period(
-    new_job: NewJob, second: signal.Signals
+    make_job: MakeJob, second: signal.Signals
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, signal, time
         rank = os.environ["RANK"]
@@ -1156,8 +1156,8 @@ def test_second_signal_after_sigint_ends_job_within_grace_period(
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_agent_that_waits_in_rendezvous_can_be_cancelled(new_job: NewJob, node: int) -> None:
-    job = new_job(2)
+def test_agent_that_waits_in_rendezvous_can_be_cancelled(make_job: MakeJob, node: int) -> None:
+    job = make_job(2)
     job.start(node, job.script(SLEEPER))
     wait_until(
         lambda: (
@@ -1169,12 +1169,12 @@ def test_agent_that_waits_in_rendezvous_can_be_cancelled(new_job: NewJob, node: 
     time.sleep(0.2)  # node 1 reports no event while it connects
     job.agents[0].terminate()
     assert job.wait() == [143]
-    assert job.end_of(node)["state"] == "CANCELLED"
+    assert job.node_end(node)["state"] == "CANCELLED"
 
 
-def test_signal_during_start_leaves_no_process(new_job: NewJob) -> None:
+def test_signal_during_start_leaves_no_process(make_job: MakeJob) -> None:
     for step in range(8):
-        job = new_job()
+        job = make_job()
         job.start(
             0,
             "--nproc-per-node",
@@ -1191,13 +1191,13 @@ def test_signal_during_start_leaves_no_process(new_job: NewJob) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_to_all_processes_while_agent_loads_cancels_job(
-    new_job: NewJob, number: signal.Signals
+    make_job: MakeJob, number: signal.Signals
 ) -> None:
     """A scheduler signals all processes of a job at once.
 
     An agent whose forkserver already runs must end as cancelled, not as killed.
     """
-    job = new_job()
+    job = make_job()
     (job.path("slow")).mkdir()
     job.script(
         """
@@ -1219,15 +1219,15 @@ def test_signal_to_all_processes_while_agent_loads_cancels_job(
     job.path("signalled").touch()
     assert job.wait() == [143]
     assert (job.result["state"], job.result["reason"]) == ("CANCELLED", f"{number.name} on {HOST}")
-    assert job.end_of(0)["state"] == "CANCELLED"
+    assert job.node_end(0)["state"] == "CANCELLED"
     assert not job.path("up0").exists(), "no worker was started"
     assert "Traceback" not in job.stderr(agent)
     wait_for_no_processes(10)
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_workers_start_with_default_signal_handlers(new_job: NewJob, start: str) -> None:
-    job = new_job()
+def test_workers_start_with_default_signal_handlers(make_job: MakeJob, start: str) -> None:
+    job = make_job()
     text = """
         import pathlib, signal
         names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGCHLD", "SIGUSR1")
@@ -1241,16 +1241,16 @@ def test_workers_start_with_default_signal_handlers(new_job: NewJob, start: str)
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_job_beyond_time_limit_fails_with_exit_code_124(new_job: NewJob, nnodes: int) -> None:
-    job = new_job(nnodes)
+def test_job_beyond_time_limit_fails_with_exit_code_124(make_job: MakeJob, nnodes: int) -> None:
+    job = make_job(nnodes)
     job.start_all("--time-limit", "1", job.script(SLEEPER))
     assert job.wait() == [124] * nnodes
     assert (job.result["state"], job.result["exit_code"]) == ("FAILED", 124)
     assert "time limit of 1 s" in job.result["reason"]
 
 
-def test_time_limit_includes_restarts(new_job: NewJob) -> None:
-    job = new_job()
+def test_time_limit_includes_restarts(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(
         0,
         "--time-limit",
@@ -1264,8 +1264,8 @@ def test_time_limit_includes_restarts(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_closed_lifeline_cancels_job(new_job: NewJob, node: int) -> None:
-    job = new_job(2)
+def test_closed_lifeline_cancels_job(make_job: MakeJob, node: int) -> None:
+    job = make_job(2)
     script = job.script(SLEEPER)
     for node_rank in (0, 1):
         job.start(
@@ -1277,8 +1277,8 @@ def test_closed_lifeline_cancels_job(new_job: NewJob, node: int) -> None:
     assert job.result["state"] == "CANCELLED"
 
 
-def test_closed_lifeline_of_detached_job_does_not_cancel(new_job: NewJob) -> None:
-    job = new_job()
+def test_closed_lifeline_of_detached_job_does_not_cancel(make_job: MakeJob) -> None:
+    job = make_job()
     script = job.script("""
         import os, pathlib, time
         pathlib.Path("up").touch()
@@ -1295,19 +1295,19 @@ def test_closed_lifeline_of_detached_job_does_not_cancel(new_job: NewJob) -> Non
     assert job.wait() == [0]
 
 
-def test_lifeline_from_dev_null_cancels_job(new_job: NewJob) -> None:
+def test_lifeline_from_dev_null_cancels_job(make_job: MakeJob) -> None:
     """/dev/null is at its end at once, and poll(2) reports it differently than a pipe."""
-    job = new_job()
+    job = make_job()
     job.start(0, "--lifeline", job.script(SLEEPER), stdin=subprocess.DEVNULL)
     assert job.wait() == [143]
     assert job.result["state"] == "CANCELLED"
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_newly_forked_workers_obey_sigterm(new_job: NewJob) -> None:
+def test_newly_forked_workers_obey_sigterm(make_job: MakeJob) -> None:
     """A worker that runs no script yet must not ignore SIGTERM until the grace period ends."""
     for _ in range(5):
-        job = new_job()
+        job = make_job()
         job.start(
             0,
             "--lifeline",
@@ -1324,8 +1324,8 @@ def test_newly_forked_workers_obey_sigterm(new_job: NewJob) -> None:
 # -- commands --------------------------------------------------------------------------------------
 
 
-def test_shell_command_runs_as_worker(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_shell_command_runs_as_worker(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(
         "--nproc-per-node",
         "2",
@@ -1345,8 +1345,8 @@ def test_shell_command_runs_as_worker(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("command", ["no-such-command-here", "/nowhere/at all"])
-def test_missing_command_exits_with_127(new_job: NewJob, command: str) -> None:
-    job = new_job(2)
+def test_missing_command_exits_with_127(make_job: MakeJob, command: str) -> None:
+    job = make_job(2)
     job.start_all("--", command, "argument")
     assert job.wait() == [127, 127]
     assert f"cannot start {command}: No such file or directory" in job.result["failure"]["message"]
@@ -1354,9 +1354,9 @@ def test_missing_command_exits_with_127(new_job: NewJob, command: str) -> None:
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-def test_command_has_same_signal_dispositions_as_in_shell(new_job: NewJob) -> None:
+def test_command_has_same_signal_dispositions_as_in_shell(make_job: MakeJob) -> None:
     """Python ignores SIGPIPE, and exec keeps that: ``yes | head`` would print an error."""
-    job = new_job()
+    job = make_job()
     command = ["sh", "-c", "grep -E 'Sig(Ign|Blk)' /proc/self/status; yes | head -n 1"]
     # The dispositions that this test itself has inherited.
     expected = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -1367,15 +1367,15 @@ def test_command_has_same_signal_dispositions_as_in_shell(new_job: NewJob) -> No
     assert job.log(0, "rank0.err") == ""
 
 
-def test_start_fork_with_command_is_refused(new_job: NewJob) -> None:
-    job = new_job()
+def test_start_fork_with_command_is_refused(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, "--start", "fork", "--", "true")
     assert job.wait() == [1]
     assert "--start fork is impossible" in job.result["reason"]
 
 
-def test_missing_script_is_reported(new_job: NewJob) -> None:
-    job = new_job()
+def test_missing_script_is_reported(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, "nowhere.py")
     assert job.wait() == [2]
     assert "nowhere.py" in job.result["failure"]["message"] + "".join(
@@ -1387,8 +1387,8 @@ def test_missing_script_is_reported(new_job: NewJob) -> None:
 # -- output and disk -------------------------------------------------------------------------------
 
 
-def test_job_continues_after_reader_of_output_closes_pipe(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_job_continues_after_reader_of_output_closes_pipe(make_job: MakeJob) -> None:
+    job = make_job(2)
     out, out_other = os.pipe()
     err, err_other = os.pipe()
     script = job.script(
@@ -1403,9 +1403,9 @@ def test_job_continues_after_reader_of_output_closes_pipe(new_job: NewJob) -> No
     assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
 
 
-def test_paused_reader_of_output_does_not_expire_lease(new_job: NewJob) -> None:
+def test_paused_reader_of_output_does_not_expire_lease(make_job: MakeJob) -> None:
     """With ``clusterjob run ... | less`` the pipe fills, and the job continues."""
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, time
         for _ in range(4000):
@@ -1424,16 +1424,16 @@ def test_paused_reader_of_output_does_not_expire_lease(new_job: NewJob) -> None:
     assert output.count(b"x" * 99) == 4000
 
 
-def test_no_echo_leaves_output_in_log_files(new_job: NewJob) -> None:
-    job = new_job()
+def test_no_echo_leaves_output_in_log_files(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, "--no-echo", job.script("print('quiet')"))
     assert job.wait() == [0]
     assert job.stdout(job.agents[0]) == ""
     assert job.log(0, "rank0.out") == "quiet\n"
 
 
-def test_job_directory_that_cannot_be_created_is_reported(new_job: NewJob) -> None:
-    job = new_job()
+def test_job_directory_that_cannot_be_created_is_reported(make_job: MakeJob) -> None:
+    job = make_job()
     job.path("file").touch()
     job.start(
         0, job.script("print('ran')"), env={"CLUSTERJOB_JOB_DIR": str(job.path("file") / "job")}
@@ -1458,8 +1458,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def test_disk_that_fills_during_run_fails_job(new_job: NewJob, small_disk: Path) -> None:
-    job = new_job(2)
+def test_disk_that_fills_during_run_fails_job(make_job: MakeJob, small_disk: Path) -> None:
+    job = make_job(2)
     job.dir = small_disk / "job"
     script = job.script("""
         import os, time
@@ -1476,8 +1476,8 @@ def test_disk_that_fills_during_run_fails_job(new_job: NewJob, small_disk: Path)
     assert not own_processes()
 
 
-def test_disk_full_at_start_fails_job(new_job: NewJob, small_disk: Path) -> None:
-    job = new_job(2)
+def test_disk_full_at_start_fails_job(make_job: MakeJob, small_disk: Path) -> None:
+    job = make_job(2)
     subprocess.run(
         ["dd", "if=/dev/zero", f"of={small_disk}/ballast", "bs=4k"],
         check=False,

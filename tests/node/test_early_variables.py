@@ -15,7 +15,7 @@ from procs import WITH_TORCH, Job
 from clusterjob.node.program import Program
 from clusterjob.node.workers import early_variables
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 ENVIRONMENT = {"TORCH_LOGS": "graph", "OMP_NUM_THREADS": "2"}
 
 SETS = {
@@ -111,8 +111,10 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_variables_set_before_import_of_torch_apply_in_worker(new_job: NewJob, start: str) -> None:
-    job = new_job(1)
+def test_variables_set_before_import_of_torch_apply_in_worker(
+    make_job: MakeJob, start: str
+) -> None:
+    job = make_job(1)
     script = job.script(SCRIPT)
     settings = (
         'import os\nos.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1", '
@@ -130,8 +132,8 @@ def test_variables_set_before_import_of_torch_apply_in_worker(new_job: NewJob, s
     ) is (start == "fork")
 
 
-def test_script_with_other_torch_variables_is_started_by_exec(new_job: NewJob) -> None:
-    job = new_job(1)
+def test_script_with_other_torch_variables_is_started_by_exec(make_job: MakeJob) -> None:
+    job = make_job(1)
     script = job.script("""
         import os
         os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"

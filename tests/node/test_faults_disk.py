@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, kill_all, own_processes, wait_until
+from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 
 import clusterjob
 from clusterjob.core import jobs
@@ -63,12 +63,14 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     try:
         yield make
     finally:
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: not own_processes(), PROMPT)
-        kill_all(own_processes())
-        for path in reversed(mounted):
-            if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode:
-                subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
+        try:
+            wait_for_no_processes(PROMPT)
+        finally:
+            kill_all(own_processes())
+            for path in reversed(mounted):
+                command = ["umount", str(path)]
+                if subprocess.run(command, capture_output=True, check=False).returncode:
+                    subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
 
 
 def fill(directory: Path, leave: int) -> None:

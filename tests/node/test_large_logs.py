@@ -214,5 +214,5 @@ def test_merged_output_takes_bounded_multiple_of_time_of_plain_copy(
                 begin = time.process_time()
                 function(out)
                 seconds.append(time.process_time() - begin)
-    # Measured: 13 times, which is 4 us per line. With 34 times, 100 MB took minutes.
+    # Measured: 13 times the seconds of copy_plain, 4 us per line. At 34 times, 100 MB took minutes.
     assert min(times[show_merged]) < 25 * min(times[copy_plain]), times

@@ -102,7 +102,7 @@ def test_mpich_jobs_on_one_host_get_different_ports(tmp_path: Path) -> None:
     """Hydra sets no job id; the process behind PMI_FD distinguishes two jobs."""
     code = (
         "from clusterjob.node.environments import detect, look_up; import os; "
-        "print(detect(look_up(os.environ)).place.topology.master_port)"
+        "print(detect(look_up(os.environ)).placement.topology.master_port)"
     )
     ports = [
         set(
@@ -230,7 +230,7 @@ TORCHRUNX = """
 def test_bootstrap_under_torchrunx(tmp_path: Path) -> None:
     """torchrunx releases its port before its workers bind it.
 
-    In a network namespace of its own, no other process can take the port meanwhile.
+    The test runs in a network namespace of its own, so that no other process takes the port.
     """
     pytest.importorskip("torchrunx")
     if skip_reason():
@@ -248,7 +248,7 @@ def test_bootstrap_under_torchrunx(tmp_path: Path) -> None:
 
 
 def test_cores_are_divided_among_processes_of_node(tmp_path: Path) -> None:
-    """Otherwise each process starts as many threads as there are cores."""
+    """Without its own share, each process would start as many threads as there are cores."""
     path = script(tmp_path, TRAIN)
     common = {
         "WORLD_SIZE": "2",

@@ -37,7 +37,7 @@ from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers.preemption_pipe import WarningPipe
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
 # Workers have at least half of it, 30 s; no test waits that long.
 WARNING = ("--warning", "60")
@@ -131,8 +131,8 @@ def check_preempted(job: Job, why: str, how: str = "its workers left to be queue
 
 @pytest.mark.parametrize("mode", ["fork", "exec"])
 @pytest.mark.parametrize("node", [0, 1])
-def test_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, mode: str) -> None:
-    job = new_job(2)
+def test_warning_to_any_node_reaches_every_worker(make_job: MakeJob, node: int, mode: str) -> None:
+    job = make_job(2)
     job.start_all(
         *WARNING,
         "--start",
@@ -149,7 +149,7 @@ def test_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, mo
     check_preempted(job, f"SIGUSR1 on {HOST}")
     for rank in range(4):
         assert job.log(rank // 2, f"rank{rank}.out") == "warned at attempt 0\n"
-    assert [job.end_of(rank)["state"] for rank in (0, 1)] == ["PREEMPTED", "PREEMPTED"]
+    assert [job.node_end(rank)["state"] for rank in (0, 1)] == ["PREEMPTED", "PREEMPTED"]
     assert f"warning: SIGUSR1 on {HOST}: the workers have 55 s to leave" in job.stderr(
         job.agents[0]
     )
@@ -157,8 +157,8 @@ def test_warning_to_any_node_reaches_every_worker(new_job: NewJob, node: int, mo
 
 
 @pytest.mark.parametrize("mode", ["fork", "exec"])
-def test_callbacks_run_once_in_order_on_main_thread(new_job: NewJob, mode: str) -> None:
-    job = new_job(2)
+def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob, mode: str) -> None:
+    job = make_job(2)
     job.start_all(*WARNING, "--start", mode, write_scripts(job, USES_CALLBACKS))
     up(job, 2)
     for _ in range(3):
@@ -168,8 +168,8 @@ def test_callbacks_run_once_in_order_on_main_thread(new_job: NewJob, mode: str) 
     assert [job.log(rank, f"rank{rank}.out") for rank in (0, 1)] == ["first\nsecond\n"] * 2
 
 
-def test_sigterm_to_agent_counts_as_warning(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_sigterm_to_agent_counts_as_warning(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(*WARNING, write_scripts(job, POLLS_WARNING))
     up(job, 2)
     job.agents[1].terminate()
@@ -179,10 +179,10 @@ def test_sigterm_to_agent_counts_as_warning(new_job: NewJob) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_preemptible_job_is_cancelled_at_once_without_warning(
-    new_job: NewJob, number: signal.Signals
+    make_job: MakeJob, number: signal.Signals
 ) -> None:
     """Workers that treat SIGTERM as a warning see that this one cancels the job."""
-    job = new_job(2)
+    job = make_job(2)
     job.start_all(*WARNING, "--grace", "45", write_scripts(job, USES_CALLBACKS))
     up(job, 2)
     if number == signal.SIGTERM:
@@ -196,8 +196,8 @@ def test_preemptible_job_is_cancelled_at_once_without_warning(
     assert job.log(0, "rank0.out") == ""
 
 
-def test_sigterm_cancels_job_without_warning_option(new_job: NewJob) -> None:
-    job = new_job()
+def test_sigterm_cancels_job_without_warning_option(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, write_scripts(job, POLLS_WARNING))
     up(job, 1)
     job.agents[0].terminate()
@@ -205,8 +205,8 @@ def test_sigterm_cancels_job_without_warning_option(new_job: NewJob) -> None:
     assert job.result["state"] == "CANCELLED"
 
 
-def test_warning_before_agents_listen_preempts_job(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_warning_before_agents_listen_preempts_job(make_job: MakeJob) -> None:
+    job = make_job(2)
     (job.dir / "ends").mkdir()
     ends.warn(job.dir, 0)
     job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
@@ -217,8 +217,8 @@ def test_warning_before_agents_listen_preempts_job(new_job: NewJob) -> None:
     assert not job.path("up0").exists()
 
 
-def test_warning_of_earlier_attempt_is_ignored(new_job: NewJob) -> None:
-    job = new_job()
+def test_warning_of_earlier_attempt_is_ignored(make_job: MakeJob) -> None:
+    job = make_job()
     (job.dir / "ends").mkdir()
     ends.warn(job.dir, 0)
     job.path("go").touch()
@@ -227,9 +227,9 @@ def test_warning_of_earlier_attempt_is_ignored(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("moment", [0.02, 0.06, 0.1, 0.15, 0.2, 0.3])
-def test_sigusr1_during_start_preempts_job(new_job: NewJob, moment: float) -> None:
-    """The signal comes after the fork of the forkserver; until then `trap '' USR1` holds."""
-    job = new_job()
+def test_sigusr1_during_start_preempts_job(make_job: MakeJob, moment: float) -> None:
+    """The signal comes after the fork of the forkserver; before it, the script ignores SIGUSR1."""
+    job = make_job()
     script = write_scripts(job, POLLS_WARNING)
     trapped = ["bash", "-c", "trap '' USR1; exec \"$@\"", "-", sys.executable, "-S"]
     agent = job.start(0, *WARNING, script, python=tuple(trapped))
@@ -243,13 +243,13 @@ def test_sigusr1_during_start_preempts_job(new_job: NewJob, moment: float) -> No
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("mode", ["fork", "exec"])
 def test_signal_to_all_processes_of_job_ends_none_of_them(
-    new_job: NewJob, mode: str, number: signal.Signals
+    make_job: MakeJob, mode: str, number: signal.Signals
 ) -> None:
     """Slurm signals all processes of a step.
 
     By default, a worker's own children are not protected from SIGTERM.
     """
-    job = new_job(2)
+    job = make_job(2)
     script = write_scripts(job, """
         import subprocess
         from place import *
@@ -283,8 +283,8 @@ def test_signal_to_all_processes_of_job_ends_none_of_them(
 # -- end of a warned job ---------------------------------------------------------------------------
 
 
-def test_workers_that_ignore_warning_are_stopped_before_deadline(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_workers_that_ignore_warning_are_stopped_before_deadline(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all("--warning", "4", "--grace", "1", write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     begin = time.monotonic()
@@ -294,8 +294,8 @@ def test_workers_that_ignore_warning_are_stopped_before_deadline(new_job: NewJob
     check_preempted(job, f"SIGUSR1 on {HOST}", "its workers still ran 2 s later and were stopped")
 
 
-def test_job_that_completes_after_warning_has_succeeded(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_job_that_completes_after_warning_has_succeeded(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = write_scripts(job, """
         from place import *
         tell("up")
@@ -310,8 +310,8 @@ def test_job_that_completes_after_warning_has_succeeded(new_job: NewJob) -> None
     assert job.result["state"] == "SUCCEEDED"
 
 
-def test_worker_that_exits_early_does_not_stop_other_workers(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_worker_that_exits_early_does_not_stop_other_workers(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = write_scripts(job, """
         import atexit
         from place import *
@@ -337,8 +337,8 @@ def test_worker_that_exits_early_does_not_stop_other_workers(new_job: NewJob) ->
     assert job.log(0, "rank1.out") == "saved at last\n"
 
 
-def test_worker_failure_after_warning_fails_job(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_worker_failure_after_warning_fails_job(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = write_scripts(job, """
         from place import *
         tell("up")
@@ -356,8 +356,8 @@ def test_worker_failure_after_warning_fails_job(new_job: NewJob) -> None:
     assert "the checkpoint cannot be written" in job.result["reason"]
 
 
-def test_exception_in_callback_ends_script(new_job: NewJob) -> None:
-    job = new_job()
+def test_exception_in_callback_ends_script(make_job: MakeJob) -> None:
+    job = make_job()
     script = write_scripts(job, """
         from place import *
         def save():
@@ -380,16 +380,18 @@ def test_exception_in_callback_ends_script(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("warning", [(), WARNING])
-def test_exit_code_75_without_warning_fails_job(new_job: NewJob, warning: tuple[str, ...]) -> None:
-    job = new_job()
+def test_exit_code_75_without_warning_fails_job(
+    make_job: MakeJob, warning: tuple[str, ...]
+) -> None:
+    job = make_job()
     job.start(0, *warning, job.script("import sys; sys.exit(75)"))
     assert job.wait() == [75]
     assert (job.result["state"], job.result["failure"]["rank"]) == ("FAILED", 0)
 
 
-def test_workers_killed_by_sigterm_before_warning_are_preempted(new_job: NewJob) -> None:
+def test_workers_killed_by_sigterm_before_warning_are_preempted(make_job: MakeJob) -> None:
     """The signal reaches the workers first; the warning that explains it comes later."""
-    job = new_job(2)
+    job = make_job(2)
     job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     for agent in job.agents:
@@ -401,8 +403,8 @@ def test_workers_killed_by_sigterm_before_warning_are_preempted(new_job: NewJob)
     check_preempted(job, f"SIGTERM on {HOST}")
 
 
-def test_worker_killed_by_sigterm_without_warning_fails_job(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_worker_killed_by_sigterm_without_warning_fails_job(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     (worker,) = below(job.forkserver_of(job.agents[1]))
@@ -415,8 +417,8 @@ def test_worker_killed_by_sigterm_without_warning_fails_job(new_job: NewJob) -> 
     ) == ("FAILED", 1, "SIGTERM")
 
 
-def test_agent_lost_after_warning_preempts_job(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_agent_lost_after_warning_preempts_job(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     job.agents[0].send_signal(signal.SIGUSR1)
@@ -427,9 +429,9 @@ def test_agent_lost_after_warning_preempts_job(new_job: NewJob) -> None:
     assert "was lost" in job.result["reason"]
 
 
-def test_worker_sees_warning_again_after_restart(new_job: NewJob) -> None:
+def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
     """After a failure with restarts left, the new workers see the warning from the start."""
-    job = new_job()
+    job = make_job()
     script = write_scripts(job, """
         from place import *
         tell("up")
@@ -447,12 +449,12 @@ def test_worker_sees_warning_again_after_restart(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("target", ["agent", "all processes"])
-def test_workers_under_torchrun_see_warning_file(new_job: NewJob, target: str) -> None:
+def test_workers_under_torchrun_see_warning_file(make_job: MakeJob, target: str) -> None:
     """torchrun does not pass the pipe on.
 
     It also ends the other workers of its node when the first one exits.
     """
-    job = new_job(2)
+    job = make_job(2)
     job.start_all(
         *WARNING, "--launcher", "torchrun", write_scripts(job, POLLS_WARNING), python=WITH_TORCH
     )
@@ -470,8 +472,8 @@ def test_workers_under_torchrun_see_warning_file(new_job: NewJob, target: str) -
 # -- the next attempt ------------------------------------------------------------------------------
 
 
-def test_next_attempt_runs_in_same_job_directory(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_next_attempt_runs_in_same_job_directory(make_job: MakeJob) -> None:
+    job = make_job(2)
     script = write_scripts(job, POLLS_WARNING)
     job.start_all(*WARNING, script)
     up(job, 2)
@@ -489,7 +491,7 @@ def test_next_attempt_runs_in_same_job_directory(new_job: NewJob) -> None:
     assert job.wait()[2:] == [75, 75]
     assert (job.result["state"], job.result["attempt"]) == ("PREEMPTED", 1)
     assert json.loads((job.dir / "ends" / "result.attempt0.json").read_text())["attempt"] == 0
-    assert [job.end_of(node)["attempt"] for node in (0, 1)] == [1, 1]
+    assert [job.node_end(node)["attempt"] for node in (0, 1)] == [1, 1]
     for rank in (0, 1):
         assert job.log(rank, f"rank{rank}.out") == "warned at attempt 0\n"
         assert job.log(rank, f"rank{rank}.attempt1.out") == "warned at attempt 1\n"
@@ -499,8 +501,8 @@ def test_next_attempt_runs_in_same_job_directory(new_job: NewJob) -> None:
     assert [event["attempt"] for event in job.events("started")] == [0, 1]
 
 
-def test_failure_of_agent_of_old_attempt_does_not_replace_result(new_job: NewJob) -> None:
-    job = new_job()
+def test_failure_of_agent_of_old_attempt_does_not_replace_result(make_job: MakeJob) -> None:
+    job = make_job()
     job.path("go").touch()
     script = write_scripts(job, POLLS_WARNING)
     job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "2"})
@@ -513,7 +515,7 @@ def test_failure_of_agent_of_old_attempt_does_not_replace_result(new_job: NewJob
         job.start(0, script, env={"CLUSTERJOB_ATTEMPT": "1", "CLUSTERJOB_MASTER_PORT": port})
         assert job.wait() == [0, 1]
     assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
-    assert job.end_of(0)["attempt"] == 2
+    assert job.node_end(0)["attempt"] == 2
 
 
 # -- worker without an agent -----------------------------------------------------------------------
@@ -809,13 +811,13 @@ def test_failure_kind_is_terminated_only_for_end_by_sigterm(
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_training_workers_leave_in_middle_of_step_after_warning(
-    new_job: NewJob, number: signal.Signals
+    make_job: MakeJob, number: signal.Signals
 ) -> None:
     """Each worker leaves in its own callback, while collectives are pending.
 
     The signal also reaches the DataLoader workers.
     """
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, torch
         from torch.utils.data import DataLoader, TensorDataset
@@ -884,10 +886,10 @@ def weights(job: Job, agent: subprocess.Popen[bytes]) -> str:
 
 @pytest.mark.slow
 def test_interrupted_training_ends_with_weights_of_uninterrupted_one(
-    new_job: NewJob,
+    make_job: MakeJob,
 ) -> None:
     """The training is warned once and killed once, each time in the middle of its steps."""
-    job = new_job()
+    job = make_job()
     warned = train(job, 0, MANY_STEPS)
     wait_until(lambda: last_step(job, 0), TEST_TIMEOUT)
     warned.send_signal(signal.SIGUSR1)
@@ -906,6 +908,6 @@ def test_interrupted_training_ends_with_weights_of_uninterrupted_one(
     assert last_step(job, 1) <= first_step(job, 2) < steps - 20
     assert (job.result["state"], job.result["attempt"]) == ("SUCCEEDED", 2)
 
-    uninterrupted = new_job()
+    uninterrupted = make_job()
     assert weights(uninterrupted, train(uninterrupted, 0, steps)) == found
     assert len(found) == 16

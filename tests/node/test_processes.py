@@ -218,9 +218,8 @@ def test_start_ticks_identify_process_until_it_ends() -> None:
     assert processes.stat_fields(process.pid) is None
 
 
-def test_boot_id_is_constant() -> None:
-    assert len(processes.boot_id()) == 36
-    assert processes.boot_id() == processes.boot_id()
+def test_boot_id_is_that_of_kernel() -> None:
+    assert f"{processes.boot_id()}\n" == Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
 def test_signal_to_ended_process_returns_false() -> None:

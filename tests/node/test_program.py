@@ -12,28 +12,19 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import Run
 from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job
 
 from clusterjob.node.program import Program
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 STARTS = ["fork", "exec"]
-
-
-@dataclass
-class Run:
-    """Exit code and output of one run of a program."""
-
-    code: int
-    out: str
-    err: str
 
 
 def as_worker(
@@ -56,7 +47,7 @@ def as_python(
     python: tuple[str, ...] = PLAIN,
     env: dict[str, str] | None = None,
 ) -> Run:
-    """Run the same program as a shell does; for exec, with the bare interpreter."""
+    """Run the same program directly; for ``exec``, without the interpreter's options."""
     command = [*(python if start == "fork" else python[:1]), *program]
     ended = subprocess.run(
         command,
@@ -158,9 +149,9 @@ def write_package(job: Job) -> None:
     "form", ["relative", "absolute", "dotted", "below", "symlink", "-m pkg", "-m pkg.mod", "-m mod"]
 )
 def test_program_in_worker_sees_same_state_as_under_python(
-    new_job: NewJob, form: str, start: str
+    make_job: MakeJob, form: str, start: str
 ) -> None:
-    job = new_job()
+    job = make_job()
     write_package(job)
     job.script("'''Some script.'''\nannotated: int = 1" + DUMP)
     (job.directory / "below").mkdir()
@@ -180,8 +171,8 @@ def test_program_in_worker_sees_same_state_as_under_python(
     assert json.loads(actual.out) == json.loads(expected.out)
 
 
-def test_program_in_preloaded_worker_sees_same_state_as_under_python(new_job: NewJob) -> None:
-    job = new_job()
+def test_program_in_preloaded_worker_sees_same_state_as_under_python(make_job: MakeJob) -> None:
+    job = make_job()
     (job.directory / "helper.py").write_text("")
     job.script(DUMP)
     env = {"OMP_NUM_THREADS": "1"}
@@ -192,8 +183,8 @@ def test_program_in_preloaded_worker_sees_same_state_as_under_python(new_job: Ne
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_interpreter_flags_apply_in_workers(new_job: NewJob, start: str) -> None:
-    job = new_job()
+def test_interpreter_flags_apply_in_workers(make_job: MakeJob, start: str) -> None:
+    job = make_job()
     job.script(
         "import sys; print(sys.path, sys.flags.safe_path, sys.flags.isolated, sys.warnoptions, "
         "sys.flags.optimize)"
@@ -440,8 +431,8 @@ IN_EXEC = (
     ("ending", "start"),
     [(ending, "fork") for ending in ENDINGS] + [(ending, "exec") for ending in IN_EXEC],
 )
-def test_program_in_worker_ends_as_under_python(new_job: NewJob, ending: str, start: str) -> None:
-    job = new_job()
+def test_program_in_worker_ends_as_under_python(make_job: MakeJob, ending: str, start: str) -> None:
+    job = make_job()
     (job.directory / "script.py").write_text(ENDINGS[ending])
     (job.directory / "broken.py").write_text("def f(:\n")
     (job.directory / "failing.py").write_text(
@@ -451,15 +442,15 @@ def test_program_in_worker_ends_as_under_python(new_job: NewJob, ending: str, st
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_script_with_coding_declaration_is_decoded(new_job: NewJob, start: str) -> None:
-    job = new_job()
+def test_script_with_coding_declaration_is_decoded(make_job: MakeJob, start: str) -> None:
+    job = make_job()
     (job.directory / "script.py").write_bytes(b"# -*- coding: latin-1 -*-\nprint(ascii('\xe9'))\n")
     assert as_worker(job, start, "script.py") == Run(0, "'\\xe9'\n", "")
 
 
 @pytest.mark.parametrize("source", [b"x = 1\0", b"x = '\xff'"])
-def test_undecodable_script_fails_with_syntax_error(new_job: NewJob, source: bytes) -> None:
-    job = new_job()
+def test_undecodable_script_fails_with_syntax_error(make_job: MakeJob, source: bytes) -> None:
+    job = make_job()
     (job.directory / "script.py").write_bytes(source)
     actual = as_worker(job, "fork", "script.py")
     assert actual.code == 1
@@ -469,9 +460,11 @@ def test_undecodable_script_fails_with_syntax_error(new_job: NewJob, source: byt
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_files_that_program_leaves_open_are_written_completely(new_job: NewJob, start: str) -> None:
+def test_files_that_program_leaves_open_are_written_completely(
+    make_job: MakeJob, start: str
+) -> None:
     """The forkserver's objects must not close descriptor numbers that the program reuses."""
-    job = new_job()
+    job = make_job()
     job.script("""
         files = [open(f"file{index}", "w") for index in range(40)]
         for file in files:
@@ -483,8 +476,8 @@ def test_files_that_program_leaves_open_are_written_completely(new_job: NewJob, 
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("ending", ["raise ValueError('boom')", "import sys; sys.exit(3)", "x = ("])
-def test_module_in_worker_ends_as_under_python(new_job: NewJob, ending: str, start: str) -> None:
-    job = new_job()
+def test_module_in_worker_ends_as_under_python(make_job: MakeJob, ending: str, start: str) -> None:
+    job = make_job()
     (job.directory / "mod.py").write_text(ending)
     expected, actual = as_python(job, start, "-m", "mod"), as_worker(job, start, "-m", "mod")
     assert (actual.code, actual.out) == (expected.code, expected.out)
@@ -499,9 +492,9 @@ def without_runpy(text: str) -> str:
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "pkg.no_such", "plain"])
 def test_module_that_cannot_be_run_is_reported_without_traceback(
-    new_job: NewJob, name: str, start: str
+    make_job: MakeJob, name: str, start: str
 ) -> None:
-    job = new_job()
+    job = make_job()
     write_package(job)
     (job.directory / "plain").mkdir()
     (job.directory / "plain" / "__init__.py").touch()
@@ -514,8 +507,8 @@ def test_module_that_cannot_be_run_is_reported_without_traceback(
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_missing_script_fails_as_under_python(new_job: NewJob, start: str) -> None:
-    job = new_job()
+def test_missing_script_fails_as_under_python(make_job: MakeJob, start: str) -> None:
+    job = make_job()
     expected, actual = as_python(job, start, "nowhere.py"), as_worker(job, start, "nowhere.py")
     assert actual.code == expected.code == 2
     assert "can't open file" in actual.err
@@ -523,9 +516,9 @@ def test_missing_script_fails_as_under_python(new_job: NewJob, start: str) -> No
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_threads_are_joined_before_atexit_handlers_run(new_job: NewJob, start: str) -> None:
-    """The handlers run after the threads, last in, first out."""
-    job = new_job()
+def test_threads_are_joined_before_atexit_handlers_run(make_job: MakeJob, start: str) -> None:
+    """The handlers run after the end of all threads, the last registered handler first."""
+    job = make_job()
     job.script("""
         import atexit, threading, time
         atexit.register(print, "second handler")
@@ -578,17 +571,17 @@ CHILDREN = """
     ("form", "start"), [("script", "fork"), ("module", "fork"), ("script", "exec")]
 )
 def test_multiprocessing_works_in_worker(
-    new_job: NewJob, method: str, form: str, start: str
+    make_job: MakeJob, method: str, form: str, start: str
 ) -> None:
-    job = new_job()
+    job = make_job()
     job.script(CHILDREN)
     program = ["script.py"] if form == "script" else ["-m", "script"]
     actual = as_worker(job, start, *program, method)
     assert actual == Run(0, "True 2 True\nTrue 4 True\nfrom the child\n3\ndone\n", "")
 
 
-def test_executors_and_subprocess_work_in_worker(new_job: NewJob) -> None:
-    job = new_job()
+def test_executors_and_subprocess_work_in_worker(make_job: MakeJob) -> None:
+    job = make_job()
     job.script("""
         import concurrent.futures, subprocess, sys
         def square(number):
@@ -628,8 +621,8 @@ DATA_LOADER = """
 @pytest.mark.parametrize(
     "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.slow)]
 )
-def test_data_loader_works_with_every_start_method(new_job: NewJob, methods: list[str]) -> None:
-    job = new_job()
+def test_data_loader_works_with_every_start_method(make_job: MakeJob, methods: list[str]) -> None:
+    job = make_job()
     job.script(DATA_LOADER)
     batches = [[[index, 2] for index in range(first, first + 4)] for first in (0, 4)]
     actual = as_worker(job, "fork", "script.py", *methods, python=WITH_TORCH)
@@ -666,15 +659,15 @@ DRAWS = """
 
 
 def run_alone(text: str) -> Any:
-    """Return the JSON that a separate process prints."""
+    """Run a program in a new interpreter; return the JSON that it prints."""
     command = [sys.executable, "-c", textwrap.dedent(text)]
     return json.loads(
         subprocess.run(command, check=True, capture_output=True, timeout=TEST_TIMEOUT).stdout
     )
 
 
-def test_forked_ranks_draw_random_numbers_like_separate_processes(new_job: NewJob) -> None:
-    ranks = each_rank(new_job(), DRAWS)
+def test_forked_ranks_draw_random_numbers_like_separate_processes(make_job: MakeJob) -> None:
+    ranks = each_rank(make_job(), DRAWS)
     assert all(rank.pop("preloaded") for rank in ranks), (
         "the workers were not forked from a forkserver that had imported torch"
     )
@@ -689,20 +682,20 @@ def test_forked_ranks_draw_random_numbers_like_separate_processes(new_job: NewJo
             )
 
 
-def test_seeded_random_numbers_are_same_as_under_python(new_job: NewJob) -> None:
+def test_seeded_random_numbers_are_same_as_under_python(make_job: MakeJob) -> None:
     text = """
         import json, random
         import numpy, torch
         random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
         print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
     """
-    assert each_rank(new_job(), text, 2) == [run_alone(text)] * 2
+    assert each_rank(make_job(), text, 2) == [run_alone(text)] * 2
 
 
-def test_torch_computes_in_forked_worker(new_job: NewJob) -> None:
+def test_torch_computes_in_forked_worker(make_job: MakeJob) -> None:
     """After a fork, the threads of a pool started before it would be missing."""
     actual = each_rank(
-        new_job(),
+        make_job(),
         """
         import json, os, torch
         torch.set_num_threads(2)
@@ -716,8 +709,8 @@ def test_torch_computes_in_forked_worker(new_job: NewJob) -> None:
     assert actual == [[600.0, 50.0, 2]] * 2
 
 
-def test_torch_uses_share_of_cores_per_worker(new_job: NewJob) -> None:
-    job = new_job()
+def test_torch_uses_share_of_cores_per_worker(make_job: MakeJob) -> None:
+    job = make_job()
     actual = each_rank(
         job,
         "import json, os, torch; "
@@ -729,9 +722,9 @@ def test_torch_uses_share_of_cores_per_worker(new_job: NewJob) -> None:
 
 
 def test_relative_script_path_is_resolved_in_working_directory(
-    new_job: NewJob, special_path: Path
+    make_job: MakeJob, special_path: Path
 ) -> None:
-    job = new_job()
+    job = make_job()
     (special_path / "script.py").write_text("import os; print(ascii(os.getcwd()), ascii(__file__))")
     job.directory = special_path
     for start in STARTS:

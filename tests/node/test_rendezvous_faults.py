@@ -19,7 +19,7 @@ from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
 
 from clusterjob.node.rendezvous.stalls import Stalls
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "2")
 FREEZE_SECONDS = 5.0  # seconds; more than twice the lease
 
@@ -62,8 +62,8 @@ def freeze(pids: list[int], seconds: float) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_coordinator_that_was_frozen_names_itself_as_root_cause(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_coordinator_that_was_frozen_names_itself_as_root_cause(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(*QUICK_LEASE, talk_script(job))
     job.wait_for("up0", "up1")
     freeze([job.agents[0].pid], FREEZE_SECONDS)
@@ -81,9 +81,9 @@ def test_coordinator_that_was_frozen_names_itself_as_root_cause(new_job: NewJob)
     assert max(event["seconds"] for event in stalled) >= FREEZE_SECONDS - 1
 
 
-def test_job_continues_after_all_its_processes_were_frozen(new_job: NewJob) -> None:
+def test_job_continues_after_all_its_processes_were_frozen(make_job: MakeJob) -> None:
     """This happens when all machines of a job are suspended together."""
-    job = new_job(2)
+    job = make_job(2)
     job.start_all(*QUICK_LEASE, talk_script(job))
     job.wait_for("up0", "up1")
     freeze(
@@ -101,8 +101,8 @@ def test_job_continues_after_all_its_processes_were_frozen(new_job: NewJob) -> N
     assert job.result["state"] == "CANCELLED"
 
 
-def test_frozen_agent_is_lost_after_lease(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_frozen_agent_is_lost_after_lease(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(*QUICK_LEASE, talk_script(job))
     job.wait_for("up0", "up1")
     freeze([job.agents[1].pid], FREEZE_SECONDS)
@@ -135,13 +135,13 @@ def kill_worker(job: Job, rank: int) -> None:
 
 @pytest.mark.parametrize("thaw", [True, False])
 def test_lost_peer_is_not_root_cause_while_agent_of_node_is_silent(
-    new_job: NewJob, thaw: bool
+    make_job: MakeJob, thaw: bool
 ) -> None:
     """Node 1's agent is frozen while its worker is killed.
 
     Rank 0 fails long before the agent can report the cause.
     """
-    job = new_job(2)
+    job = make_job(2)
     job.start_all("--heartbeat", "0.2", "--lease", "4", talk_script(job))
     job.wait_for("up0", "up1")
     os.kill(job.agents[1].pid, signal.SIGSTOP)
@@ -161,9 +161,9 @@ def test_lost_peer_is_not_root_cause_while_agent_of_node_is_silent(
     assert "no message for" in job.result["reason"]
 
 
-def test_verdict_waits_for_frozen_forkserver(new_job: NewJob) -> None:
+def test_verdict_waits_for_frozen_forkserver(make_job: MakeJob) -> None:
     """The agent answers, but the forkserver, which reaps the workers, does not."""
-    job = new_job(2)
+    job = make_job(2)
     job.start_all("--heartbeat", "0.2", "--lease", "6", talk_script(job))
     job.wait_for("up0", "up1")
     forkserver = job.forkserver_of(job.agents[1])
@@ -177,9 +177,9 @@ def test_verdict_waits_for_frozen_forkserver(new_job: NewJob) -> None:
 
 
 @pytest.mark.slow
-def test_killed_forkserver_is_root_cause_in_twenty_runs(new_job: NewJob) -> None:
+def test_killed_forkserver_is_root_cause_in_twenty_runs(make_job: MakeJob) -> None:
     for _ in range(20):
-        job = new_job(2)
+        job = make_job(2)
         job.start_all(talk_script(job))
         job.wait_for("up0", "up1")
         os.kill(job.forkserver_of(job.agents[1]), signal.SIGKILL)
@@ -217,9 +217,9 @@ def cut_link(source: Machine, target: Machine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", [(0, 1), (1, 0)])
 def test_link_cut_in_one_direction_is_not_failure_of_rank_0(
-    new_job: NewJob, two_machines: list[Machine], direction: tuple[int, int]
+    make_job: MakeJob, two_machines: list[Machine], direction: tuple[int, int]
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     program = talk_script(job)
     for node_rank, machine in enumerate(two_machines):
         env = {"CLUSTERJOB_MASTER_ADDR": two_machines[0].address, "TMPDIR": str(job.directory)}
@@ -255,9 +255,9 @@ LEAVE = """
 
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(
-    new_job: NewJob, nnodes: int
+    make_job: MakeJob, nnodes: int
 ) -> None:
-    job = new_job(nnodes)
+    job = make_job(nnodes)
     job.start_all("--nproc-per-node", str(4 // nnodes), job.script(LEAVE), python=WITH_TORCH)
     assert job.wait() == [1] * nnodes
     failure, others = job.result["failure"], {item["rank"] for item in job.result["consequences"]}
@@ -273,8 +273,8 @@ def test_rank_that_exits_while_others_wait_in_collective_is_root_cause(
     assert {int(rank) for rank in match[2].split(",")} <= others <= {0, 2, 3}
 
 
-def test_rank_that_exited_with_code_0_is_not_root_cause(new_job: NewJob) -> None:
-    job = new_job()
+def test_rank_that_exited_with_code_0_is_not_root_cause(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(
         0,
         "--nproc-per-node",
@@ -288,8 +288,8 @@ def test_rank_that_exited_with_code_0_is_not_root_cause(new_job: NewJob) -> None
 # -- time limit ------------------------------------------------------------------------------------
 
 
-def test_time_limit_excludes_import_of_torch(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
+    job = make_job(2)
     slow = job.directory / "slow" / "torch"
     slow.mkdir(parents=True)
     (slow / "__init__.py").write_text("import time\ntime.sleep(6)\nraise ImportError('no torch')\n")
@@ -308,9 +308,9 @@ def test_time_limit_excludes_import_of_torch(new_job: NewJob) -> None:
 
 
 @pytest.mark.parametrize("files", [9, 10, 11, 12, 16])
-def test_agent_with_low_open_file_limit_ends_within_timeout(new_job: NewJob, files: int) -> None:
+def test_agent_with_low_open_file_limit_ends_within_timeout(make_job: MakeJob, files: int) -> None:
     """An agent once ran beyond its join timeout, because one of its tasks was missing."""
-    job = new_job(2)
+    job = make_job(2)
     limited = ("sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable, "-S")
     job.start(0, "--join-timeout", "1", job.script("print('ran')"), python=limited)
     assert job.wait() != [0]
@@ -332,8 +332,8 @@ BROKEN = """
 """
 
 
-def test_exception_in_task_of_agent_ends_all_nodes_with_reason(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_exception_in_task_of_agent_ends_all_nodes_with_reason(make_job: MakeJob) -> None:
+    job = make_job(2)
     program = talk_script(job)
     job.start(0, program, python=(sys.executable, "-S", job.script(BROKEN, "broken.py")))
     job.start(1, program)
@@ -343,4 +343,4 @@ def test_exception_in_task_of_agent_ends_all_nodes_with_reason(new_job: NewJob) 
         f"(pid {job.agents[0].pid}) failed: ZeroDivisionError: a bug (beat, broken.py line"
         in job.result["reason"]
     )
-    assert "failed: ZeroDivisionError: a bug" in job.end_of(1)["reason"]
+    assert "failed: ZeroDivisionError: a bug" in job.node_end(1)["reason"]

@@ -9,7 +9,7 @@ from procs import TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.rendezvous.stragglers import Stragglers
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 
 
 def test_running_rank_is_named_once_after_all_others_have_ended() -> None:
@@ -36,9 +36,9 @@ def test_several_running_ranks_are_grouped_by_node() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fork", "exec"])
 def test_rank_that_hangs_after_others_ended_is_reported_with_stack(
-    new_job: NewJob, mode: str
+    make_job: MakeJob, mode: str
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, threading
         def hang():

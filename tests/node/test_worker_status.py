@@ -28,7 +28,7 @@ from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages, stacks
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
 
 LATE = """
@@ -63,9 +63,9 @@ def line_of(job: Job, rank: int) -> str:
     "stuck", ["time.sleep(1000)", "threading.Lock().acquire() and threading.Event().wait()"]
 )
 def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(
-    new_job: NewJob, stuck: str
+    make_job: MakeJob, stuck: str
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     begin = time.monotonic()
     job.start_all(
         "--start", "fork", "--nproc-per-node", "2", late(job, 3, stuck), python=WITH_TORCH
@@ -87,7 +87,7 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(
     )
     assert result["failure"]["rank"] == 3
     assert any("in load_data" in line for line in result["failure"]["last_lines"])
-    # Those of the other ranks that reported before they were stopped.
+    # Some of the other ranks may have been stopped before they reported.
     assert set() < {each["rank"] for each in result["consequences"]} <= {0, 1, 2}
     own = job.log(1, "rank3.err")
     assert "clusterjob: the others gave up waiting for this process, which has run for " in own
@@ -96,8 +96,8 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(
 
 
 @pytest.mark.slow
-def test_stuck_worker_started_by_exec_is_reported_without_signal(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_stuck_worker_started_by_exec_is_reported_without_signal(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all("--start", "exec", late(job, 1, "time.sleep(1000)"), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     pid = job.path("pid1").read_text()
@@ -109,8 +109,8 @@ def test_stuck_worker_started_by_exec_is_reported_without_signal(new_job: NewJob
     assert "it has run for" in failure["message"]
 
 
-def test_missing_rank_0_is_reported_by_other_ranks(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_missing_rank_0_is_reported_by_other_ranks(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all(late(job, 0, "time.sleep(1000)"), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     output = job.log(1, "rank1.err")
@@ -126,8 +126,8 @@ def test_missing_rank_0_is_reported_by_other_ranks(new_job: NewJob) -> None:
 
 
 @pytest.mark.slow
-def test_rank_that_exits_without_joining_is_root_cause(new_job: NewJob) -> None:
-    job = new_job(1)
+def test_rank_that_exits_without_joining_is_root_cause(make_job: MakeJob) -> None:
+    job = make_job(1)
     job.start_all("--nproc-per-node", "2", late(job, 1, "sys.exit(0)"), python=WITH_TORCH)
     assert job.wait() == [1]
     assert "): exited with code 0 and never joined the rendezvous" in job.log(0, "rank0.err")
@@ -135,8 +135,8 @@ def test_rank_that_exits_without_joining_is_root_cause(new_job: NewJob) -> None:
     assert "it exited with code 0 and never joined the rendezvous" in job.result["reason"]
 
 
-def test_failure_of_missing_rank_ends_job_at_once(new_job: NewJob) -> None:
-    job = new_job(1)
+def test_failure_of_missing_rank_ends_job_at_once(make_job: MakeJob) -> None:
+    job = make_job(1)
     begin = time.monotonic()
     job.start_all("--nproc-per-node", "2", late(job, 1, "os._exit(7)"), python=WITH_TORCH)
     assert job.wait() == [7]
@@ -145,8 +145,8 @@ def test_failure_of_missing_rank_ends_job_at_once(new_job: NewJob) -> None:
 
 
 @pytest.mark.slow
-def test_script_that_handles_rendezvous_timeout_succeeds(new_job: NewJob) -> None:
-    job = new_job(1)
+def test_script_that_handles_rendezvous_timeout_succeeds(make_job: MakeJob) -> None:
+    job = make_job(1)
     script = job.script("""
         import os, time
         from clusterjob import bootstrap
@@ -169,8 +169,8 @@ def test_script_that_handles_rendezvous_timeout_succeeds(new_job: NewJob) -> Non
 
 
 @pytest.mark.slow
-def test_signal_handler_of_script_is_not_called(new_job: NewJob) -> None:
-    job = new_job(1)
+def test_signal_handler_of_script_is_not_called(make_job: MakeJob) -> None:
+    job = make_job(1)
     own = (
         f"signal.signal({stacks.SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"
     )
@@ -286,7 +286,7 @@ def ask(process: subprocess.Popen[bytes]) -> tuple[bool, tuple[str, ...]]:
 @pytest.mark.parametrize(
     "text",
     [
-        "pathlib.Path('up').touch(); time.sleep(1000)",  # never offered
+        "pathlib.Path('up').touch(); time.sleep(1000)",  # it never calls offer()
         (
             "stacks.offer(); signal.signal(stacks.SIGNAL, signal.SIG_DFL); "
             "pathlib.Path('up').touch(); time.sleep(1000)"

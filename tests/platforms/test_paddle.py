@@ -71,7 +71,7 @@ def test_held_ports_are_not_given_out_for_port_0(tmp_path: Path) -> None:
     assert ran.code == 0, ran.err
 
 
-def world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
+def node_world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
     endpoints = [
         [f"10.0.0.{node}:{4000 + local}" for local in range(size)]
         for node, size in enumerate(sizes)
@@ -94,13 +94,13 @@ def worker_variables(of: World, local_rank: int) -> dict[str, str]:
 def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> None:
     for node_rank, size in enumerate(sizes):
         for local_rank in range(size):
-            variables = worker_variables(world(node_rank, sizes), local_rank)
+            variables = worker_variables(node_world(node_rank, sizes), local_rank)
             assert variables.keys() <= set(worker_endpoints.LAUNCH_VARIABLES)
             found, own = detect(variables), paddle_env.detect(variables)
             assert own is not None
             assert found.conflicts == own.conflicts == ()
-            assert isinstance(found.place, Worker)
-            assert isinstance(own.place, Worker)
+            assert isinstance(found.placement, Worker)
+            assert isinstance(own.placement, Worker)
             assert (found.source, own.source) == ("torchrun", "paddle")
             alone = {
                 name: value
@@ -109,25 +109,29 @@ def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> N
             }
             master = paddle_env.detect(alone)
             assert master is not None
-            assert isinstance(master.place, Worker)
-            assert (master.place.topology.master_addr, master.place.topology.master_port) == (
+            assert isinstance(master.placement, Worker)
+            assert (
+                master.placement.topology.master_addr,
+                master.placement.topology.master_port,
+            ) == (
                 "10.0.0.0",
                 5000,
             )
             for field in ("rank", "local_rank", "world_size", "local_world_size"):
                 assert (
-                    getattr(found.place, field)
-                    == getattr(own.place, field)
-                    == getattr(master.place, field)
+                    getattr(found.placement, field)
+                    == getattr(own.placement, field)
+                    == getattr(master.placement, field)
                 )
 
 
 def test_worker_gets_one_gpu_and_node_without_gpus_gets_gloo() -> None:
     chosen = [
-        worker_variables(world(0, [4], gpus=2), local)["FLAGS_selected_gpus"] for local in range(4)
+        worker_variables(node_world(0, [4], gpus=2), local)["FLAGS_selected_gpus"]
+        for local in range(4)
     ]
     assert chosen == ["0", "1", "0", "1"]
-    assert "FLAGS_selected_gpus" not in worker_variables(world(0, [4]), 0)
+    assert "FLAGS_selected_gpus" not in worker_variables(node_world(0, [4]), 0)
     assert worker_endpoints.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
     assert (
         worker_endpoints.backend_default({}, 2)
@@ -140,7 +144,7 @@ def test_endpoint_list_too_long_for_environment_is_left_out() -> None:
     assert worker_endpoints.listed(["a:1", "b:2"]) == "a:1,b:2"
     assert len(worker_endpoints.listed(["10.200.200.200:50000"] * 4500)) > 90_000
     assert worker_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
-    variables = worker_variables(world(0, [9000]), 3)
+    variables = worker_variables(node_world(0, [9000]), 3)
     assert "PADDLE_TRAINER_ENDPOINTS" not in variables
     assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == (
         "10.0.0.0:5000",
@@ -166,10 +170,10 @@ def with_paddle(directory: Path) -> str:
 
 
 def test_endpoint_list_is_sent_only_to_nodes_with_paddle(
-    new_job: Callable[..., Job],
+    make_job: Callable[..., Job],
 ) -> None:
     """The list grows with the job, and each node would receive it."""
-    job = new_job(2)
+    job = make_job(2)
     script = job.script(
         "import os; print('PADDLE_MASTER' in os.environ, 'PADDLE_TRAINER_ENDPOINTS' in os.environ)"
     )
@@ -271,7 +275,7 @@ TRAIN = """
         dist.all_reduce(total)
         losses.append(float(total))
     found = detect(look_up(os.environ))
-    place = found.check().place
+    place = found.check().placement
     Path(f"rank{rank}.json").write_text(json.dumps({
         "losses": losses, "own": own, "world": dist.get_world_size(),
         "weights": model.state_dict()["weight"].numpy().tolist(), "source": found.source,

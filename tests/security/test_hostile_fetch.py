@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from hostile_host import hostile
 from procs import TEST_TIMEOUT
-from sshsite import Site, close_connections, wait_for_verdict
+from sshsite import Site, close_connections
+from verdicts import wait_for_verdict
 
 from clusterjob.backends.base import FetchLimits
 from clusterjob.core import jobs
@@ -98,8 +99,8 @@ def test_fetch_refuses_unrequested_paths_and_writes_nothing(
         "runs",
         "a\udfff",
     ):
-        with hostile(site.world.hosts["gpu1"], sender(file("runs/good"), file(path))):
-            if path == "runs":  # it may be a file, but not beside a file below it
+        with hostile(site.ssh_network.hosts["gpu1"], sender(file("runs/good"), file(path))):
+            if path == "runs":  # a host may send the file `runs`, or files below it
                 with pytest.raises(ClusterJobError):
                     fetch(Records().find(record.job_id), tmp_path / "as-file", "runs/")
                 continue
@@ -118,7 +119,8 @@ def test_fetch_never_writes_into_version_control_directories(
     (tmp_path / "here" / "tools").symlink_to(".git/hooks")
     names = (".git/hooks/post-commit", "a/b/.GIT/config", "a/.hg/hgrc", ".svn/x", "sub/.git")
     with hostile(
-        site.world.hosts["gpu1"], sender(*map(file, names), link("l", ".git/hooks"), file("good"))
+        site.ssh_network.hosts["gpu1"],
+        sender(*map(file, names), link("l", ".git/hooks"), file("good")),
     ):
         done = fetch(record, tmp_path / "here")
     assert done.written == ["good"]
@@ -132,7 +134,7 @@ def test_fetch_never_writes_into_version_control_directories(
     }
     assert tree(tmp_path / "here") == [".git", ".git/hooks", "good", "tools"]
     with (
-        hostile(site.world.hosts["gpu1"], sender(file("tools/post-commit"))),
+        hostile(site.ssh_network.hosts["gpu1"], sender(file("tools/post-commit"))),
         pytest.raises(ClusterJobError, match="version control"),
     ):
         fetch(record, tmp_path / "here")
@@ -150,7 +152,7 @@ def test_fetch_neither_creates_nor_changes_a_git_repository(
         file("r/refs/x"),
         link("s/Head", "refs/x"),
     ]
-    with hostile(site.world.hosts["gpu1"], sender(*files)):
+    with hostile(site.ssh_network.hosts["gpu1"], sender(*files)):
         done = fetch(record, tmp_path / "here")
     assert {text.partition(":")[0] for text in done.passed_over} == {"r/HEAD", "s/Head"}
     subprocess.run(["git", "status"], cwd=tmp_path / "here" / "r", check=False, capture_output=True)
@@ -161,7 +163,7 @@ def test_fetch_neither_creates_nor_changes_a_git_repository(
     (tmp_path / "here" / "to").symlink_to("own.git")
     before = (own / "config").read_bytes()
     with hostile(
-        site.world.hosts["gpu1"],
+        site.ssh_network.hosts["gpu1"],
         sender(file("own.git/hooks/update"), file("own.git/new"), file("good"), file("to/config")),
     ):
         done = fetch(record, tmp_path / "here")
@@ -174,7 +176,9 @@ def test_fetch_neither_creates_nor_changes_a_git_repository(
 def test_newer_time_claimed_by_host_replaces_no_local_file(site: Site, record: Record) -> None:
     """Sent code and local files are kept, and no file gets a time in the future."""
     site.path("notes").write_text("mine\n")
-    with hostile(site.world.hosts["gpu1"], sender(file("train.py"), file("notes"), file("new"))):
+    with hostile(
+        site.ssh_network.hosts["gpu1"], sender(file("train.py"), file("notes"), file("new"))
+    ):
         done = fetch(record, site.directory)
     assert (done.written, sorted(done.kept)) == (["new"], ["notes", "train.py"])
     assert (site.path("train.py").read_text(), site.path("notes").read_text()) == (
@@ -193,7 +197,7 @@ def test_unchanged_code_on_host_does_not_replace_a_local_edit(site: Site, record
 
 def test_code_found_equal_by_earlier_fetch_is_not_replaced(site: Site, record: Record) -> None:
     for text, kept in (("mine\n", []), ("evil", ["train.py"])):
-        with hostile(site.world.hosts["gpu1"], sender(file("train.py", text))):
+        with hostile(site.ssh_network.hosts["gpu1"], sender(file("train.py", text))):
             done = fetch(record, site.directory)
         assert (done.written, done.kept) == ([], kept)
         assert site.path("train.py").read_text() == "mine\n"
@@ -203,7 +207,7 @@ def test_result_that_was_not_edited_here_is_updated(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
     for mtime, text in enumerate(("one", "two and more", "abc and more")):
-        with hostile(site.world.hosts["gpu1"], sender(file("runs/log", text, mtime=mtime))):
+        with hostile(site.ssh_network.hosts["gpu1"], sender(file("runs/log", text, mtime=mtime))):
             assert fetch(record, tmp_path / "here").written == ["runs/log"]
         assert (tmp_path / "here" / "runs" / "log").read_text() == text
 
@@ -212,7 +216,7 @@ def test_modes_of_fetched_files_do_not_exceed_umask(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
     with hostile(
-        site.world.hosts["gpu1"],
+        site.ssh_network.hosts["gpu1"],
         sender(file("a", mode=0o777), file("b", mode=0o666), file("c", mode=0o600)),
     ):
         fetch(record, tmp_path / "here")
@@ -231,7 +235,7 @@ def test_links_that_together_point_outside_are_not_created(
         link("q", "p/e/e/e"), link("ring", "ring2"), link("ring2", "ring"),
         link("abs", "/etc/passwd"), link("good", "p/file"), link("dangling", "p/absent"),
     ]  # fmt: skip
-    with hostile(site.world.hosts["gpu1"], sender(file("p/file"), *links)):
+    with hostile(site.ssh_network.hosts["gpu1"], sender(file("p/file"), *links)):
         done = fetch(record, tmp_path / "deep" / "here")
     root = tmp_path / "deep" / "here"
     kept = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_symlink()}
@@ -247,7 +251,7 @@ def test_file_is_not_written_through_a_link_from_host(
 ) -> None:
     (tmp_path / "here").mkdir()
     for files in ([link("d", ".."), file("d/f")], [link("d", "../other"), file("d/f")]):
-        with hostile(site.world.hosts["gpu1"], sender(*files)):
+        with hostile(site.ssh_network.hosts["gpu1"], sender(*files)):
             fetch(record, tmp_path / "here")
         assert (tmp_path / "here" / "d" / "f").read_text() == "evil"
         assert not (tmp_path / "here" / "d").is_symlink()
@@ -258,7 +262,8 @@ def test_exceeded_file_count_or_size_limit_names_its_option(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
     with hostile(
-        site.world.hosts["gpu1"], sender(*(file(f"f{number}", "x" * 1000) for number in range(20)))
+        site.ssh_network.hosts["gpu1"],
+        sender(*(file(f"f{number}", "x" * 1000) for number in range(20))),
     ):
         for limits, why in (
             (FetchLimits(files=10), "--max-files"),
@@ -317,7 +322,7 @@ def test_unrequested_or_malformed_answers_are_refused(
             return {answer}
     """
     with (
-        hostile(site.world.hosts["gpu1"], play),
+        hostile(site.ssh_network.hosts["gpu1"], play),
         pytest.raises(
             ClusterJobError,
             match=r"gpu1: it (sends bytes that were not asked for|sends a malformed answer)",
@@ -340,6 +345,6 @@ def test_fetch_of_large_file_ends_at_first_short_answer(
             (_, offset, _), = request["parts"]
             return ({{"lengths": [1]}}, b"x") if offset < 3 else ({{"lengths": [0]}}, b"")
     """
-    with hostile(site.world.hosts["gpu1"], play):
+    with hostile(site.ssh_network.hosts["gpu1"], play):
         assert fetch(record, tmp_path / "here").written == ["model.pt"]
     assert (tmp_path / "here" / "model.pt").read_bytes() == b"x"

@@ -230,7 +230,9 @@ def test_log_stream_accepts_saved_state_of_any_content(tmp_path: Path, state: ob
     job_dir = emptied(tmp_path / "job")
     (job_dir / "logs" / "node0").mkdir(parents=True)
     (job_dir / "logs" / "node0" / "stream.json").write_text(json.dumps(state))
-    LogStream(job_dir, 0).take(["1@1.0 [0] hello", "2 [0] you"])
+    stream = LogStream(job_dir, 0)
+    stream.take(["1@1.0 [0] hello", "2 [0] you"])
+    assert stream.next_number >= 3
 
 
 # -- any size, any kind --------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from hostile_host import hostile, run
 from procs import TEST_TIMEOUT
-from sshsite import Site, wait_for_verdict
+from sshsite import Site
+from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Record
@@ -128,14 +129,14 @@ def assert_unknown(record: Record, name: str, *, seconds: float) -> None:
 
 
 def test_status_with_invalid_answer_is_unknown_and_names_host(site: Site, record: Record) -> None:
-    with hostile(site.world.hosts["gpu1"]) as play:
+    with hostile(site.ssh_network.hosts["gpu1"]) as play:
         for name, code in PLAYS.items():
             play(code)
             assert_unknown(record, name, seconds=60)
 
 
 def test_status_of_slow_host_is_unknown_within_a_minute(site: Site, record: Record) -> None:
-    with hostile(site.world.hosts["gpu1"]) as play:
+    with hostile(site.ssh_network.hosts["gpu1"]) as play:
         for name, code in SLOW.items():
             play(code)
             assert_unknown(record, name, seconds=60)
@@ -147,7 +148,7 @@ def test_status_and_list_show_error_of_hostile_host_without_traceback(
     """`list` still shows another job, on an honest host."""
     other = site.submit("", hosts="gpu2")
     wait_for_verdict(other)
-    with hostile(site.world.hosts["gpu1"], PLAYS["size of a terabyte"]):
+    with hostile(site.ssh_network.hosts["gpu1"], PLAYS["size of a terabyte"]):
         for args in (["status"], ["list"], ["status", record.job_id]):
             code, out, err = run(site, *args)
             assert (code, "Traceback" in err) == (0, False), err
@@ -156,7 +157,7 @@ def test_status_and_list_show_error_of_hostile_host_without_traceback(
 
 
 def test_logs_end_when_host_always_announces_more(site: Site, record: Record) -> None:
-    with hostile(site.world.hosts["gpu1"], PLAYS["always more"]):
+    with hostile(site.ssh_network.hosts["gpu1"], PLAYS["always more"]):
         code, _, err = run(site, "logs", record.job_id)
     assert "Traceback" not in err
     assert code in (0, 1)
@@ -165,7 +166,8 @@ def test_logs_end_when_host_always_announces_more(site: Site, record: Record) ->
 def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
     """`hosts` prints one line per host; the line of the hostile host is an error."""
     with hostile(
-        site.world.hosts["gpu1"], "def answer(request): return {'errors': 'x', 'free': '1'}, b''"
+        site.ssh_network.hosts["gpu1"],
+        "def answer(request): return {'errors': 'x', 'free': '1'}, b''",
     ):
         args = [
             "hosts",
@@ -174,20 +176,23 @@ def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
             "--python",
             site.python,
             "--set",
-            f"ssh_config={site.world.config}",
+            f"ssh_config={site.ssh_network.config}",
         ]
         code, out, err = run(site, *args)
     assert (code, "Traceback" in err) == (1, False)
     shown = out + err
-    assert "the answer.errors is 'x', not a list" in shown
+    assert "Expected `array`, got `str` - at `$.errors`" in shown
     assert "no torch" in shown  # from gpu2, which answered
 
 
 def test_submit_with_invalid_answer_fails_and_names_host(site: Site) -> None:
-    with hostile(site.world.hosts["gpu1"], "def answer(request): return {'errors': [7]}, b''"):
+    with hostile(
+        site.ssh_network.hosts["gpu1"], "def answer(request): return {'errors': [7]}, b''"
+    ):
         code, _, err = run(site, "submit", *site.options(hosts="gpu1"), site.script(""))
     assert (code, "Traceback" in err) == (1, False)
-    assert "gpu1: it sends a malformed answer: the answer.errors[0] is 7, not a text" in err
+    why = "Expected `str`, got `int` - at `$.errors[0]`"
+    assert f"gpu1: it sends a malformed answer: {why}" in err
 
 
 def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Record) -> None:
@@ -207,8 +212,8 @@ def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Reco
         assert why in done.stdout, done.stderr
         return int(done.stderr.split()[-1]) * 1024
 
-    with hostile(site.world.hosts["gpu1"], PLAYS["nothing"]) as play:
-        quiet = peak("the answer has no 'size'")
+    with hostile(site.ssh_network.hosts["gpu1"], PLAYS["nothing"]) as play:
+        quiet = peak("Object missing required field `size`")
         play(PLAYS["endless line"])
         grown = peak("a line of more than") - quiet
     print(f"the peak grew by {grown / 1e6:.1f} MB")

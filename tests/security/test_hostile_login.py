@@ -20,8 +20,8 @@ from clusterjob.node.logs import events
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
-# Plays define `command(argv)`, which returns the output of a Slurm command, and `polled(request)`,
-# which answers for the job directories.
+# The code of a hostile host defines `command(argv)`, which returns the output of a Slurm command,
+# and `polled(request)`, which answers for the job directories.
 _LOGIN = r"""
 def command(argv):
     return ""
@@ -75,7 +75,7 @@ GONE_LOG = _ENDLESS.format(
 @pytest.fixture
 def record(site: Site) -> Record:
     """Return a job of a Slurm cluster whose login host is gpu1."""
-    set_ = {"ssh_config": str(site.world.config), "connect_timeout": "3"}
+    set_ = {"ssh_config": str(site.ssh_network.config), "connect_timeout": "3"}
     job_id = new_id("train")
     handle = Handle(
         "slurm",
@@ -113,7 +113,7 @@ def record(site: Site) -> Record:
 
 @pytest.fixture
 def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
-    with hostile(site.world.hosts["gpu1"], _LOGIN) as change:
+    with hostile(site.ssh_network.hosts["gpu1"], _LOGIN) as change:
 
         def play(code: str) -> None:
             drop_connection()

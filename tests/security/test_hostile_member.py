@@ -12,15 +12,8 @@ from typing import Any
 import pytest
 from hostile_host import hostile
 from procs import wait_until
-from sshsite import (
-    SLEEPER,
-    TEST_TIMEOUT,
-    Site,
-    close_connections,
-    wait_for_lines,
-    wait_for_verdict,
-    workers_on,
-)
+from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, wait_for_lines, workers_on
+from verdicts import wait_for_verdict
 
 from clusterjob.backends.ssh import status
 from clusterjob.core import jobs
@@ -45,8 +38,8 @@ def answer(request):
 def test_success_claimed_by_one_node_does_not_end_the_job(site: Site) -> None:
     record = site.submit(SLEEPER, set={"connect_timeout": "5"})
     wait_for_lines(record, "up 0", "up 1")
-    coordinator = site.world.hosts["gpu1"]
-    with hostile(site.world.hosts["gpu2"], CLAIMS):
+    coordinator = site.ssh_network.hosts["gpu1"]
+    with hostile(site.ssh_network.hosts["gpu2"], CLAIMS):
         assert jobs.status(Records().find(record.job_id)).state is JobState.RUNNING
         assert (record.job_dir / "ends" / "node1.json").exists(), "the claim has arrived"
         coordinator.stop()
@@ -110,7 +103,7 @@ UNREACHABLE = "gone"  # an unreachable host
 def test_end_files_of_other_nodes_decide_status_when_node_0_has_none(
     tmp_path: Path, states: dict[int, str], hosts: list[Any], state: str, provisional: bool
 ) -> None:
-    """`hosts`: for each node, whether its agent is alive."""
+    """Each case lists the nodes' end files, whether each agent is alive, and the status."""
     write_end_files(tmp_path, states)
     record = Record(
         "x-1",

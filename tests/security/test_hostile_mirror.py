@@ -56,7 +56,7 @@ def record(site: Site) -> Record:
 
 @pytest.fixture
 def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
-    with hostile(site.world.hosts["gpu1"]) as play:
+    with hostile(site.ssh_network.hosts["gpu1"]) as play:
         yield play
 
 

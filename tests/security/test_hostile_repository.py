@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launching import write_tree
 from procs import TEST_TIMEOUT
 
 from clusterjob.core import snapshot
@@ -27,13 +28,6 @@ def git(root: Path, *args: str) -> str:
     return subprocess.run(
         ["git", "-C", root, *identity, *args], capture_output=True, text=True, check=True
     ).stdout
-
-
-def write_files(root: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
 
 def sent_paths(root: Path, *, include_secrets: bool = False) -> list[str]:
@@ -49,7 +43,7 @@ def repository(tmp_path: Path) -> Path:
     root = tmp_path / "clone"
     root.mkdir()
     git(root, "init", "-q", "-b", "work")
-    write_files(root, **{"a.py": "old\n", "data.bin": "1\n", "sub/b.py": "old\n"})
+    write_tree(root, **{"a.py": "old\n", "data.bin": "1\n", "sub/b.py": "old\n"})
     git(root, "add", ".")
     git(root, "commit", "-qm", "first")
     return root
@@ -87,15 +81,15 @@ def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_pat
     module = repository / "module"
     module.mkdir()
     git(module, "init", "-q")
-    write_files(module, inner="old\n")
+    write_tree(module, inner="old\n")
     git(module, "add", ".")
     git(module, "commit", "-qm", "inner")
     git(repository, "add", "module")
     git(repository, "commit", "-qm", "second")
-    write_files(module, inner="new\n")
+    write_tree(module, inner="new\n")
     for root in (repository, module):
         plant_commands(root, mark)
-    write_files(repository, **{"a.py": "new\n", "new.py": ""})
+    write_tree(repository, **{"a.py": "new\n", "new.py": ""})
     state = git_revision.git_state(repository)
     assert state is not None
     assert b"-old\n+new\n" in state["diff"]
@@ -126,13 +120,13 @@ def test_git_runs_no_transport_command_for_missing_objects_of_a_clone(
         ):
             path.unlink()
     mark.unlink(missing_ok=True)
-    write_files(repository, **{"a.py": "new\n"})
+    write_tree(repository, **{"a.py": "new\n"})
     assert git_revision.git_state(repository) is not None
     assert not mark.exists()
 
 
 def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path) -> None:
-    write_files(
+    write_tree(
         repository, **{"a.py": "new\n", "sub/c.py": "", ".gitignore": "*.log\n", "x.log": ""}
     )
     (repository / "data.bin").unlink()
@@ -148,7 +142,7 @@ def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path
     ]
     tree = repository.parent / "tree"
     git(repository, "worktree", "add", "-q", str(tree), "-b", "other")
-    write_files(tree, **{"sub/b.py": "new\n"})
+    write_tree(tree, **{"sub/b.py": "new\n"})
     part = git_revision.git_state(tree / "sub")
     assert part is not None
     assert (part["branch"], part["changed"]) == ("other", ["sub/b.py"])
@@ -178,7 +172,7 @@ def test_git_state_of_repository_of_another_user_is_none(repository: Path) -> No
 )
 def test_expensive_ignore_pattern_is_matched_within_5_seconds(tmp_path: Path, pattern: str) -> None:
     deep = "/".join(["a" * 20] * 12)
-    write_files(
+    write_tree(
         tmp_path, **{".gitignore": f"{pattern}\n", "a" * 200 + "b": "", f"{deep}/{'a' * 200}c": ""}
     )
     begin = time.monotonic()
@@ -244,7 +238,7 @@ def test_ignore_patterns_match_as_git_matches_them(
 ) -> None:
     root = tmp_path_factory.mktemp("repo")
     git(root, "init", "-q")
-    write_files(root, **dict.fromkeys(NAMES, ""), **{".gitignore": "\n".join(lines) + "\n"})
+    write_tree(root, **dict.fromkeys(NAMES, ""), **{".gitignore": "\n".join(lines) + "\n"})
     wanted = git(
         root,
         "-c",
@@ -261,7 +255,7 @@ def test_ignore_patterns_match_as_git_matches_them(
 
 
 def test_gitignore_of_more_than_1_mb_is_refused_by_name(tmp_path: Path) -> None:
-    write_files(tmp_path, **{".gitignore": "x\n" * 600_000})
+    write_tree(tmp_path, **{".gitignore": "x\n" * 600_000})
     with pytest.raises(
         snapshot.SubmitError, match=r"\.gitignore holds more than 1\.0 MB of patterns"
     ):
@@ -269,7 +263,7 @@ def test_gitignore_of_more_than_1_mb_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_gitignore_of_more_than_10000_lines_is_refused_by_name(tmp_path: Path) -> None:
-    write_files(tmp_path, **{".gitignore": "x\n" * 10_001})
+    write_tree(tmp_path, **{".gitignore": "x\n" * 10_001})
     with pytest.raises(
         snapshot.SubmitError, match=r"\.gitignore holds more than 10,000 lines of patterns"
     ):
@@ -297,7 +291,7 @@ ORDINARY = {
 def test_likely_secrets_are_left_out_and_named_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_files(tmp_path, **SECRETS, **ORDINARY)
+    write_tree(tmp_path, **SECRETS, **ORDINARY)
     assert sent_paths(tmp_path) == sorted(ORDINARY)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
@@ -311,7 +305,7 @@ def test_likely_secrets_are_left_out_and_named_in_one_line(
 
 
 def test_version_control_directories_are_left_out_at_every_depth(tmp_path: Path) -> None:
-    write_files(
+    write_tree(
         tmp_path,
         **{
             "a.py": "",
@@ -330,7 +324,7 @@ def test_ignore_patterns_of_user_git_configuration_are_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     home, work = tmp_path / "home", tmp_path / "work"
-    write_files(
+    write_tree(
         home,
         **{
             ".config/git/ignore": "*.own\n",
@@ -341,14 +335,14 @@ def test_ignore_patterns_of_user_git_configuration_are_applied(
     (home / ".config/git/ignore" if named else home / ".mine").unlink()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CONFIG_HOME")
-    write_files(work, **{"a.py": "", "x.own": "", "sub/y.own": "", "sub/.gitignore": "!y.own\n"})
+    write_tree(work, **{"a.py": "", "x.own": "", "sub/y.own": "", "sub/.gitignore": "!y.own\n"})
     for _ in range(2):
         assert sent_paths(work) == ["a.py", "sub/.gitignore", "sub/y.own"]
         git(work, "init", "-q")
 
 
 def test_dry_run_lists_sent_files_with_sizes_and_left_out_secrets(tmp_path: Path) -> None:
-    write_files(
+    write_tree(
         tmp_path, **{"train.py": "print()\n", "sub/data.csv": "x" * 2000, ".env": "TOKEN=hush"}
     )
     argv = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from doctoring import doctor, light_torch
-from sshworld import python_without_torch
+from ssh_network import python_without_torch
 
 from clusterjob.node.host_server import host_check
 from clusterjob.node.host_server.requests import Fit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sshsite import Site, wait_for_verdict
+from sshsite import Site
+from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Records
@@ -19,7 +20,7 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
     program, mark = Program("script", "train.py"), site.path("executed")
     site.script("", "train.py")
     ours = site.path("ssh_config")
-    ours.write_text(site.world.config.read_text())
+    ours.write_text(site.ssh_network.config.read_text())
     site.path("clusterjob.toml").write_text(
         f'[clusters.lab]\nbackend = "ssh"\nhosts = "gpu1"\npython = "{site.python}"\n'
         'set = { ssh_config = "ssh_config", need_torch = false }\n'
@@ -46,8 +47,8 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
 
 def test_ssh_configuration_of_user_is_not_copied(site: Site) -> None:
     site.script("", "train.py")
-    flags = {"hosts": "gpu1", "set": [f"ssh_config={site.world.config}"]}
+    flags = {"hosts": "gpu1", "set": [f"ssh_config={site.ssh_network.config}"]}
     settings = jobs.resolve_settings(
         flags, "ssh", directory=site.directory, use=Usage(program=Program("script", "train.py"))
     )
-    assert settings.values["set"]["ssh_config"] == str(site.world.config)
+    assert settings.values["set"]["ssh_config"] == str(site.ssh_network.config)

@@ -19,7 +19,7 @@ from procs import TEST_TIMEOUT, Job, wait_until
 from clusterjob.node.rendezvous import messages, protocol
 from clusterjob.node.system.codec import Codec
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 FILE_LIMIT = 256  # open files
 
 
@@ -47,12 +47,12 @@ def open_idle_connections(port: int, count: int) -> list[socket.socket]:
     return made
 
 
-def test_idle_connections_do_not_end_a_job(new_job: NewJob) -> None:
+def test_idle_connections_do_not_end_a_job(make_job: MakeJob) -> None:
     """Open more connections than the agent may open files, while it restarts its workers.
 
     The restart needs a new socket.
     """
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("""
         import os, pathlib, sys, time
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -84,8 +84,8 @@ def test_idle_connections_do_not_end_a_job(new_job: NewJob) -> None:
     assert 0 < len(job.events("unauthenticated")) < 40, "peers must not fill the job's disk"
 
 
-def test_peer_that_sends_nothing_is_disconnected(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_peer_that_sends_nothing_is_disconnected(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start(0, "--join-timeout", "30", job.script("print('ran')"))
     with contextlib.closing(open_idle_connections(coordinator_port(job), 1)[0]) as peer:
         peer.settimeout(TEST_TIMEOUT)
@@ -96,9 +96,9 @@ def test_peer_that_sends_nothing_is_disconnected(new_job: NewJob) -> None:
 
 
 def test_agent_raises_its_open_file_limit_and_workers_keep_theirs(
-    new_job: NewJob,
+    make_job: MakeJob,
 ) -> None:
-    job = new_job()
+    job = make_job()
     script = job.script("""
         import os, resource
         print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -128,7 +128,7 @@ def failing(**changes: Any) -> dict[str, Any]:
     return {"type": "Failing", "failure": failure(), "age": 0, "exited": True} | changes
 
 
-def missing(ranks: list[Any]) -> dict[str, Any]:
+def ranks_missing(ranks: list[Any]) -> dict[str, Any]:
     return {"type": "RanksMissing", "restart": 0, "local_rank": 0, "ranks": ranks, "final": True}
 
 
@@ -147,8 +147,8 @@ HOSTILE: dict[str, Any] = {
     "an infinite age": failing(age=float("inf")),
     "an exit code that is too large": failing(failure=failure(exit_code=10**30)),
     "an exit code above 255": failing(failure=failure(exit_code=256)),
-    "ranks below 0": missing([-1]),
-    "ranks that are texts": missing(["1"]),
+    "ranks below 0": ranks_missing([-1]),
+    "ranks that are texts": ranks_missing(["1"]),
     "lines that are numbers": {
         "type": "RanksProbed", "restart": 0, "final": True, "lines": [1], "failures": [],
     },
@@ -162,7 +162,7 @@ HOSTILE: dict[str, Any] = {
 
 
 class AnyMessage(Codec):
-    """Sends plain data as it is."""
+    """A codec that also sends plain data, which no check has seen."""
 
     def encode(self, message: Any) -> dict[str, Any]:
         return message if isinstance(message, dict) else messages.FROM_AGENT.encode(message)
@@ -202,8 +202,10 @@ async def join_and_send(
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_node_that_sends_invalid_message_fails_job_and_is_named(new_job: NewJob, name: str) -> None:
-    job = new_job(2)
+def test_node_that_sends_invalid_message_fails_job_and_is_named(
+    make_job: MakeJob, name: str
+) -> None:
+    job = make_job(2)
     job.start(0, job.script("import time; time.sleep(1000)"))
     port = coordinator_port(job)
     asyncio.run(asyncio.wait_for(join_and_send(job, port, HOSTILE[name]), TEST_TIMEOUT))
@@ -217,9 +219,9 @@ PROGRESS = [messages.Succeeded(0), messages.Running(), messages.Done(), messages
 
 
 def test_worker_reports_before_rendezvous_completes_do_not_break_coordinator(
-    new_job: NewJob,
+    make_job: MakeJob,
 ) -> None:
-    job = new_job(3)
+    job = make_job(3)
     job.start(0, "--join-timeout", "8", job.script("print('ran')"))
     asyncio.run(
         asyncio.wait_for(
@@ -233,13 +235,13 @@ def test_worker_reports_before_rendezvous_completes_do_not_break_coordinator(
 
 @pytest.mark.slow
 def test_success_of_worker_that_node_does_not_have_counts_for_no_rank(
-    new_job: NewJob,
+    make_job: MakeJob,
 ) -> None:
     """Node 1 reports a success of rank 2 of 2: the agent names no straggler.
 
     The job ends as its workers end.
     """
-    job = new_job(2)
+    job = make_job(2)
     job.start(0, "--lease", "60", job.script("import time; time.sleep(12)"))
     sent = [messages.Succeeded(1), *PROGRESS[1:]]
     asyncio.run(
@@ -262,9 +264,9 @@ def test_success_of_worker_that_node_does_not_have_counts_for_no_rank(
     ],
 )
 def test_invalid_hello_is_refused_and_job_continues(
-    new_job: NewJob, changes: dict[str, Any]
+    make_job: MakeJob, changes: dict[str, Any]
 ) -> None:
-    job = new_job(2)
+    job = make_job(2)
     script = job.script("print('ran')")
     job.start(0, script)
     refused = asyncio.run(
@@ -277,8 +279,8 @@ def test_invalid_hello_is_refused_and_job_continues(
     assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
 
-def test_control_characters_in_host_name_are_escaped(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_control_characters_in_host_name_are_escaped(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start(0, job.script("print('ran')"))
     asyncio.run(
         asyncio.wait_for(
@@ -321,8 +323,8 @@ def run_node(job: Job, *options: str, nnodes: int) -> subprocess.CompletedProces
     )
 
 
-def test_several_nodes_without_secret_are_refused(new_job: NewJob) -> None:
-    completed = run_node(new_job(2), nnodes=2)
+def test_several_nodes_without_secret_are_refused(make_job: MakeJob) -> None:
+    completed = run_node(make_job(2), nnodes=2)
     assert completed.returncode == 2
     assert completed.stderr.splitlines()[0] == (
         "clusterjob: 2 nodes and no CLUSTERJOB_TOKEN: everyone who can connect to node 0 "
@@ -331,9 +333,9 @@ def test_several_nodes_without_secret_are_refused(new_job: NewJob) -> None:
 
 
 def test_insecure_no_token_lets_nodes_meet_without_secret_and_warns(
-    new_job: NewJob,
+    make_job: MakeJob,
 ) -> None:
-    completed = run_node(new_job(2), "--insecure-no-token", nnodes=2)
+    completed = run_node(make_job(2), "--insecure-no-token", nnodes=2)
     warning = (
         "clusterjob: --insecure-no-token: everyone who can connect to 127.0.0.1 "
         "can join this job or end it"
@@ -342,9 +344,9 @@ def test_insecure_no_token_lets_nodes_meet_without_secret_and_warns(
     assert "node 1 of 2 never joined" in completed.stderr
 
 
-def test_one_node_without_secret_generates_an_unguessable_one(new_job: NewJob) -> None:
+def test_one_node_without_secret_generates_an_unguessable_one(make_job: MakeJob) -> None:
     """A secret derived from the job's identity, as in an older release, is refused."""
-    job = new_job()
+    job = make_job()
     env = {"CLUSTERJOB_TOKEN": "", "CLUSTERJOB_NNODES": "1"}
     job.start(
         0, job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"), env=env

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from procs import TEST_TIMEOUT
 from slurm_user import User
-from sshsite import Site, output_lines, wait_for_verdict
+from sshsite import Site, output_lines
+from verdicts import wait_for_verdict
 from volc_platform import Platform
 
 from clusterjob.core import jobs
@@ -151,7 +152,7 @@ def test_secret_of_ssh_job_is_in_one_file_per_host_and_none_here(
     assert exposed_files([home(), site.directory]) == []
     assert not (record.job_dir / "secrets").exists()
     for host in ("gpu1", "gpu2"):
-        assert exposed_files([site.world.hosts[host].home]) == []
+        assert exposed_files([site.ssh_network.hosts[host].home]) == []
         assert (site.remote_dir(record, host) / "secrets").stat().st_mode & 0o777 == 0o600
 
 

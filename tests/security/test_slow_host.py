@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from hostile_host import hostile, slow
-from sshsite import Site, close_connections, output_lines, wait_for_verdict
+from sshsite import Site, close_connections, output_lines
+from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.node.verdict import JobState
@@ -32,7 +33,7 @@ def answer(request):
 
 def test_status_of_slow_or_stalled_host_is_unknown_and_names_host(site: Site) -> None:
     record = site.submit("", hosts="gpu1", set={"connect_timeout": str(TIMEOUT)})
-    with hostile(site.world.hosts["gpu1"], DRIPS) as play:
+    with hostile(site.ssh_network.hosts["gpu1"], DRIPS) as play:
         begin = time.monotonic()
         status = jobs.status(record)
         assert time.monotonic() - begin < 60
@@ -54,7 +55,7 @@ def test_logs_and_fetch_wait_for_honest_host_behind_slow_link(site: Site, tmp_pa
     record = site.submit(script, hosts="gpu1", set={"connect_timeout": str(TIMEOUT)})
     wait_for_verdict(record)
     close_connections()
-    with slow(site.world.hosts["gpu1"], 40_000):
+    with slow(site.ssh_network.hosts["gpu1"], 40_000):
         begin = time.monotonic()
         assert len(output_lines(record)) == 400
         took = time.monotonic() - begin

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT
+from ssh_network import SshNetwork, checked_output
 from sshsite import Site
-from sshworld import World, sh
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
@@ -24,8 +24,8 @@ from clusterjob.remote.pool import Pool
 
 
 @pytest.fixture
-def pool(world: World) -> Iterator[Pool]:
-    pool = Pool(ConnectOptions(10.0, ssh_config=world.config))
+def pool(ssh_network: SshNetwork) -> Iterator[Pool]:
+    pool = Pool(ConnectOptions(10.0, ssh_config=ssh_network.config))
     yield pool
     pool.close()
 
@@ -37,14 +37,14 @@ def refusal(pool: Pool, host: str) -> str:
 
 
 @pytest.fixture(params=["list", "krl"])
-def revoked(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Path:
+def revoked(request: pytest.FixtureRequest, ssh_network: SshNetwork, tmp_path: Path) -> Path:
     """Revoke the key of gpu1, in both forms that RevokedHostKeys accepts."""
     listed = tmp_path / "revoked.pub"
-    listed.write_text(f"# compromised\n\n{world.hosts['gpu1'].public_key} gpu1\n")
+    listed.write_text(f"# compromised\n\n{ssh_network.hosts['gpu1'].public_key} gpu1\n")
     if request.param == "krl":
-        sh("ssh-keygen", "-q", "-k", "-f", tmp_path / "krl", listed)
+        checked_output("ssh-keygen", "-q", "-k", "-f", tmp_path / "krl", listed)
         listed = tmp_path / "krl"
-    world.write_config(RevokedHostKeys=str(listed))
+    ssh_network.write_config(RevokedHostKeys=str(listed))
     return listed
 
 
@@ -54,37 +54,37 @@ def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
 
 
 def test_revoked_key_is_refused_without_strict_host_key_checking(
-    world: World, pool: Pool, revoked: Path
+    ssh_network: SshNetwork, pool: Pool, revoked: Path
 ) -> None:
-    world.write_config(RevokedHostKeys=str(revoked), StrictHostKeyChecking="no")
+    ssh_network.write_config(RevokedHostKeys=str(revoked), StrictHostKeyChecking="no")
     assert "is revoked" in refusal(pool, "gpu1")
 
 
 def test_hosts_trust_does_not_record_revoked_key(site: Site, revoked: Path) -> None:
-    site.world.known_hosts.write_text("")
-    host = site.world.hosts["gpu1"]
+    site.ssh_network.known_hosts.write_text("")
+    host = site.ssh_network.hosts["gpu1"]
     args = [
         "hosts",
         "trust",
         "gpu1",
         "--set",
-        f"ssh_config={site.world.config}",
+        f"ssh_config={site.ssh_network.config}",
         "--fingerprint",
         host.fingerprint,
     ]
     process = site.command(*args, stdin=subprocess.DEVNULL)
     _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert (process.returncode, "is revoked" in err) == (1, True)
-    assert site.world.known_hosts.read_text() == ""
+    assert site.ssh_network.known_hosts.read_text() == ""
 
 
 def test_certificate_of_revoked_authority_is_refused(
-    world: World, pool: Pool, tmp_path: Path
+    ssh_network: SshNetwork, pool: Pool, tmp_path: Path
 ) -> None:
-    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "ca")
+    checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "ca")
     authority = " ".join(Path(f"{tmp_path}/ca.pub").read_text().split()[:2])
-    host = world.hosts["gpu3"]
-    sh(
+    host = ssh_network.hosts["gpu3"]
+    checked_output(
         "ssh-keygen",
         "-q",
         "-s",
@@ -96,13 +96,13 @@ def test_certificate_of_revoked_authority_is_refused(
         "10.77.0.3",
         host.directory / "host_key.pub",
     )
-    world.known_hosts.write_text(f"@cert-authority * {authority}\n")
+    ssh_network.known_hosts.write_text(f"@cert-authority * {authority}\n")
     host.stop()
     host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
     try:
         assert pool.connection(Host("gpu3")).run("true")[0] == 0
         (tmp_path / "revoked").write_text(f"{authority}\n")
-        sh(
+        checked_output(
             "ssh-keygen",
             "-q",
             "-k",
@@ -113,8 +113,8 @@ def test_certificate_of_revoked_authority_is_refused(
             host.directory / "host_key-cert.pub",
         )
         for file in ("revoked", "krl"):
-            world.write_config(RevokedHostKeys=str(tmp_path / file))
-            fresh = Pool(ConnectOptions(10.0, ssh_config=world.config))
+            ssh_network.write_config(RevokedHostKeys=str(tmp_path / file))
+            fresh = Pool(ConnectOptions(10.0, ssh_config=ssh_network.config))
             assert refusal(fresh, "gpu3") == f"gpu3: its key is revoked ({tmp_path / file})"
             fresh.close()
     finally:
@@ -126,29 +126,29 @@ def test_certificate_of_revoked_authority_is_refused(
 
 @pytest.mark.parametrize("content", [None, b"SSHKRL\n\0nonsense"])
 def test_unreadable_file_of_revoked_keys_refuses_every_host(
-    world: World, pool: Pool, tmp_path: Path, content: bytes
+    ssh_network: SshNetwork, pool: Pool, tmp_path: Path, content: bytes
 ) -> None:
     if content is not None:
         (tmp_path / "revoked").write_bytes(content)
-    world.write_config(RevokedHostKeys=str(tmp_path / "revoked"))
+    ssh_network.write_config(RevokedHostKeys=str(tmp_path / "revoked"))
     assert "cannot" in refusal(pool, "gpu2")
 
 
 def test_hosts_trust_without_fingerprint_or_terminal_records_no_key(site: Site) -> None:
-    world = site.world
-    world.known_hosts.write_text("")
-    args = ["hosts", "trust", "gpu1", "--set", f"ssh_config={world.config}"]
+    ssh_network = site.ssh_network
+    ssh_network.known_hosts.write_text("")
+    args = ["hosts", "trust", "gpu1", "--set", f"ssh_config={ssh_network.config}"]
     process = site.command(*args, stdin=subprocess.DEVNULL)
     _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert process.returncode == 1
-    assert world.hosts["gpu1"].fingerprint in err
+    assert ssh_network.hosts["gpu1"].fingerprint in err
     assert "--fingerprint" in err
-    assert world.known_hosts.read_text() == ""
+    assert ssh_network.known_hosts.read_text() == ""
 
 
 def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
-    world = site.world
-    world.known_hosts.write_text("")
+    ssh_network = site.ssh_network
+    ssh_network.known_hosts.write_text("")
     ours, theirs = pty.openpty()
     args = [
         sys.executable,
@@ -158,7 +158,7 @@ def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
         "trust",
         "gpu1",
         "--set",
-        f"ssh_config={world.config}",
+        f"ssh_config={ssh_network.config}",
     ]
     done = subprocess.run(
         args,
@@ -171,7 +171,7 @@ def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
     for handle in (ours, theirs):
         os.close(handle)
     assert done.returncode == 0, done.stderr
-    assert world.hosts["gpu1"].public_key in world.known_hosts.read_text()
+    assert ssh_network.hosts["gpu1"].public_key in ssh_network.known_hosts.read_text()
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def test_hosts_trust_on_terminal_records_key(site: Site) -> None:
 def test_user_name_with_shell_command_is_refused_before_proxy_command_runs(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:
-    site.world.write_config("Match host gpu1\n  ProxyCommand echo %r; nc %h %p\n")
+    site.ssh_network.write_config("Match host gpu1\n  ProxyCommand echo %r; nc %h %p\n")
     mark = tmp_path / "mark"
     monkeypatch.setenv("M", str(mark))
-    args = ["hosts", "--hosts", f"{user}@gpu1", "--set", f"ssh_config={site.world.config}"]
+    args = ["hosts", "--hosts", f"{user}@gpu1", "--set", f"ssh_config={site.ssh_network.config}"]
     process = site.command(*args, stdin=subprocess.DEVNULL)
     _, err = process.communicate(timeout=TEST_TIMEOUT)
     assert process.returncode == 2, err

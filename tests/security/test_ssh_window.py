@@ -11,7 +11,7 @@ from pathlib import Path
 import paramiko
 import pytest
 from procs import wait_until
-from sshworld import require, sh
+from ssh_network import checked_output, require_ssh_network
 
 from clusterjob.errors import HostError
 from clusterjob.remote.connect import Connection, ConnectOptions, connect
@@ -49,9 +49,9 @@ class Greedy(paramiko.ServerInterface):
 
 @pytest.fixture(params=[False, True], ids=["stdout", "stderr"])
 def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connection]:
-    require()
+    require_ssh_network()
     for name in ("host", "user"):
-        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
+        checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
     greedy = Greedy(request.param)
     listener = socket.create_server(("127.0.0.1", 0))
     server: list[paramiko.Transport] = []

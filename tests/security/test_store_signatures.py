@@ -19,7 +19,7 @@ from clusterjob.node.system import network
 from clusterjob.worker.rendezvous import Facts
 from clusterjob.worker.signed_values import SignedStore
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 ANSWER = json.dumps(
     {"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "time": 0.0, "nodes": []}
 )
@@ -49,8 +49,8 @@ def forge(port: int) -> None:
     rendezvous_store.compare_set("go", "", ANSWER)
 
 
-def test_forged_answer_in_store_fails_the_job_and_is_not_shown(new_job: NewJob) -> None:
-    job = new_job()
+def test_forged_answer_in_store_fails_the_job_and_is_not_shown(make_job: MakeJob) -> None:
+    job = make_job()
     job.start(0, "--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH)
     wait_until(job.path("port").exists, TEST_TIMEOUT)
     forge(int(job.path("port").read_text()))

@@ -180,7 +180,7 @@ report = SimpleNamespace(
 )
 output.print_hosts([report])
 output.print_check(Check("torch", CheckState.FAILED, text, text))
-output.say(text)
+output.print_message(text)
 """
     code, shown = show([sys.executable, "-c", program])
     assert code == 0, shown

@@ -85,7 +85,7 @@ def test_elements_are_cancelled_singly_and_together(user: User) -> None:
         "element 6 in the place of element 2",
     )
     assert lines(notes) == [f"{user.slurm_id(job_id)}_[9]", f"{user.slurm_id(job_id)}_[2]"]
-    # manually, for an element without a directory
+    # a user's own scancel, for an element that has no directory yet
     user.slurm.run("scancel", f"{user.slurm_id(job_id)}_8")
     assert user.wait_for_state(f"{job_id}_8", "CANCELLED", timeout=PROMPT)["started_at"] is None
     assert "2 of 5 elements are cancelled" in user("cancel", job_id).stderr
@@ -140,7 +140,7 @@ def test_array_longer_than_max_array_size_is_split(user: User) -> None:
         record.write_text(json.dumps(data | {"handle": None, "submitter": None}))
         for path in user.home.glob("slurm/*"):
             path.unlink()
-        # The record as it was read, before the ids are found.
+        # This command shows the record as it was read; it finds and stores the ids afterwards.
         assert [job["backend_id"] for job in user.jobs(held)] == [None] * 26
         assert json.loads(record.read_text())["handle"]["data"]["ids"] == ids
         assert {job["state"] for job in user.jobs(held)} == {"PENDING"}

@@ -384,7 +384,7 @@ def test_job_of_script_with_non_ascii_name_is_found_by_comment(
     user.wait_for("up0")
     record = user.home / "records" / f"{job_id}.json"
     noted = json.loads(record.read_text())
-    # as after a killed submit
+    # the record as a killed submit leaves it
     record.write_text(json.dumps(noted | {"handle": None, "submitter": None}))
     assert user.job(job_id)["state"] == "RUNNING"
     user("cancel", job_id)
@@ -392,7 +392,7 @@ def test_job_of_script_with_non_ascii_name_is_found_by_comment(
 
 
 def test_slurm_resource_options_are_passed_on(user: User) -> None:
-    """GPU types, all memory, GPUs by --gres, and cores per worker with exclusive=user."""
+    """Cases: GPU types, all memory, GPUs by --gres, cores per worker with exclusive=user."""
     options = ("--set", "hold=true", "--gpus-per-node", "a100:2")
     typed = user.slurm_job(user.submit(SLEEPER, *options, "--mem", "0"))
     assert "gres:gpu:a100:2" in typed["TresPerNode"]
@@ -431,9 +431,9 @@ COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
 
 
 def test_slurm_without_slurm_conf_variable_is_default(user: User) -> None:
-    """No variable and no default file names the configuration, as where it is compiled in.
+    """Slurm's commands may know their configuration without SLURM_CONF and a default file.
 
-    Here, wrappers around the commands set it.
+    On a real site its path is compiled in; here, wrappers around the commands set SLURM_CONF.
     """
     conf = str(user.slurm.conf)
     for name in COMMANDS:

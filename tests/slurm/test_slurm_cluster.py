@@ -97,7 +97,7 @@ def test_changed_setting_holds_only_inside_context(slurm: SlurmCluster) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_cluster_ends_with_process_that_started_it(how: signal.Signals, tmp_path: Path) -> None:
-    """Two clusters run side by side meanwhile: each has its own ports."""
+    """A second cluster runs at the same time: each has its own ports."""
     directory = tmp_path / "c"
     command = [
         sys.executable,

@@ -59,7 +59,8 @@ def on_node(node: str) -> list[int]:
 def test_workers_of_killed_slurmstepd_end(user: User, launcher: str) -> None:
     """Slurm does not notice the kill by itself.
 
-    Otherwise the job would be RUNNING until its time limit, and its ranks would survive a scancel.
+    Without the agents' own check the job would be RUNNING until its time limit, and its ranks would
+    survive a scancel.
     """
     text = SLEEPER if launcher == "agent" else SLEEPER.replace("RANK", "SLURM_PROCID")
     job_id = user.submit(text, "--nodes", "2", "--launcher", launcher)

@@ -45,7 +45,7 @@ def test_host_list_from_slurm_expands_to_names_in_order(
 def test_sorted_host_list_expands_as_slurm_expands_it(
     slurm: SlurmCluster, names: list[str]
 ) -> None:
-    """Slurm sorts a job's nodes and drops duplicates; the order of its own expansion counts."""
+    """Slurm sorts a job's nodes and drops duplicates; the expansion must keep Slurm's order."""
     written = slurm.run("scontrol", "show", "hostlistsorted", ",".join(names)).stdout.strip()
     assert (
         expand_hostlist(written)

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import slurm_user
@@ -22,11 +21,6 @@ from clusterjob.backends.slurm.queue import Queue
 from clusterjob.node.verdict import JobState, Verdict
 
 ACCOUNT = "games"  # exists on every Debian; no daemon uses it
-
-
-def force_new_query(user: User) -> None:
-    for path in user.home.glob("slurm/*.json"):
-        path.unlink()
 
 
 # -- hidden partitions ---------------------------------------------------------------------------
@@ -79,10 +73,10 @@ def non_root(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[U
 def test_job_in_hidden_partition_is_followed_and_cancelled(non_root: User) -> None:
     job_id = non_root.submit(GUEST, "--partition", "small")
     non_root.wait_for("up0")
-    force_new_query(non_root)
+    non_root.force_new_query()
     assert non_root.wait_for_state(job_id, "RUNNING")["backend_id"] == non_root.slurm_id(job_id)
     other = non_root.submit(SLEEPER, "--partition", "small", "--set", "hold=true")
-    force_new_query(non_root)
+    non_root.force_new_query()
     assert non_root.job(other)["state"] == "PENDING"
     non_root("cancel", other)
     assert non_root.slurm_job(other)["JobState"] == "CANCELLED"
@@ -114,7 +108,7 @@ def test_job_with_changed_comment_is_followed_and_cancelled(user: User, comment:
     job_id = user.submit(GUEST, "--nodes", "2")
     user.wait_for("up0", "up1")
     user.slurm.run("scontrol", "update", f"JobId={user.slurm_id(job_id)}", f"Comment={comment}")
-    force_new_query(user)
+    user.force_new_query()
     assert user.wait_for_state(job_id, "RUNNING")["backend_id"] == user.slurm_id(job_id)
     user("cancel", job_id)
     assert user("wait", job_id, code=143).returncode == 143
@@ -130,7 +124,7 @@ def test_job_with_changed_comment_and_directory_is_found_by_name_and_time(
     )
     number = user.slurm_id(job_id)
     user.slurm.run("scontrol", "update", f"JobId={number}", "Comment=x", "WorkDir=/tmp")
-    force_new_query(user)
+    user.force_new_query()
     assert "JobHeldUser" in user.job(job_id)["reason"]
     rows = Queue(Client(), user.directory).poll().rows
     assert (rows[number].directory, rows[number].comment) == ("/tmp", "x")
@@ -141,22 +135,17 @@ def test_job_with_changed_comment_and_directory_is_found_by_name_and_time(
     )
 
 
-def change_record(user: User, job_id: str, **changes: Any) -> None:
-    path = user.home / "records" / f"{job_id}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    force_new_query(user)
-
-
 def test_job_with_guessed_end_is_cancelled_if_slurm_shows_it(user: User) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     lost = Verdict(JobState.LOST, 1, reason="a guess", ended_at="2020-01-01T00:00:00Z").to_json()
-    change_record(user, job_id, end=lost, provisional=True)
+    user.change_record(job_id, end=lost, provisional=True)
+    user.force_new_query()
     assert "is cancelled" in user("cancel", job_id).stderr
     assert user.slurm.job(user.slurm_id(job_id))["JobState"] == "CANCELLED"
 
 
 def test_cancel_spares_other_job_with_reused_id(user: User) -> None:
-    """Both after a guessed end and after a cancel that did not reach Slurm."""
+    """Test it after a guessed end, and after a cancel that did not reach Slurm."""
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     other = str(
         user.slurm.submit("--hold", "--output=/dev/null", "--job-name=other", script="true")
@@ -169,9 +158,11 @@ def test_cancel_spares_other_job_with_reused_id(user: User) -> None:
         "data": {**handle["data"], "ids": [other], "at": handle["data"]["at"] - 3600},
     }
     lost = Verdict(JobState.LOST, 1, reason="a guess", ended_at="2020-01-01T00:00:00Z").to_json()
-    change_record(user, job_id, handle=handle, end=lost, provisional=True)
+    user.change_record(job_id, handle=handle, end=lost, provisional=True)
+    user.force_new_query()
     assert "had ended already" in user("cancel", job_id).stderr
-    change_record(user, job_id, end=None, provisional=False)
+    user.change_record(job_id, end=None, provisional=False)
+    user.force_new_query()
     (user.home / "jobs" / job_id / "scancel.pending").touch()
     user("status", job_id)
     wait_until(
@@ -210,7 +201,7 @@ def test_job_is_found_although_plugin_overwrites_comments(user: User) -> None:
     )
     user.start("submit", "--cluster", "slurm", user.script(GUEST)).wait(PROMPT)
     [lost] = {path.stem for path in (user.home / "records").glob("*.json")} - {job_id}
-    force_new_query(user)
+    user.force_new_query()
     assert user.wait_for_state(lost, "RUNNING")["backend_id"] != user.slurm_id(job_id)
     assert user.wait_for_state(job_id, "RUNNING")["backend_id"] == user.slurm_id(job_id)
     user.path("leave").touch()
@@ -303,7 +294,7 @@ def test_failed_wrapper_and_failed_squeue_leave_record(user: User) -> None:
     user.wait_for("up0")
     (user.directory.parent / "bin" / "squeue").unlink()
     [record] = (user.home / "records").glob("*.json")
-    force_new_query(user)
+    user.force_new_query()
     wait_until(lambda: user.job(record.stem)["state"] == "RUNNING", PROMPT)
     user.path("leave").touch()
     assert user("wait", record.stem).returncode == 0

@@ -324,7 +324,7 @@ def test_job_waits_only_for_job_of_same_cluster(laptop: Laptop) -> None:
     other = laptop(
         "render", "--cluster", "slurm", "--after", first, laptop.script(GUEST), code=2
     ).stderr
-    assert "has to be a job of the same cluster" in other
+    assert "name a job of the same cluster" in other
     laptop.leave()
     assert laptop("wait", second).returncode == 0
 

@@ -11,26 +11,16 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from procs import TEST_TIMEOUT, below, wait_for_no_processes, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
 from clusterjob.backends.slurm import job_end
+from clusterjob.backends.slurm.accounting import Accounting
 from clusterjob.backends.slurm.client import Client
-from clusterjob.backends.slurm.queue import Accounting, JobRow
+from clusterjob.backends.slurm.squeue import JobRow
 from clusterjob.node.verdict import JobState, Verdict
-
-
-def force_new_query(user: User) -> None:
-    for path in user.home.glob("slurm/*.json"):
-        path.unlink()
-
-
-def change_record(user: User, job_id: str, **fields: Any) -> None:
-    path = user.home / "records" / f"{job_id}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def gate(user: User, command: str) -> Path:
@@ -108,7 +98,7 @@ def test_cancel_stops_agents_while_controller_is_down(user: User) -> None:
     assert user("wait", job_id, code=143).returncode == 143
     user.slurm.start_controller()
     assert user.slurm_job(pending)["JobState"] == "PENDING"
-    force_new_query(user)
+    user.force_new_query()
     user("status", pending)
     assert user.slurm.wait_for_job(user.slurm_id(pending))["JobState"] == "CANCELLED"
     assert user("wait", pending, code=143).returncode == 143
@@ -125,7 +115,7 @@ def test_cancel_of_job_without_agents_fails_until_slurm_answers(user: User) -> N
     message = user("cancel", job_id, code=1).stderr
     assert f"job {job_id} has no agents that could stop it" in message
     (user.directory.parent / "bin" / "scancel").unlink()
-    force_new_query(user)
+    user.force_new_query()
     user("status", job_id)
     assert user("wait", job_id, code=143).returncode == 143
     wait_for_no_processes(PROMPT)
@@ -160,7 +150,7 @@ def test_killed_batch_shell_fails_job(user: User) -> None:
     number = user.slurm_id(job_id)
     os.kill(batch_shell_of(user, number), signal.SIGKILL)
     user.slurm.wait_for_job(number)
-    force_new_query(user)
+    user.force_new_query()
     message = user("wait", job_id, code=137).stderr
     assert re.search(
         rf"job {job_id} FAILED: the job's batch shell was killed by SIGKILL: Slurm reports FAILED",
@@ -176,10 +166,10 @@ def test_reason_of_node_fail_names_node(user: User) -> None:
     user.slurm.kill_node(3)
     user.slurm.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     user.slurm.wait_for_job(user.slurm_id(job_id), "NODE_FAIL")
-    force_new_query(user)
+    user.force_new_query()
     assert "NODE_FAIL: a node of the job failed: node n3" in user("wait", job_id, code=1).stderr
     notes = user.command_first_on_path("scontrol", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    force_new_query(user)
+    user.force_new_query()
     assert "node n3" in user.job(job_id)["reason"]
     assert notes.read_text() == ""  # a recorded end is not queried again
 
@@ -189,7 +179,7 @@ def test_failed_elements_with_srun_exit_code_need_no_scontrol(user: User) -> Non
     for number in range(3):
         user.slurm.wait_for_job(f"{user.slurm_id(job_id)}_{number}", "FAILED")
     notes = user.command_first_on_path("scontrol", 'echo >> "$NOTES"\nexec "$REAL" "$@"\n')
-    force_new_query(user)
+    user.force_new_query()
     assert [(job["state"], job["exit_code"]) for job in user.jobs(job_id)] == [("FAILED", 4)] * 3
     assert notes.read_text() == ""
 
@@ -224,7 +214,7 @@ def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User)
     user.slurm.run("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     user.slurm.wait_for_job(user.slurm_id(lost), "NODE_FAIL")
     ids = {user.slurm_id(killed): "FAILED", user.slurm_id(lost): "NODE_FAIL"}
-    # with directories: the first rows of a job lack them and some of its nodes
+    # A row without its directory is not complete yet: it also lacks some of the job's nodes.
     wanted = {
         user.slurm_id(job_id): (time.time() - 600, f"/jobs/{job_id}") for job_id in (killed, lost)
     }
@@ -266,10 +256,8 @@ def test_job_hidden_from_squeue_is_unknown_until_lease_ends(user: User) -> None:
     user.wait_for("up0", "up1")
     user.command_first_on_path("squeue", "exit 0\n")  # squeue lists no jobs
     handle = json.loads((user.home / "records" / f"{job_id}.json").read_text())["handle"]
-    change_record(
-        user, job_id, handle=handle | {"data": handle["data"] | {"at": time.time() - 100}}
-    )
-    force_new_query(user)
+    user.change_record(job_id, handle=handle | {"data": handle["data"] | {"at": time.time() - 100}})
+    user.force_new_query()
     job = user.job(job_id)
     assert (job["state"], "Slurm does not show it" in job["reason"]) == ("UNKNOWN", True)
     alive = user.directory_of(job_id) / "ends" / "alive"
@@ -277,11 +265,11 @@ def test_job_hidden_from_squeue_is_unknown_until_lease_ends(user: User) -> None:
     wait_until(lambda: alive.stat().st_mtime > begin, PROMPT, "another renewal of the lease")
 
     os.utime(alive, (begin - 100, begin - 100))
-    force_new_query(user)
+    user.force_new_query()
     lost = wait_until(
         lambda: (
             user.job(job_id)["state"] == "LOST"
-            or (force_new_query(user), os.utime(alive, (1, 1)))[0]
+            or (user.force_new_query(), os.utime(alive, (1, 1)))[0]
         ),
         PROMPT,
     )

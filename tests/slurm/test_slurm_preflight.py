@@ -122,7 +122,7 @@ def test_missing_controller_configuration_and_commands_are_reported(user: User) 
         patch.setenv("PATH", "/nowhere")
         message = user.submit_error_without_slurm()
     assert "sbatch cannot be run: No such file or directory" in message
-    assert "on PATH" in message
+    assert "add Slurm's client commands to PATH" in message
 
 
 def test_time_limit_is_left_to_slurm_if_template_or_variable_sets_partition(user: User) -> None:

@@ -19,7 +19,8 @@ from slurm_user import GUEST, PROMPT, SLEEPER, User
 
 from clusterjob.backends.slurm import queue
 from clusterjob.backends.slurm.client import Client
-from clusterjob.backends.slurm.queue import INTERVAL, JobRow, Queue, rows_of, split
+from clusterjob.backends.slurm.queue import INTERVAL, Queue
+from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot, rows_of, split
 from clusterjob.node.system import files
 
 COUNT = 'date +%s.%N >> "$NOTES"\nexec "$REAL" "$@"\n'
@@ -68,7 +69,7 @@ def test_squeue_output_is_parsed_into_rows() -> None:
         "".join("".join(f"{field}<mark>" for field in row) + "\n" for row in printed)
         + "9<mark>N/A<mark>cut"
     )
-    snapshot = queue._snapshot({"rows": split(text, "<mark>")})
+    snapshot = QueueSnapshot.from_json({"rows": split(text, "<mark>")})
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(0))
     assert snapshot.rows == {
         "7": JobRow(

@@ -5,28 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
 
 FORGETTING = 120.0  # seconds; with MinJobAge=2 slurmctld forgets an ended job after about 10 s
-
-
-def record_of(user: User, job_id: str) -> Path:
-    return user.home / "records" / f"{job_id}.json"
-
-
-def change_record(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def force_new_query(user: User) -> None:
-    """Make the next command query Slurm, even if the snapshot is recent."""
-    for path in user.home.glob("slurm/*.json"):
-        path.unlink()
 
 
 def only_record(user: User) -> str:
@@ -44,7 +28,7 @@ def test_job_is_found_after_submitter_is_killed_after_sbatch(user: User) -> None
     process = user.start("submit", "--cluster", "slurm", user.script(GUEST))
     assert process.wait(TEST_TIMEOUT) == -signal.SIGKILL
     job_id = only_record(user)
-    assert json.loads(record_of(user, job_id).read_text())["handle"] is None
+    assert json.loads(user.record_of(job_id).read_text())["handle"] is None
     user.wait_for("up0")
     assert user.wait_for_state(job_id, "RUNNING")["id"] == job_id
     assert user.slurm_id(job_id).isdigit()
@@ -52,7 +36,7 @@ def test_job_is_found_after_submitter_is_killed_after_sbatch(user: User) -> None
     assert user("wait", job_id).returncode == 0
 
     # The first status query comes when Slurm no longer answers.
-    change_record(record_of(user, job_id), handle=None, end=None)
+    user.change_record(job_id, handle=None, end=None)
     user.slurm.stop_controller()
     assert user.job(job_id)["state"] == "SUCCEEDED"
     user.slurm.start_controller()
@@ -68,7 +52,7 @@ def test_job_is_lost_after_submitter_is_killed_before_sbatch(user: User) -> None
     )
     job_id = only_record(user)
     assert user.job(job_id)["state"] == "UNKNOWN"
-    change_record(record_of(user, job_id), submitted_at="2026-01-01T00:00:00.000Z")
+    user.change_record(job_id, submitted_at="2026-01-01T00:00:00.000Z")
     ended = user.job(job_id)
     assert (ended["state"], ended["reason"]) == (
         "LOST",
@@ -85,7 +69,7 @@ def test_ctrl_c_during_sbatch_cancels_submitted_job(user: User, options: tuple[s
     )
     process = user.start("run", "--cluster", "slurm", *options, user.script(SLEEPER))
     assert process.wait(TEST_TIMEOUT) == 130
-    force_new_query(user)
+    user.force_new_query()
     job_id = only_record(user)
     assert user("wait", job_id, code=143).returncode == 143
 
@@ -114,7 +98,7 @@ def test_job_submitted_to_frozen_controller_runs_once_and_is_found(user: User) -
     job_id = only_record(user)
     user.slurm.thaw_controller()
     user.wait_for("up0")
-    force_new_query(user)
+    user.force_new_query()
     assert user.wait_for_state(job_id, "RUNNING")["backend_id"] in (None, user.slurm_id(job_id))
     comments = user.slurm.run("squeue", "--noheader", "--states=all", "--format=%k").stdout.split()
     assert comments.count(f"clusterjob:{job_id}") == 1
@@ -138,7 +122,7 @@ def test_job_cancelled_while_its_submission_is_uncertain_does_not_run(user: User
         ),
         TEST_TIMEOUT,
     )
-    force_new_query(user)
+    user.force_new_query()
     user.wait_for_state(job_id, "CANCELLED")
     assert not user.path("up0").exists()
     wait_for_no_processes(PROMPT)
@@ -149,13 +133,13 @@ def test_other_job_with_reused_id_is_not_mistaken_for_job(user: User) -> None:
     other = user.slurm.submit(
         "--hold", "--output=/dev/null", "--comment=clusterjob:other", script="sleep 1000"
     )
-    data = json.loads(record_of(user, job_id).read_text())["handle"]
+    data = json.loads(user.record_of(job_id).read_text())["handle"]
     user.slurm.run("scancel", data["id"])
-    change_record(
-        record_of(user, job_id),
+    user.change_record(
+        job_id,
         handle=data | {"id": str(other), "data": data["data"] | {"at": time.time() - 100}},
     )
-    force_new_query(user)
+    user.force_new_query()
     ended = user.job(job_id)
     assert (ended["state"], "Slurm does not know it any more" in ended["reason"]) == ("LOST", True)
     assert "had ended already" in user("cancel", job_id).stderr
@@ -199,12 +183,12 @@ def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
                 return len(states) == 2 and all(state.startswith("CANCELLED") for state in states)
 
             wait_until(accounted, FORGETTING, "the rows, which come in stages")
-        force_new_query(user)
+        user.force_new_query()
         for job_id in ids:
-            change_record(record_of(user, job_id), end=None)
-            data = json.loads(record_of(user, job_id).read_text())["handle"]
-            change_record(
-                record_of(user, job_id),
+            user.change_record(job_id, end=None)
+            data = json.loads(user.record_of(job_id).read_text())["handle"]
+            user.change_record(
+                job_id,
                 handle=data | {"data": data["data"] | {"at": data["data"]["at"] - 5}},
             )
         found = {job["id"]: job for job in user.jobs()}
@@ -224,7 +208,7 @@ def test_federation_cluster_name_is_recorded_with_id(user_accounted: User) -> No
     """`sbatch --clusters` prints ``id;cluster``."""
     user = user_accounted
     job_id = user.submit(GUEST, "--set", "clusters=test")
-    handle = json.loads(record_of(user, job_id).read_text())["handle"]
+    handle = json.loads(user.record_of(job_id).read_text())["handle"]
     assert (handle["id"].isdigit(), handle["data"]["cluster"]) == (True, "test")
     user.wait_for("up0")
     assert user.wait_for_state(job_id, "RUNNING")["backend_id"] == handle["id"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from procs import SAVER, command_line, kill_all, wait_until
+from ssh_network import SshHost, checked_output
 from sshsite import (
     SLEEPER,
     TEST_TIMEOUT,
@@ -25,10 +26,9 @@ from sshsite import (
     close_connections,
     output_lines,
     wait_for_lines,
-    wait_for_verdict,
     workers_on,
 )
-from sshworld import SshHost, sh
+from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs, node_zip
 from clusterjob.core.hosts import Host
@@ -76,7 +76,9 @@ def test_job_files_on_host_are_private_and_token_is_not_exposed(site: Site) -> N
         assert place.parent.parent.stat().st_mode & 0o777 == 0o700
         assert (place / "token").read_text() == token
         assert (place / "token").stat().st_mode & 0o777 == 0o600
-        for pid in site.world.hosts[host].pids():
+        pids = site.ssh_network.hosts[host].pids()
+        assert pids
+        for pid in pids:
             assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
             assert token.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
     assert token not in json.dumps(Records().find(record.job_id).to_json())
@@ -240,7 +242,7 @@ def test_job_without_sync_runs_in_existing_directory_on_host(site: Site, tmp_pat
 
 
 def test_hosts_with_shared_home_directory_run_job(site: Site) -> None:
-    shared = f"{site.world.directory}/shared"
+    shared = f"{site.ssh_network.directory}/shared"
     record = site.submit('import os; print(os.environ["RANK"])', set={"remote_home": shared})
     assert sorted(output_lines(record)) == ["0 out 0", "1 out 1"]
 
@@ -259,7 +261,7 @@ def test_following_logs_opens_one_connection_per_host(site: Site) -> None:
         "import time\nfor n in range(30): print('line', n, flush=True); time.sleep(0.1)"
     )
     close_connections()
-    before = {name: logins(site.world.hosts[name]) for name in ("gpu1", "gpu2")}
+    before = {name: logins(site.ssh_network.hosts[name]) for name in ("gpu1", "gpu2")}
     follow = site.command("logs", "-f", record.job_id)
     out, err = follow.communicate(timeout=TEST_TIMEOUT)
     assert follow.returncode == 0, err
@@ -273,7 +275,9 @@ def test_following_logs_opens_one_connection_per_host(site: Site) -> None:
             if line.startswith(("[0-1]", f"[{rank}]"))
         ]
         assert own == [str(number) for number in range(30)], "each rank's in their order"
-    assert {name: logins(site.world.hosts[name]) - count for name, count in before.items()} == {
+    assert {
+        name: logins(site.ssh_network.hosts[name]) - count for name, count in before.items()
+    } == {
         "gpu1": 1,
         "gpu2": 1,
     }
@@ -308,14 +312,14 @@ def test_submit_on_terminal_shows_code_upload_progress(site: Site) -> None:
 
 
 def test_submit_names_all_unusable_hosts_and_starts_nothing(site: Site, tmp_path: Path) -> None:
-    site.world.write_config(
+    site.ssh_network.write_config(
         "Host closed\n  HostName 10.77.0.1\n  Port 9\n"
         "Host strange\n  HostName 10.77.0.3\n  User nobody\n"
     )
-    site.world.known_hosts.write_text(
+    site.ssh_network.known_hosts.write_text(
         "".join(
             f"{host.address} {host.public_key}\n"
-            for host in site.world.hosts.values()
+            for host in site.ssh_network.hosts.values()
             if host.name != "gpu2"
         )
     )
@@ -335,19 +339,19 @@ def test_submit_names_all_unusable_hosts_and_starts_nothing(site: Site, tmp_path
 
 
 def test_submit_names_unresponsive_hosts_together_with_other_failures(site: Site) -> None:
-    gpu3 = site.world.hosts["gpu3"]
+    gpu3 = site.ssh_network.hosts["gpu3"]
     gpu3.run("ip", "route", "add", "blackhole", "10.77.0.100")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        site.world.write_config(
+        site.ssh_network.write_config(
             f"Host hole\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n"
             "Host wrong\n  HostName 10.77.0.2\n"
             "Host hole gpu3\n  ConnectTimeout 4\n"  # other hosts may take longer
         )
-        keys = site.world.known_hosts.read_text().splitlines()
+        keys = site.ssh_network.known_hosts.read_text().splitlines()
         keys = [line for line in keys if not line.startswith("10.77.0.2 ")] + [
             f"10.77.0.2 {gpu3.public_key}"
         ]
-        site.world.known_hosts.write_text("\n".join(keys) + "\n")
+        site.ssh_network.known_hosts.write_text("\n".join(keys) + "\n")
         begin = time.monotonic()
         try:
             error = site.refused(hosts="gpu1,gpu3,hole,wrong")
@@ -362,7 +366,7 @@ def test_submit_names_unresponsive_hosts_together_with_other_failures(site: Site
 
 
 def test_two_hosts_that_are_same_machine_are_refused(site: Site) -> None:
-    site.world.write_config("Host other\n  HostName 10.77.0.1\n  HostKeyAlias 10.77.0.1\n")
+    site.ssh_network.write_config("Host other\n  HostName 10.77.0.1\n  HostKeyAlias 10.77.0.1\n")
     error = site.refused(hosts="gpu1,gpu2,other")
     assert "other: it is the same machine as gpu1" in error.message
 
@@ -405,8 +409,8 @@ def test_full_disk_on_one_host_is_reported(site: Site, full_disk: SshHost) -> No
 
 def test_disk_that_fills_during_upload_is_reported(site: Site) -> None:
     """The disk has free space, but inodes for only a few files."""
-    host = site.world.hosts["gpu2"]
-    sh("mount", "-t", "tmpfs", "-o", "size=200m,nr_inodes=9", "tmpfs", host.home)
+    host = site.ssh_network.hosts["gpu2"]
+    checked_output("mount", "-t", "tmpfs", "-o", "size=200m,nr_inodes=9", "tmpfs", host.home)
     host.stop()
     host.start()
     try:
@@ -415,24 +419,26 @@ def test_disk_that_fills_during_upload_is_reported(site: Site) -> None:
     finally:
         close_connections()
         host.stop()
-        sh("umount", host.home)
+        checked_output("umount", host.home)
         host.start()
 
 
 def test_output_of_bashrc_is_ignored(site: Site) -> None:
     for name in ("gpu1", "gpu2"):
-        (site.world.hosts[name].home / ".bashrc").write_text("echo welcome; echo to stderr >&2\n")
+        (site.ssh_network.hosts[name].home / ".bashrc").write_text(
+            "echo welcome; echo to stderr >&2\n"
+        )
     try:
         record = site.submit('print("fine")')
         assert sorted(output_lines(record)) == ["0 out fine", "1 out fine"]
     finally:
         for name in ("gpu1", "gpu2"):
-            (site.world.hosts[name].home / ".bashrc").unlink()
+            (site.ssh_network.hosts[name].home / ".bashrc").unlink()
 
 
 def test_ctrl_c_during_submit_leaves_nothing_on_hosts(site: Site) -> None:
     submitted = site.command("submit", *site.options(setup=["sleep 60"]), site.script(SLEEPER))
-    place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
+    place = site.ssh_network.hosts["gpu2"].home / ".clusterjob" / "jobs"
     wait_until(
         lambda: place.is_dir() and list(place.iterdir()),
         TEST_TIMEOUT,
@@ -491,7 +497,7 @@ def test_profile_sets_hosts_python_and_options(site: Site) -> None:
         hosts = ["gpu[1-2]", "root@gpu3:22"]
         python = "{site.python}"
         [clusters.lab.set]
-        ssh_config = "{site.world.config}"
+        ssh_config = "{site.ssh_network.config}"
         need_torch = false
         remote_home = "~/elsewhere"
         """
@@ -503,7 +509,7 @@ def test_profile_sets_hosts_python_and_options(site: Site) -> None:
     assert [str(host) for host in plan.spec.hosts] == ["gpu1", "gpu2", "root@gpu3:22"]
     record = jobs.submit(plan, "lab", detach=True)
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
-    assert (site.world.hosts["gpu3"].home / "elsewhere" / "jobs" / record.job_id).is_dir()
+    assert (site.ssh_network.hosts["gpu3"].home / "elsewhere" / "jobs" / record.job_id).is_dir()
 
 
 def test_local_and_slurm_clusters_refuse_hosts(site: Site) -> None:
@@ -526,29 +532,29 @@ def test_fewer_nodes_than_hosts_uses_first_hosts(site: Site) -> None:
 
 
 def test_host_that_cannot_reach_node_0_is_named(site: Site) -> None:
-    site.world.hosts["gpu2"].run("ip", "route", "add", "prohibit", "10.77.0.1")
+    site.ssh_network.hosts["gpu2"].run("ip", "route", "add", "prohibit", "10.77.0.1")
     try:
         error = site.refused()
     finally:
-        site.world.hosts["gpu2"].run("ip", "route", "del", "prohibit", "10.77.0.1")
+        site.ssh_network.hosts["gpu2"].run("ip", "route", "del", "prohibit", "10.77.0.1")
     assert "gpu2: it cannot reach gpu1 at 10.77.0.1 (" in error.message
 
 
 def test_master_addr_is_address_that_other_hosts_reach(site: Site) -> None:
     """The client reaches gpu1 at an address to which gpu2 has no route."""
-    gpu1 = site.world.hosts["gpu1"]
+    gpu1 = site.ssh_network.hosts["gpu1"]
     gpu1.run("ip", "link", "add", "br9", "type", "bridge")
     gpu1.run("ip", "addr", "add", "10.1.1.1/24", "dev", "br9")
     gpu1.run("ip", "link", "set", "br9", "up")
-    sh("ip", "route", "add", "10.1.1.1", "via", "10.77.0.1")
+    checked_output("ip", "route", "add", "10.1.1.1", "via", "10.77.0.1")
     try:
-        site.world.write_config("Host first\n  HostName 10.1.1.1\n  HostKeyAlias 10.77.0.1\n")
+        site.ssh_network.write_config("Host first\n  HostName 10.1.1.1\n  HostKeyAlias 10.77.0.1\n")
         record = site.submit('import os; print(os.environ["MASTER_ADDR"])', hosts="first,gpu2")
         assert set(output_lines(record)) == {"0 out 10.77.0.1", "1 out 10.77.0.1"}
     finally:
         close_connections()
         wait_until(lambda: not gpu1.pids(), 10, "the end of the session")
-        sh("ip", "route", "del", "10.1.1.1")
+        checked_output("ip", "route", "del", "10.1.1.1")
         gpu1.run("ip", "link", "del", "br9")
 
 
@@ -560,7 +566,10 @@ def test_master_addr_is_address_that_other_hosts_reach(site: Site) -> None:
 def test_cut_off_host_ends_job_on_other_hosts(site: Site, host: str) -> None:
     record = site.submit(SLEEPER, set={"connect_timeout": "5"})
     wait_for_lines(record, "up 0", "up 1")
-    cut, other = site.world.hosts[host], site.world.hosts["gpu2" if host == "gpu1" else "gpu1"]
+    cut, other = (
+        site.ssh_network.hosts[host],
+        site.ssh_network.hosts["gpu2" if host == "gpu1" else "gpu1"],
+    )
     begin = time.monotonic()
     cut.link("down")
     try:
@@ -594,7 +603,7 @@ def test_sshd_restart_does_not_affect_running_job(site: Site) -> None:
     )
     wait_for_lines(record, "up 0", "up 1")
     for name in ("gpu1", "gpu2"):
-        host = site.world.hosts[name]
+        host = site.ssh_network.hosts[name]
         host.stop()
         # A restart of the whole service ends the sessions, too.
         kill_all([pid for pid in host.pids() if "sshd" in command_line(pid)])
@@ -602,7 +611,7 @@ def test_sshd_restart_does_not_affect_running_job(site: Site) -> None:
     assert status.verdict is None
     assert status.state in (JobState.UNKNOWN, JobState.RUNNING)
     for name in ("gpu1", "gpu2"):
-        site.world.hosts[name].start()
+        site.ssh_network.hosts[name].start()
         (site.remote_dir(record, name) / "code" / "leave").touch()
     assert sorted(output_lines(record)) == [
         "0 out left 0",
@@ -625,8 +634,8 @@ def test_killed_agent_fails_job_and_names_host(site: Site) -> None:
 
 def test_job_with_directories_removed_on_hosts_is_lost(site: Site) -> None:
     record = site.submit("")
-    wait_until(lambda: not workers_on(site.world.hosts["gpu1"]), TEST_TIMEOUT, "the end")
-    wait_until(lambda: not workers_on(site.world.hosts["gpu2"]), TEST_TIMEOUT, "the end")
+    wait_until(lambda: not workers_on(site.ssh_network.hosts["gpu1"]), TEST_TIMEOUT, "the end")
+    wait_until(lambda: not workers_on(site.ssh_network.hosts["gpu2"]), TEST_TIMEOUT, "the end")
     for name in ("gpu1", "gpu2"):
         subprocess.run(["rm", "-rf", site.remote_dir(record, name)], check=True)
     verdict = wait_for_verdict(record)
@@ -653,7 +662,7 @@ def test_malformed_verdict_file_is_ignored(site: Site, text: str) -> None:
 
 def test_job_cancelled_during_submit_does_not_start(site: Site) -> None:
     submitted = site.command("submit", *site.options(setup=["sleep 8"]), site.script(SLEEPER))
-    place = site.world.hosts["gpu2"].home / ".clusterjob" / "jobs"
+    place = site.ssh_network.hosts["gpu2"].home / ".clusterjob" / "jobs"
     wait_until(
         lambda: place.is_dir() and list(place.iterdir()),
         TEST_TIMEOUT,
@@ -686,7 +695,7 @@ threading.Thread(target=make_noise, daemon=True).start()
     sessions = Sessions(lambda _: None, node_zip.node_zip)
     try:
         session = sessions.session(
-            Place((Host("gpu1"),), str(python), ssh_config=site.world.config), 0
+            Place((Host("gpu1"),), str(python), ssh_config=site.ssh_network.config), 0
         )
         session.ask(Check(need=0, torch=False, own=True))
         (noisy / "go").touch()

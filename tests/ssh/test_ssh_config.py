@@ -10,7 +10,7 @@ import pwd
 from pathlib import Path
 
 import pytest
-from sshworld import require
+from ssh_network import require_ssh_network
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
@@ -21,7 +21,7 @@ HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 @pytest.fixture(autouse=True)
 def _ssh() -> None:
-    require()
+    require_ssh_network()
 
 
 def write(directory: Path, text: str, name: str = "config") -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 import paramiko
 import pytest
 from procs import kill_all, wait_until
-from sshworld import World, sh
+from ssh_network import SshNetwork, checked_output
 
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
@@ -25,8 +25,11 @@ from clusterjob.remote.connect import ConnectOptions
 from clusterjob.remote.pool import Pool, TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
 
-SHORT = 3.0  # seconds; timeout of a phase in tests that wait for it
-BOUND = 15.0  # seconds; a phase of SHORT ends within this even on a busy machine
+# Seconds; timeout of a phase in tests in which no server answers. Twice of it are less than the 2 s
+# that paramiko waits for a second line.
+SILENT = 0.75
+SHORT = 3.0  # seconds; timeout of a phase in tests in which a server answers some phases
+BOUND = 15.0  # seconds; a phase of SILENT ends within this even on a busy machine
 
 
 @pytest.fixture
@@ -35,8 +38,8 @@ def warnings() -> list[str]:
 
 
 @pytest.fixture
-def pool(world: World, warnings: list[str]) -> Iterator[Pool]:
-    pool = Pool(ConnectOptions(10.0, warnings.append, ssh_config=world.config))
+def pool(ssh_network: SshNetwork, warnings: list[str]) -> Iterator[Pool]:
+    pool = Pool(ConnectOptions(10.0, warnings.append, ssh_config=ssh_network.config))
     yield pool
     pool.close()
 
@@ -55,9 +58,9 @@ def refusal(pool: Pool, text: str) -> HostError:
     return caught.value
 
 
-def attempts(world: World, name: str) -> int:
+def attempts(ssh_network: SshNetwork, name: str) -> int:
     """Return how many logins the host's server has seen so far."""
-    text = (world.directory / name / "sshd.log").read_text()
+    text = (ssh_network.directory / name / "sshd.log").read_text()
     return text.count("Accepted ") + text.count("Failed ") + text.count("userauth")
 
 
@@ -65,9 +68,13 @@ def attempts(world: World, name: str) -> int:
 
 
 def test_hosts_are_reached_directly_and_through_one_bastion_connection(
-    world: World, pool: Pool
+    ssh_network: SshNetwork, pool: Pool
 ) -> None:
-    before = (world.hosts["bastion"].directory / "sshd.log").read_text().count("Accepted publickey")
+    before = (
+        (ssh_network.hosts["bastion"].directory / "sshd.log")
+        .read_text()
+        .count("Accepted publickey")
+    )
     hosts = parse_hosts("gpu[1-3],inner[1-2]")
     outcome = for_each(hosts, lambda host: pool.connection(host).run("hostname"))
     assert not outcome.errors
@@ -78,18 +85,23 @@ def test_hosts_are_reached_directly_and_through_one_bastion_connection(
         "inner1",
         "inner2",
     ]
-    after = (world.hosts["bastion"].directory / "sshd.log").read_text().count("Accepted publickey")
+    after = (
+        (ssh_network.hosts["bastion"].directory / "sshd.log")
+        .read_text()
+        .count("Accepted publickey")
+    )
     assert after - before == 1, "one connection to the bastion serves all"
 
 
-def test_host_behind_chain_of_jump_hosts_is_reached(world: World, pool: Pool) -> None:
-    world.write_config("Host far\n  HostName 10.78.0.2\n  ProxyJump bastion,inner1\n")
+def test_host_behind_chain_of_jump_hosts_is_reached(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.write_config("Host far\n  HostName 10.78.0.2\n  ProxyJump bastion,inner1\n")
     assert hostname(pool, "far") == "inner2"
 
 
-def test_host_behind_proxy_command_is_reached(world: World, pool: Pool) -> None:
-    world.write_config(
-        f"Host piped\n  HostName 10.77.0.1\n  ProxyCommand ssh -F {world.config} -W %h:%p gpu2\n"
+def test_host_behind_proxy_command_is_reached(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.write_config(
+        "Host piped\n  HostName 10.77.0.1\n"
+        f"  ProxyCommand ssh -F {ssh_network.config} -W %h:%p gpu2\n"
     )
     assert hostname(pool, "piped") == "gpu1"
 
@@ -99,16 +111,20 @@ def test_run_returns_exit_code_stdout_and_stderr(pool: Pool) -> None:
     assert (code, out, err) == (3, b"out\n", b"err\n")
 
 
-def test_host_given_as_address_and_port_is_reached(world: World, pool: Pool) -> None:
+def test_host_given_as_address_and_port_is_reached(ssh_network: SshNetwork, pool: Pool) -> None:
     assert hostname(pool, "root@10.77.0.2:22") == "gpu2"
 
 
-def test_16_parallel_logins_succeed_although_max_startups_is_4(world: World, pool: Pool) -> None:
-    gpu1 = world.hosts["gpu1"]
+def test_16_parallel_logins_succeed_although_max_startups_is_4(
+    ssh_network: SshNetwork, pool: Pool
+) -> None:
+    gpu1 = ssh_network.hosts["gpu1"]
     gpu1.stop()
     gpu1.start(MaxStartups="4:100:4")
     try:
-        world.write_config("".join(f"Host same{n}\n  HostName 10.77.0.1\n" for n in range(16)))
+        ssh_network.write_config(
+            "".join(f"Host same{n}\n  HostName 10.77.0.1\n" for n in range(16))
+        )
         outcome: TaskOutcome[Host, str] = for_each(
             [Host(f"same{n}") for n in range(16)], lambda host: hostname(pool, host.name)
         )
@@ -122,23 +138,23 @@ def test_16_parallel_logins_succeed_although_max_startups_is_4(world: World, poo
 # -- hosts that cannot be reached ----------------------------------------------------------------
 
 
-def test_unknown_host_name_is_reported(world: World, pool: Pool) -> None:
+def test_unknown_host_name_is_reported(ssh_network: SshNetwork, pool: Pool) -> None:
     assert "unknown host no-such-host.invalid" in refusal(pool, "no-such-host.invalid").message
 
 
-def test_refused_connection_is_reported(world: World, pool: Pool) -> None:
-    world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
+def test_refused_connection_is_reported(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
     assert "connection refused (10.77.0.1:9)" in refusal(pool, "closed").message
 
 
-def test_connection_timeout_is_reported_in_time(world: World) -> None:
-    world.hosts["gpu1"].run("ip", "route", "add", "blackhole", "10.77.0.100")
-    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
+def test_connection_timeout_is_reported_in_time(ssh_network: SshNetwork) -> None:
+    ssh_network.hosts["gpu1"].run("ip", "route", "add", "blackhole", "10.77.0.100")
+    pool = Pool(ConnectOptions(SILENT, lambda _: None, ssh_config=ssh_network.config))
     begin = time.monotonic()
     try:
-        assert "no answer from 10.77.0.1:22 within 3 s" in refusal(pool, "gpu1").message
+        assert "no answer from 10.77.0.1:22 within 0.75 s" in refusal(pool, "gpu1").message
     finally:
-        world.hosts["gpu1"].run("ip", "route", "del", "blackhole", "10.77.0.100")
+        ssh_network.hosts["gpu1"].run("ip", "route", "del", "blackhole", "10.77.0.100")
     assert time.monotonic() - begin < BOUND
 
 
@@ -172,40 +188,42 @@ def listener(greeting: bytes = b"", *, close_connections: bool = False) -> Itera
 @pytest.mark.parametrize(
     ("greeting", "why"),
     [
-        (b"", "it accepts TCP and sends nothing for 3 s"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not complete the SSH handshake within 6 s"),
-        (b"HTTP/1.1 400 Bad Request\r\n", ""),
+        (b"", "it accepts TCP and sends nothing for 0.75 s"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not complete the SSH handshake within 1.5 s"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "does not complete the SSH handshake within 1.5 s"),
     ],
     ids=["silent", "banner only", "other protocol"],
 )
 def test_silent_or_non_ssh_server_is_given_up_within_timeout(
-    world: World, greeting: bytes, why: str
+    ssh_network: SshNetwork, greeting: bytes, why: str
 ) -> None:
-    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
+    pool = Pool(ConnectOptions(SILENT, lambda _: None, ssh_config=ssh_network.config))
     with listener(greeting) as port:
-        world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
+        ssh_network.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
         begin = time.monotonic()
         assert why in refusal(pool, "hole").message
         assert time.monotonic() - begin < BOUND * 2
 
 
-def test_server_that_closes_connections_is_retried_then_given_up(world: World, pool: Pool) -> None:
+def test_server_that_closes_connections_is_retried_then_given_up(
+    ssh_network: SshNetwork, pool: Pool
+) -> None:
     with listener(close_connections=True) as port:
-        world.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
+        ssh_network.write_config(f"Host hole\n  HostName 127.0.0.1\n  Port {port}\n")
         error = refusal(pool, "hole")
     assert "it closed the connection 6 times before it sent anything" in error.message
     assert "MaxStartups" in error.hint
 
 
-def test_login_without_answer_is_given_up(world: World) -> None:
+def test_login_without_answer_is_given_up(ssh_network: SshNetwork) -> None:
     """The server is stopped after the handshake; its kernel still accepts data."""
-    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
+    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=ssh_network.config))
     target = pool.resolve(Host("gpu1"))
     original = connect._verify
 
     def freeze(*arguments: object, **options: object) -> None:
         original(*arguments, **options)  # type: ignore[arg-type]
-        for pid in world.hosts["gpu1"].pids():
+        for pid in ssh_network.hosts["gpu1"].pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
 
@@ -215,31 +233,31 @@ def test_login_without_answer_is_given_up(world: World) -> None:
             connect.connect(target, pool.options)
     finally:
         connect._verify = original
-        for pid in world.hosts["gpu1"].pids():
+        for pid in ssh_network.hosts["gpu1"].pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
 
-def test_command_without_output_is_given_up(world: World) -> None:
-    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=world.config))
+def test_command_without_output_is_given_up(ssh_network: SshNetwork) -> None:
+    pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=ssh_network.config))
     with pytest.raises(HostError, match="gpu1: a command prints nothing for 3 s"):
         pool.connection(Host("gpu1")).run("sleep 9")
     pool.close()
-    kill_all(world.hosts["gpu1"].pids())  # a command without a terminal outlives its client
+    kill_all(ssh_network.hosts["gpu1"].pids())  # a command without a terminal outlives its client
 
 
-def test_unusable_bastion_is_named(world: World, pool: Pool) -> None:
-    world.write_config("Host lost\n  HostName 10.78.0.1\n  ProxyJump nobody@bastion\n")
+def test_unusable_bastion_is_named(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.write_config("Host lost\n  HostName 10.78.0.1\n  ProxyJump nobody@bastion\n")
     with pytest.raises(HostError, match=r"^nobody@bastion: it accepts none of the keys of nobody"):
         pool.connection(Host("lost"))
-    world.write_config(
+    ssh_network.write_config(
         "Host beyond\n  HostName 10.78.0.9\n  Port 1\n  ProxyJump bastion\n  ConnectTimeout 8\n"
     )
     assert "not reached through bastion" in refusal(pool, "beyond").message
 
 
-def test_all_unusable_hosts_are_reported_together(world: World, pool: Pool) -> None:
-    world.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
+def test_all_unusable_hosts_are_reported_together(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
     outcome = for_each(parse_hosts("gpu1,closed,no-such-host.invalid"), pool.connection)
     message, _ = complaint(outcome.errors, 3)
     first, *rest = message.splitlines()
@@ -250,71 +268,81 @@ def test_all_unusable_hosts_are_reported_together(world: World, pool: Pool) -> N
 # -- host keys -----------------------------------------------------------------------------------
 
 
-def test_unknown_host_key_is_refused_before_login(world: World, pool: Pool) -> None:
-    world.known_hosts.write_text("")
-    before = attempts(world, "gpu1")
-    error = refusal(pool, "gpu1")
-    assert f"its key is unknown: ssh-ed25519 {world.hosts['gpu1'].fingerprint}" in error.message
-    assert "clusterjob hosts trust gpu1" in error.hint
-    time.sleep(0.2)
-    assert attempts(world, "gpu1") == before, "no login was tried"
-    assert world.known_hosts.read_text() == ""
-
-
-def test_changed_host_key_is_refused_and_shown(world: World, pool: Pool) -> None:
-    world.known_hosts.write_text(f"10.77.0.1 {world.hosts['gpu2'].public_key}\n")
+def test_unknown_host_key_is_refused_before_login(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.known_hosts.write_text("")
+    before = attempts(ssh_network, "gpu1")
     error = refusal(pool, "gpu1")
     assert (
-        f"its key has changed: it shows ssh-ed25519 {world.hosts['gpu1'].fingerprint}"
+        f"its key is unknown: ssh-ed25519 {ssh_network.hosts['gpu1'].fingerprint}" in error.message
+    )
+    assert "clusterjob hosts trust gpu1" in error.hint
+    time.sleep(0.2)
+    assert attempts(ssh_network, "gpu1") == before, "no login was tried"
+    assert ssh_network.known_hosts.read_text() == ""
+
+
+def test_changed_host_key_is_refused_and_shown(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.known_hosts.write_text(f"10.77.0.1 {ssh_network.hosts['gpu2'].public_key}\n")
+    error = refusal(pool, "gpu1")
+    assert (
+        f"its key has changed: it shows ssh-ed25519 {ssh_network.hosts['gpu1'].fingerprint}"
         in error.message
     )
-    assert f"{world.known_hosts}:1" in error.message
+    assert f"{ssh_network.known_hosts}:1" in error.message
 
 
 @pytest.mark.parametrize("strict", ["ask", "yes", "accept-new", "no"])
 def test_revoked_host_key_is_refused_with_every_strict_setting(
-    world: World, pool: Pool, strict: str
+    ssh_network: SshNetwork, pool: Pool, strict: str
 ) -> None:
-    key = world.hosts["gpu1"].public_key
-    world.known_hosts.write_text(f"10.77.0.1 {key}\n@revoked * {key}\n")
-    world.write_config(StrictHostKeyChecking=strict)
+    key = ssh_network.hosts["gpu1"].public_key
+    ssh_network.known_hosts.write_text(f"10.77.0.1 {key}\n@revoked * {key}\n")
+    ssh_network.write_config(StrictHostKeyChecking=strict)
     assert "is revoked" in refusal(pool, "gpu1").message
 
 
-def test_unrelated_and_malformed_known_hosts_lines_are_ignored(world: World, pool: Pool) -> None:
+def test_unrelated_and_malformed_known_hosts_lines_are_ignored(
+    ssh_network: SshNetwork, pool: Pool
+) -> None:
     lines = (
-        f"@cert-authority *.lab {world.hosts['gpu3'].public_key}\n"
-        f"@revoked * {world.hosts['gpu2'].public_key}\nnonsense\n"
+        f"@cert-authority *.lab {ssh_network.hosts['gpu3'].public_key}\n"
+        f"@revoked * {ssh_network.hosts['gpu2'].public_key}\nnonsense\n"
     )
-    world.known_hosts.write_text(lines + f"10.77.0.1 {world.hosts['gpu1'].public_key}\n")
+    ssh_network.known_hosts.write_text(
+        lines + f"10.77.0.1 {ssh_network.hosts['gpu1'].public_key}\n"
+    )
     assert hostname(pool, "gpu1") == "gpu1"
 
 
-def test_host_key_in_system_known_hosts_is_accepted(world: World, pool: Pool) -> None:
-    system = world.directory / "system_known_hosts"
-    system.write_text(world.known_hosts.read_text())
-    world.known_hosts.write_text("")
-    world.write_config(GlobalKnownHostsFile=str(system))
+def test_host_key_in_system_known_hosts_is_accepted(ssh_network: SshNetwork, pool: Pool) -> None:
+    system = ssh_network.directory / "system_known_hosts"
+    system.write_text(ssh_network.known_hosts.read_text())
+    ssh_network.known_hosts.write_text("")
+    ssh_network.write_config(GlobalKnownHostsFile=str(system))
     assert hostname(pool, "gpu1") == "gpu1"
 
 
 def test_accept_new_records_unknown_key_and_refuses_changed_key(
-    world: World, pool: Pool, warnings: list[str]
+    ssh_network: SshNetwork, pool: Pool, warnings: list[str]
 ) -> None:
-    world.known_hosts.write_text("")
-    world.write_config(StrictHostKeyChecking="accept-new")
+    ssh_network.known_hosts.write_text("")
+    ssh_network.write_config(StrictHostKeyChecking="accept-new")
     assert hostname(pool, "gpu1") == "gpu1"
-    assert world.known_hosts.read_text() == f"10.77.0.1 {world.hosts['gpu1'].public_key}\n"
+    assert (
+        ssh_network.known_hosts.read_text() == f"10.77.0.1 {ssh_network.hosts['gpu1'].public_key}\n"
+    )
     assert not warnings
-    world.known_hosts.write_text(f"10.77.0.2 {world.hosts['gpu1'].public_key}\n")
+    ssh_network.known_hosts.write_text(f"10.77.0.2 {ssh_network.hosts['gpu1'].public_key}\n")
     assert "its key has changed" in refusal(pool, "gpu2").message
 
 
 def test_disabled_host_key_checking_warns_once(
-    world: World, pool: Pool, warnings: list[str]
+    ssh_network: SshNetwork, pool: Pool, warnings: list[str]
 ) -> None:
-    world.known_hosts.write_text(f"10.77.0.1 {world.hosts['gpu2'].public_key}\n")
-    world.write_config(StrictHostKeyChecking="no", UserKnownHostsFile=f"{world.known_hosts}")
+    ssh_network.known_hosts.write_text(f"10.77.0.1 {ssh_network.hosts['gpu2'].public_key}\n")
+    ssh_network.write_config(
+        StrictHostKeyChecking="no", UserKnownHostsFile=f"{ssh_network.known_hosts}"
+    )
     outcome = for_each(parse_hosts("gpu[1-3]"), pool.connection)
     assert not outcome.errors
     assert len(warnings) == 1
@@ -324,18 +352,18 @@ def test_disabled_host_key_checking_warns_once(
 class Authority:
     """A certificate authority that signs host keys."""
 
-    def __init__(self, world: World, directory: Path) -> None:
+    def __init__(self, ssh_network: SshNetwork, directory: Path) -> None:
         self.key = directory / "authority"
-        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
+        checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
         self.public = " ".join(Path(f"{self.key}.pub").read_text().split()[:2])
-        self.world = world
+        self.ssh_network = ssh_network
 
     def certify(
         self, name: str, *, principal: str, validity: str = "-1h:+1h", user: bool = False
     ) -> None:
-        host = self.world.hosts[name]
+        host = self.ssh_network.hosts[name]
         role = [] if user else ["-h"]
-        sh(
+        checked_output(
             "ssh-keygen",
             "-q",
             "-s",
@@ -353,24 +381,24 @@ class Authority:
         host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
 
     def remove_certificate(self, name: str) -> None:
-        host = self.world.hosts[name]
+        host = self.ssh_network.hosts[name]
         (host.directory / "host_key-cert.pub").unlink(missing_ok=True)
         host.stop()
         host.start()
 
 
 @pytest.fixture
-def authority(world: World, tmp_path: Path) -> Iterator[Authority]:
-    made = Authority(world, tmp_path)
+def authority(ssh_network: SshNetwork, tmp_path: Path) -> Iterator[Authority]:
+    made = Authority(ssh_network, tmp_path)
     yield made
     made.remove_certificate("gpu1")
 
 
 def test_certificate_of_trusted_authority_is_accepted(
-    world: World, pool: Pool, authority: Authority
+    ssh_network: SshNetwork, pool: Pool, authority: Authority
 ) -> None:
     authority.certify("gpu1", principal="10.77.0.1")
-    world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
+    ssh_network.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
     assert hostname(pool, "gpu1") == "gpu1"
 
 
@@ -379,39 +407,46 @@ def test_certificate_of_trusted_authority_is_accepted(
     [("gpu9", "-1h:+1h", "it is valid for gpu9"), ("10.77.0.1", "-2h:-1h", "it is not valid now")],
 )
 def test_certificate_with_wrong_principal_or_validity_is_refused(
-    world: World, pool: Pool, authority: Authority, principal: str, validity: str, why: str
+    ssh_network: SshNetwork,
+    pool: Pool,
+    authority: Authority,
+    principal: str,
+    validity: str,
+    why: str,
 ) -> None:
     authority.certify("gpu1", principal=principal, validity=validity)
-    world.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
+    ssh_network.known_hosts.write_text(f"@cert-authority 10.77.0.* {authority.public}\n")
     assert why in refusal(pool, "gpu1").message
 
 
 def test_certificate_of_revoked_authority_is_refused(
-    world: World, pool: Pool, authority: Authority
+    ssh_network: SshNetwork, pool: Pool, authority: Authority
 ) -> None:
     authority.certify("gpu1", principal="10.77.0.1")
-    world.known_hosts.write_text(
+    ssh_network.known_hosts.write_text(
         f"@cert-authority * {authority.public}\n@revoked * {authority.public}\n"
     )
     assert "the authority that signed its key is revoked" in refusal(pool, "gpu1").message
 
 
 def test_certificate_of_untrusted_authority_is_refused(
-    world: World, pool: Pool, authority: Authority
+    ssh_network: SshNetwork, pool: Pool, authority: Authority
 ) -> None:
     authority.certify("gpu1", principal="10.77.0.1")
-    world.known_hosts.write_text(f"@cert-authority * {world.hosts['gpu2'].public_key}\n")
+    ssh_network.known_hosts.write_text(
+        f"@cert-authority * {ssh_network.hosts['gpu2'].public_key}\n"
+    )
     assert "its key is unknown" in refusal(pool, "gpu1").message
 
 
-def test_forged_and_truncated_certificates_are_refused(world: World) -> None:
+def test_forged_and_truncated_certificates_are_refused(ssh_network: SshNetwork) -> None:
     """The principal of the forged certificate is not the one that was signed."""
     from clusterjob.remote import host_certificates
 
-    authority = Authority(world, world.directory / "gpu2")
-    host_key = world.hosts["gpu2"].directory / "forged"
-    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host_key)
-    sh(
+    authority = Authority(ssh_network, ssh_network.directory / "gpu2")
+    host_key = ssh_network.hosts["gpu2"].directory / "forged"
+    checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host_key)
+    checked_output(
         "ssh-keygen",
         "-q",
         "-s",
@@ -443,21 +478,21 @@ def test_forged_and_truncated_certificates_are_refused(world: World) -> None:
 # -- login ---------------------------------------------------------------------------------------
 
 
-def test_login_as_wrong_user_is_refused(world: World, pool: Pool) -> None:
+def test_login_as_wrong_user_is_refused(ssh_network: SshNetwork, pool: Pool) -> None:
     error = refusal(pool, "nobody@gpu1")
-    assert f"it accepts none of the keys of nobody: {world.key}" in error.message
+    assert f"it accepts none of the keys of nobody: {ssh_network.key}" in error.message
 
 
-def test_login_without_any_key_is_refused(world: World, pool: Pool) -> None:
-    world.write_config(IdentityFile="/nonexistent/key")
+def test_login_without_any_key_is_refused(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.write_config(IdentityFile="/nonexistent/key")
     assert "there is no key to log in with as root" in refusal(pool, "gpu1").message
 
 
 def test_key_with_passphrase_but_no_agent_is_reported(
-    world: World, pool: Pool, tmp_path: Path
+    ssh_network: SshNetwork, pool: Pool, tmp_path: Path
 ) -> None:
-    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", tmp_path / "locked")
-    world.write_config(IdentityFile=str(tmp_path / "locked"))
+    checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", tmp_path / "locked")
+    ssh_network.write_config(IdentityFile=str(tmp_path / "locked"))
     assert "has a passphrase and no agent holds it (ssh-add)" in refusal(pool, "gpu1").message
 
 
@@ -490,61 +525,69 @@ def agent_with(key: Path, directory: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_key_that_only_ssh_agent_holds_logs_in(
-    world: World, pool: Pool, tmp_path: Path, configured: bool, monkeypatch: pytest.MonkeyPatch
+    ssh_network: SshNetwork,
+    pool: Pool,
+    tmp_path: Path,
+    configured: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with agent_with(world.key, tmp_path) as path:
+    with agent_with(ssh_network.key, tmp_path) as path:
         if configured:
-            world.write_config(
+            ssh_network.write_config(
                 IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="no"
             )
         else:
             monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
-            world.write_config(
+            ssh_network.write_config(
                 IdentityAgent="SSH_AUTH_SOCK", IdentityFile="/nonexistent/key", IdentitiesOnly="no"
             )
         assert hostname(pool, "gpu1") == "gpu1"
 
 
 def test_identities_only_ignores_other_keys_of_ssh_agent(
-    world: World, pool: Pool, tmp_path: Path
+    ssh_network: SshNetwork, pool: Pool, tmp_path: Path
 ) -> None:
-    with agent_with(world.key, tmp_path) as path:
-        world.write_config(
+    with agent_with(ssh_network.key, tmp_path) as path:
+        ssh_network.write_config(
             IdentityAgent=str(path), IdentityFile="/nonexistent/key", IdentitiesOnly="yes"
         )
         assert "there is no key to log in with" in refusal(pool, "gpu1").message
 
 
-def test_user_certificate_logs_in(world: World, pool: Pool, tmp_path: Path) -> None:
+def test_user_certificate_logs_in(ssh_network: SshNetwork, pool: Pool, tmp_path: Path) -> None:
     """The host trusts only an authority; the key itself is not in authorized_keys."""
     authority = tmp_path / "authority"
-    sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", authority)
-    sh("ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", tmp_path / "mine")
-    sh("ssh-keygen", "-q", "-s", authority, "-I", "me", "-n", "root", f"{tmp_path}/mine.pub")
+    checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", authority)
+    checked_output("ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", tmp_path / "mine")
+    checked_output(
+        "ssh-keygen", "-q", "-s", authority, "-I", "me", "-n", "root", f"{tmp_path}/mine.pub"
+    )
     certificate = (tmp_path / "mine-cert.pub").rename(tmp_path / "elsewhere.pub")
-    gpu1 = world.hosts["gpu1"]
+    gpu1 = ssh_network.hosts["gpu1"]
     gpu1.stop()
     gpu1.start(TrustedUserCAKeys=f"{authority}.pub")
     try:
-        world.write_config(IdentityFile=str(tmp_path / "mine"))
+        ssh_network.write_config(IdentityFile=str(tmp_path / "mine"))
         assert "it accepts none of the keys" in refusal(pool, "gpu1").message
-        world.write_config(IdentityFile=str(tmp_path / "mine"), CertificateFile=str(certificate))
+        ssh_network.write_config(
+            IdentityFile=str(tmp_path / "mine"), CertificateFile=str(certificate)
+        )
         assert hostname(pool, "gpu1") == "gpu1"
     finally:
         gpu1.stop()
         gpu1.start()
 
 
-def test_rsa_and_ecdsa_keys_log_in(world: World, pool: Pool, tmp_path: Path) -> None:
+def test_rsa_and_ecdsa_keys_log_in(ssh_network: SshNetwork, pool: Pool, tmp_path: Path) -> None:
     for kind in ("rsa", "ecdsa"):
-        sh("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", tmp_path / kind)
-        gpu1 = world.hosts["gpu1"]
+        checked_output("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", tmp_path / kind)
+        gpu1 = ssh_network.hosts["gpu1"]
         gpu1.stop()
         gpu1.start(AuthorizedKeysFile=f"{tmp_path}/{kind}.pub")
         try:
-            world.write_config(IdentityFile=str(tmp_path / kind))
+            ssh_network.write_config(IdentityFile=str(tmp_path / kind))
             connection = connect.connect(
-                ssh_config.resolve(Host("gpu1"), world.config), pool.options
+                ssh_config.resolve(Host("gpu1"), ssh_network.config), pool.options
             )
             assert connection.run("hostname")[1] == b"gpu1\n"
             connection.close()

@@ -6,15 +6,8 @@ import json
 
 import pytest
 from procs import kill_all, wait_until
-from sshsite import (
-    SLEEPER,
-    TEST_TIMEOUT,
-    Site,
-    close_connections,
-    wait_for_lines,
-    wait_for_verdict,
-    workers_on,
-)
+from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, wait_for_lines, workers_on
+from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Record, Records
@@ -28,7 +21,7 @@ CUT_OFF = 60.0  # seconds; several times the lease
 def test_job_lost_with_node_0_gets_real_verdict_after_link_heals(site: Site) -> None:
     record = site.submit(SLEEPER, set={"connect_timeout": "3"})
     wait_for_lines(record, "up 0", "up 1")
-    cut = site.world.hosts["gpu1"]
+    cut = site.ssh_network.hosts["gpu1"]
     cut.link("down")
     try:
         close_connections()
@@ -61,10 +54,10 @@ def guess_lost(record: Record, at: str) -> None:
 
 
 def test_cancel_retries_job_whose_end_was_only_guessed(site: Site) -> None:
-    """Cancel also retries after the day in which `status` asks the hosts again."""
+    """Cancel asks the hosts again, even when `status` no longer does, after one day."""
     record = site.submit(SLEEPER, hosts="gpu1", set={"connect_timeout": "5"})
     wait_for_lines(record, "up 0")
-    host = site.world.hosts["gpu1"]
+    host = site.ssh_network.hosts["gpu1"]
     close_connections()
     for at in (events.now(), "2020-01-01T00:00:00Z"):
         guess_lost(record, at)

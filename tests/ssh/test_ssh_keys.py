@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sshworld import require, sh
+from ssh_network import checked_output, require_ssh_network
 
 from clusterjob.remote import known_hosts
 from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts
@@ -14,18 +14,18 @@ from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts
 
 @pytest.fixture(autouse=True)
 def _ssh() -> None:
-    require()
+    require_ssh_network()
 
 
 class Key:
     def __init__(self, directory: Path, name: str, kind: str = "ed25519") -> None:
         self.path = directory / name
-        sh("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", self.path)
+        checked_output("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", self.path)
         self.kind, self.text = Path(f"{self.path}.pub").read_text().split()[:2]
         import base64
 
         self.blob = base64.b64decode(self.text)
-        self.fingerprint = sh("ssh-keygen", "-lf", self.path).split()[1]
+        self.fingerprint = checked_output("ssh-keygen", "-lf", self.path).split()[1]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.text}"
@@ -123,14 +123,14 @@ def test_recorded_keys_are_found_by_ssh_keygen_and_clusterjob(
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     for name, wanted in (("gpu1", key), ("gpu0", other), ("[gpu2]:2222", other)):
-        assert wanted.text in sh("ssh-keygen", "-F", name, "-f", path)
+        assert wanted.text in checked_output("ssh-keygen", "-F", name, "-f", path)
         assert KnownHosts([path]).status([name], wanted.blob)[0] is HostKeyStatus.KNOWN
     assert "gpu2" not in path.read_text()
 
 
 def test_host_name_hashed_by_openssh_is_found(tmp_path: Path, key: Key) -> None:
     known(tmp_path, f"gpu1 {key}")
-    sh("ssh-keygen", "-H", "-f", tmp_path / "known_hosts")
+    checked_output("ssh-keygen", "-H", "-f", tmp_path / "known_hosts")
     files = KnownHosts([tmp_path / "known_hosts"])
     assert "gpu1" not in (tmp_path / "known_hosts").read_text()
     assert files.status(["gpu1"], key.blob)[0] is HostKeyStatus.KNOWN

@@ -199,7 +199,7 @@ def docs() -> list[Path]:
 
 
 def shown_commands(text: str) -> list[str]:
-    """Return the commands in the code blocks of a page; synopses such as `[OPTIONS]` are none."""
+    """Return the commands in a page's code blocks, without synopses such as `[OPTIONS]`."""
     found, language = [], None
     for line in re.sub(r" *\\\n\s*", " ", text).splitlines():
         fence = re.match(r"\s*```(\w*)", line)
@@ -312,7 +312,7 @@ class Shell:
         return ran
 
     def clusterjob(self, *words: str, environ: Mapping[str, str] | None = None) -> Run:
-        """Run a command that no page shows; it looks at what the shown ones did, or cleans up."""
+        """Run a command that no page shows, to check the effect of shown ones or to clean up."""
         done = subprocess.run(
             [sys.executable, "-m", "clusterjob", *words],
             cwd=self.directory,

@@ -49,12 +49,12 @@ class Diagnosis:
         assert self.fit == (done.returncode == 0) == (not failed), self
         for check in self.checks:
             assert check["state"] in ("ok", "warning", "failed", "unknown")
-            assert len(check["words"].splitlines()) == 1, check
+            assert len(check["message"].splitlines()) == 1, check
             assert check["hint"] or check["state"] not in ("warning", "failed"), f"no hint: {check}"
 
     def __repr__(self) -> str:
         return "\n" + "\n".join(
-            f"{check['state']:<8} {check['name']:<12} {check['words']} [{check['hint']}]"
+            f"{check['state']:<8} {check['name']:<12} {check['message']} [{check['hint']}]"
             for check in self.checks
         )
 
@@ -68,8 +68,8 @@ class Diagnosis:
         states = {check["state"] for check in self.named(name)}
         return next(state for state in ("failed", "warning", "unknown", "ok") if state in states)
 
-    def words(self, name: str) -> str:
-        return "\n".join(check["words"] for check in self.named(name))
+    def message(self, name: str) -> str:
+        return "\n".join(check["message"] for check in self.named(name))
 
     def hints(self, name: str) -> str:
         return "\n".join(check["hint"] for check in self.named(name))
@@ -81,11 +81,13 @@ class Diagnosis:
         )
 
 
-def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more: Any) -> Diagnosis:
+def doctor(
+    *options: str, prefix: Sequence[str] = (), first: bool = False, **more: Any
+) -> Diagnosis:
     """Run `doctor` with these options and return its output.
 
     Args:
-        words: options of `doctor`.
+        options: options of `doctor`.
         prefix: a command that runs it, such as unshare.
         first: run it as a user's first command. Otherwise put the node zip into the cache before,
             as a job does: packing it takes longer than all checks.
@@ -93,7 +95,7 @@ def doctor(*words: str, prefix: Sequence[str] = (), first: bool = False, **more:
     """
     if not first:
         node_zip.keep(node_zip.node_zip(node_zip.cache_directory()), node_zip.cache_directory())
-    argv = [*prefix, *CLUSTERJOB, "doctor", "--json", *words]
+    argv = [*prefix, *CLUSTERJOB, "doctor", "--json", *options]
     return Diagnosis(
         subprocess.run(
             argv,

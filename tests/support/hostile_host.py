@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 from procs import TEST_TIMEOUT
+from ssh_network import SshHost
 from sshsite import Site, close_connections
-from sshworld import SshHost
 
 # Reads the submitter's script up to the line with the zip's digest, then answers requests. `play`
 # defines `answer(request)`: it returns an object and bytes, or writes to `out` and returns None.

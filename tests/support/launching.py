@@ -18,7 +18,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from preloaded import ForkedProgram, Preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = socket.gethostname()
@@ -106,7 +109,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = TEST_TIMEOUT) -> Run:
+def finish(process: subprocess.Popen[str] | ForkedProgram, timeout: float = TEST_TIMEOUT) -> Run:
     """Wait for a command; after the timeout, stop it and fail the test with its output."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -121,7 +124,7 @@ def finish(process: subprocess.Popen[str], timeout: float = TEST_TIMEOUT) -> Run
     return Run(process.returncode, out, err)
 
 
-def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:
+def _stop(process: subprocess.Popen[str] | ForkedProgram) -> tuple[str, str]:
     process.terminate()  # at SIGTERM, a launcher stops its workers
     try:
         return process.communicate(timeout=10)
@@ -146,8 +149,12 @@ def launch(
 
 
 def start_manually(
-    nproc: int, argv: Sequence[object], directory: Path, extra: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
+    preloaded: Preloaded,
+    nproc: int,
+    argv: Sequence[object],
+    directory: Path,
+    extra: Mapping[str, str] | None = None,
+) -> list[ForkedProgram]:
     """Start workers without a launcher, so the others keep running when one fails."""
     common = {
         "WORLD_SIZE": str(nproc),
@@ -159,7 +166,7 @@ def start_manually(
         common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(extra or {})
         for rank in range(nproc)
     ]
-    return [start([sys.executable, *argv], directory, ranks) for ranks in rank_environments]
+    return [preloaded.start(argv, directory, ranks) for ranks in rank_environments]
 
 
 MARGIN = 15  # seconds by which a process's message may be late on a busy machine
@@ -196,6 +203,14 @@ def script(directory: Path, text: str, name: str = "train.py") -> Path:
     path = directory / name
     path.write_text(textwrap.dedent(text))
     return path
+
+
+def write_tree(root: Path, **files: str) -> None:
+    """Write text files, given by their paths below a directory."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def rank_reports(directory: Path, nproc: int) -> list[dict[str, Any]]:

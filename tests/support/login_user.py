@@ -18,7 +18,7 @@ from launching import free_port
 from procs import MARKER, alive, below, command_line, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User, user_of
-from sshworld import sh
+from ssh_network import checked_output
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
@@ -52,8 +52,10 @@ class LoginHost:
         self.known_hosts = directory / "known_hosts"
         self.log = directory / "sshd.log"
         self._pid = 0
-        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "id_ed25519")
-        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "host_key")
+        checked_output(
+            "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "id_ed25519"
+        )
+        checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "host_key")
         shutil.copy(directory / "id_ed25519.pub", directory / "authorized_keys")
         self.trust()
         self.config.write_text(
@@ -198,14 +200,14 @@ def _toml(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _missing() -> str:
+def _skip_reason() -> str:
     absent = [name for name in ("sshd", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
     return f"{', '.join(absent)} missing: tools/sshd.sh installs it" if absent else ""
 
 
 def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Laptop]:
-    if _missing():
-        pytest.skip(_missing())
+    if _skip_reason():
+        pytest.skip(_skip_reason())
     with user_of(slurm, tmp_path, patch, Laptop) as made:
         assert isinstance(made, Laptop)
         try:

@@ -286,7 +286,7 @@ class Job:
     def result(self) -> dict[str, Any]:
         return json.loads((self.dir / "result.json").read_text())
 
-    def end_of(self, node_rank: int) -> dict[str, Any]:
+    def node_end(self, node_rank: int) -> dict[str, Any]:
         return json.loads((self.dir / "ends" / f"node{node_rank}.json").read_text())
 
     def events(self, name: str) -> list[dict[str, Any]]:

@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from procs import all_pids
+
 NODES = 4
 GPUS = 8
 # Below the kernel's ephemeral ports (32768 and up) and below the agents' ports (20000 and up).
@@ -308,7 +310,7 @@ class SlurmCluster:
         """
         conf, daemon = f"SLURM_CONF={self.conf}".encode(), f"{DAEMON}={self.directory}".encode()
         found = []
-        for pid in _all_pids():
+        for pid in all_pids():
             environ = _read(pid, "environ").split(b"\0")
             ours = daemon in environ or (
                 conf in environ and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environ)
@@ -614,10 +616,6 @@ def _free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _all_pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
 def _read(pid: int, name: str) -> bytes:

@@ -209,11 +209,22 @@ class User:
         whole, _, index = job_id.partition("_")
         return self.home / "jobs" / whole / (f"elements/{index}" if index else "")
 
+    def record_of(self, job_id: str) -> Path:
+        """Return the path of a job's record."""
+        return self.home / "records" / f"{job_id}.json"
+
+    def change_record(self, job_id: str, **fields: Any) -> None:
+        path = self.record_of(job_id)
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    def force_new_query(self) -> None:
+        """Make the next command query Slurm, even if the snapshot is recent."""
+        for path in self.home.glob("slurm/*.json"):
+            path.unlink()
+
     def slurm_id(self, job_id: str) -> str:
         """Return Slurm's id of a job from the job's record."""
-        return str(
-            json.loads((self.home / "records" / f"{job_id}.json").read_text())["handle"]["id"]
-        )
+        return str(json.loads(self.record_of(job_id).read_text())["handle"]["id"])
 
     def slurm_job(self, job_id: str) -> dict[str, str]:
         return self.slurm.job(self.slurm_id(job_id))
@@ -240,7 +251,7 @@ class User:
 def user_of(
     slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch, kind: type[User] = User
 ) -> Iterator[User]:
-    """Yield a user; afterwards restore the cluster and kill the user's processes."""
+    """Yield a user; afterwards restore the cluster; fail the test if processes of it are left."""
     directory = tmp_path / "work"
     directory.mkdir()
     user = kind(slurm, directory, patch)
@@ -253,10 +264,10 @@ def user_of(
             process.kill()
             process.wait()
         slurm.restore()
-        with contextlib.suppress(AssertionError):
+        try:
             wait_for_no_processes(PROMPT)
-        left = own_processes()
-        kill_all(left)
+        finally:
+            kill_all(own_processes())
     assert not still, f"commands that the test left running: {[process.args for process in still]}"
 
 

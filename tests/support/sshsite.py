@@ -1,4 +1,4 @@
-"""Submit jobs from a directory to the hosts of `sshworld`, and check them."""
+"""Submit jobs from a directory to the hosts of an SSH network, and check them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from procs import wait_until
-from sshworld import SshHost, World, python_without_torch, sh
+from ssh_network import SshHost, SshNetwork, checked_output, python_without_torch
 
 from clusterjob.core import jobs
 from clusterjob.core.config import Settings
@@ -21,7 +21,6 @@ from clusterjob.core.records import Record, Records
 from clusterjob.errors import SubmitError
 from clusterjob.node.logs.log_files import LogLine
 from clusterjob.node.program import Program
-from clusterjob.node.verdict import Verdict
 
 TEST_TIMEOUT = 90.0  # seconds; all of these jobs need much less
 
@@ -36,8 +35,8 @@ SLEEPER = """
 class Site:
     """The directory from which jobs are submitted, and the hosts."""
 
-    def __init__(self, world: World, directory: Path) -> None:
-        self.world = world
+    def __init__(self, ssh_network: SshNetwork, directory: Path) -> None:
+        self.ssh_network = ssh_network
         self.directory = directory
         self.python = str(python_without_torch(directory.parent))
 
@@ -50,7 +49,7 @@ class Site:
 
     def flags(self, **flags: Any) -> dict[str, Any]:
         options = {
-            "ssh_config": str(self.world.config),
+            "ssh_config": str(self.ssh_network.config),
             "connect_timeout": "20",
             "need_torch": "false",
             **flags.pop("set", {}),
@@ -81,7 +80,7 @@ class Site:
         assert caught.value.exit_code == 1
         assert not Records().all()
         assert not self.running(), "nothing keeps running on the others"
-        for host in self.world.hosts.values():
+        for host in self.ssh_network.hosts.values():
             jobs_dir = host.home / ".clusterjob" / "jobs"
             assert not jobs_dir.is_dir() or not list(jobs_dir.iterdir())
         return caught.value
@@ -106,19 +105,19 @@ class Site:
 
     def running(self) -> list[int]:
         """Return the processes of jobs on all hosts."""
-        return [pid for host in self.world.hosts.values() for pid in workers_on(host)]
+        return [pid for host in self.ssh_network.hosts.values() for pid in workers_on(host)]
 
     def remote_dir(self, record: Record, host: str) -> Path:
-        return self.world.hosts[host].home / ".clusterjob" / "jobs" / record.job_id
+        return self.ssh_network.hosts[host].home / ".clusterjob" / "jobs" / record.job_id
 
 
 @pytest.fixture
-def site(world: World, tmp_path: Path) -> Iterator[Site]:
+def site(ssh_network: SshNetwork, tmp_path: Path) -> Iterator[Site]:
     directory = tmp_path / "work"
     directory.mkdir()
-    for host in world.hosts.values():
+    for host in ssh_network.hosts.values():
         subprocess.run(["rm", "-rf", host.home / ".clusterjob"], check=True)
-    yield Site(world, directory)
+    yield Site(ssh_network, directory)
     close_connections()
 
 
@@ -136,14 +135,6 @@ def output_lines(record: Record) -> list[str]:
     )
     assert verdict.state.final
     return [f"{line.rank} {line.stream} {line.text}" for line in shown]
-
-
-def wait_for_verdict(record: Record, timeout: float = TEST_TIMEOUT) -> Verdict:
-    verdict = wait_until(
-        lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}"
-    )
-    assert verdict is not None
-    return verdict
 
 
 def wait_for_lines(record: Record, *wanted: str) -> None:
@@ -174,12 +165,12 @@ def workers_on(host: SshHost) -> list[int]:
 @pytest.fixture
 def full_disk(site: Site) -> Iterator[SshHost]:
     """Yield a host whose home directory is a file system of 8 MB."""
-    host = site.world.hosts["gpu2"]
-    sh("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", host.home)
+    host = site.ssh_network.hosts["gpu2"]
+    checked_output("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", host.home)
     host.stop()
     host.start()  # in a new mount namespace, which contains the small file system
     yield host
     close_connections()
     host.stop()
-    sh("umount", host.home)
+    checked_output("umount", host.home)
     host.start()

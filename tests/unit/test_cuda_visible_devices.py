@@ -44,8 +44,9 @@ def test_host_server_shares_the_same_gpus(listed: str, found: list[str]) -> None
     environ = {"CUDA_VISIBLE_DEVICES": listed}
     with pytest.raises(gpus.TooFewGpusError, match=f"^{len(found)} GPUs"):
         gpus.share(len(found) + 1, environ)
-    if len(found) > 1:
-        assert gpus.share(1, environ) == found[0]
+    assert gpus.share(len(found), environ) is None, "the login sees exactly these"
+    for count in range(len(found)):
+        assert gpus.share(count, environ) == ",".join(found[:count])
 
 
 def test_gpu_after_an_invalid_entry_cannot_be_chosen(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.errors import UsageError
-from clusterjob.node import contract
+from clusterjob.node.environments import worker_defaults
 from clusterjob.node.system import devices
 
 CORES = len(os.sched_getaffinity(0))
@@ -129,31 +129,38 @@ def test_amd_gpus_are_counted_by_kernel_nodes_with_simd_units(
 def test_thread_default_is_share_of_cores_per_process(
     environ: dict[str, str], nproc: int, share: int
 ) -> None:
-    assert contract.thread_defaults(environ, nproc, cpus_per_task=None) == {
+    assert worker_defaults.thread_defaults(environ, nproc, cpus_per_task=None) == {
         "OMP_NUM_THREADS": str(share)
     }
     assert (
-        contract.thread_defaults(environ | {"OMP_NUM_THREADS": ""}, nproc, cpus_per_task=None) == {}
+        worker_defaults.thread_defaults(
+            environ | {"OMP_NUM_THREADS": ""}, nproc, cpus_per_task=None
+        )
+        == {}
     )
-    assert contract.thread_defaults(environ, nproc, cpus_per_task=5) == {"OMP_NUM_THREADS": "5"}
+    assert worker_defaults.thread_defaults(environ, nproc, cpus_per_task=5) == {
+        "OMP_NUM_THREADS": "5"
+    }
 
 
 def test_interface_defaults_do_not_override_user_variables() -> None:
-    found = contract.quiet_defaults({}, "127.0.0.1", nnodes=2)
+    found = worker_defaults.quiet_defaults({}, "127.0.0.1", nnodes=2)
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
-    assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults(
+    assert "GLOO_SOCKET_IFNAME" not in worker_defaults.quiet_defaults(
         {"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2
     )
     assert (
-        contract.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2)[
+        worker_defaults.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2)[
             "NCCL_SOCKET_IFNAME"
         ]
         == "=lo"
     )
     assert (
-        contract.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", nnodes=2)[
+        worker_defaults.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", nnodes=2)[
             "GLOO_SOCKET_IFNAME"
         ]
         == "lo"
     )
-    assert "GLOO_SOCKET_IFNAME" not in contract.quiet_defaults({}, "no-such-host.invalid", nnodes=2)
+    assert "GLOO_SOCKET_IFNAME" not in worker_defaults.quiet_defaults(
+        {}, "no-such-host.invalid", nnodes=2
+    )

@@ -74,10 +74,13 @@ def test_exception_in_check_is_failure_with_its_message() -> None:
         )
     )
     assert checks[0] == Check(
-        "one", CheckState.FAILED, words="2 of 3 hosts cannot be used: a: x; b: y", hint="look there"
+        "one",
+        CheckState.FAILED,
+        message="2 of 3 hosts cannot be used: a: x; b: y",
+        hint="look there",
     )
     assert checks[1] == Check(
-        "two", CheckState.FAILED, words="No space left on device: /tmp/x", hint="make room"
+        "two", CheckState.FAILED, message="No space left on device: /tmp/x", hint="make room"
     )
     assert checks[2].state is CheckState.UNKNOWN
 
@@ -90,7 +93,7 @@ def test_check_result_is_yielded_before_next_check_runs() -> None:
         return [ok("2")]
 
     checks = run_checks([CheckStep("first", lambda: [ok("1")]), CheckStep("second", run_second)])
-    assert next(checks).words == "1"
+    assert next(checks).message == "1"
     assert not started
 
 
@@ -120,8 +123,8 @@ def test_grouped_findings_mention_every_host(found: dict[str, CheckFinding]) -> 
     assert {line.state for line in lines} == {finding.state for finding in found.values()}
     for name, finding in found.items():
         assert any(
-            finding.words in line.words
-            and (line.words.endswith(" hosts") or name in line.words.split(": ")[0].split(", "))
+            finding.message in line.message
+            and (line.message.endswith(" hosts") or name in line.message.split(": ")[0].split(", "))
             for line in lines
         )
 
@@ -153,7 +156,7 @@ def answer(**facts: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("installed", "seen", "wanted", "required", "state", "words"),
+    ("installed", "seen", "wanted", "required", "state", "message"),
     [
         (8, {"gpus": 8}, 8, False, "ok", "8 GPUs, and torch sees all of them"),
         (1, {"gpus": 1}, None, False, "ok", "1 GPU, and torch sees it"),
@@ -211,16 +214,21 @@ def answer(**facts: Any) -> dict[str, Any]:
     ],
 )
 def test_gpu_check_compares_driver_torch_and_job(
-    installed: int, seen: dict[str, Any], wanted: int | None, required: bool, state: str, words: str
+    installed: int,
+    seen: dict[str, Any],
+    wanted: int | None,
+    required: bool,
+    state: str,
+    message: str,
 ) -> None:
     finding = fitness.gpus(installed, answer(**seen), wanted=wanted, required=required)
-    assert (str(finding.state), finding.words) == (state, words)
+    assert (str(finding.state), finding.message) == (state, message)
     assert bool(finding.hint) == (state != "ok")
 
 
 def test_torch_check_reports_slow_import_and_missing_backends() -> None:
     slow = fitness.torch(answer(seconds=40.0))
-    assert (slow.state, slow.words) == (
+    assert (slow.state, slow.message) == (
         CheckState.WARNING,
         "2.9.0+cu128 for CUDA 12.8, with gloo and nccl; its import takes 40 s",
     )

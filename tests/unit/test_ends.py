@@ -84,6 +84,15 @@ def test_detach_and_cancel_requests_are_read_back(job_dir: Path) -> None:
     ends.cancel(job_dir)
     assert ends.detached(job_dir)
     assert ends.cancelled(job_dir)
+    assert not ends.interrupted(job_dir)
+    ends.cancel(job_dir, interrupt=True)
+    assert ends.interrupted(job_dir)
+
+
+def test_last_end_of_one_start_is_kept(job_dir: Path) -> None:
+    for state in ("FAILED", "LOST"):
+        ends.write(job_dir, 0, end={"state": state, "attempt": 1})
+    assert [end["state"] for end in ends.written(job_dir, 1)] == ["LOST"]
 
 
 def test_missing_job_directory_has_no_ends_and_refuses_detach(tmp_path: Path) -> None:

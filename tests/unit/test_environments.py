@@ -46,7 +46,7 @@ def test_environment_without_job_gives_no_placement_and_no_conflict(
     environ: dict[str, str],
 ) -> None:
     finding = detect(environ)
-    assert (finding.source, finding.place, finding.level, finding.sound) == (
+    assert (finding.source, finding.placement, finding.level, finding.sound) == (
         "none",
         None,
         "none",
@@ -60,7 +60,7 @@ def test_environment_without_job_gives_no_placement_and_no_conflict(
 
 def test_torchrun_worker_is_detected_with_evidence() -> None:
     finding = detect(TORCHRUN)
-    assert finding.place == Worker(
+    assert finding.placement == Worker(
         Topology(
             2, 1, nproc_per_node=4, master_addr="10.0.0.1", master_port=29500, source="torchrun"
         ),
@@ -100,7 +100,7 @@ def test_variables_set_by_agent_give_the_same_worker(
     environ |= {contract.JOB_ID: "job", contract.REPORT_FD: "5:77"}
     finding = detect(environ)
     assert finding.source == "clusterjob"
-    assert finding.place == Worker(
+    assert finding.placement == Worker(
         Topology(
             2,
             1,
@@ -122,7 +122,7 @@ def test_variables_set_by_agent_give_the_same_worker(
 def test_incomplete_worker_variables_are_refused_with_missing_name(missing: str) -> None:
     for environ in (without(TORCHRUN, missing), TORCHRUN | {missing: "  "}):
         finding = detect(environ)
-        assert (finding.place, finding.level, finding.sound) == (None, "none", False)
+        assert (finding.placement, finding.level, finding.sound) == (None, "none", False)
         with pytest.raises(PlacementError, match=f"{missing} is not set"):
             finding.check()
 
@@ -149,7 +149,7 @@ def test_rank_without_local_rank_is_node_rank_unless_worker_variables_exist() ->
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "²", "٣", "4 4", "+1"])
 def test_non_numeric_value_is_refused_with_variable_name(name: str, value: str) -> None:
     finding = detect(TORCHRUN | {name: value})
-    assert finding.place is None
+    assert finding.placement is None
     assert f"{name}={value!r} is not a whole number" in "; ".join(finding.conflicts)
 
 
@@ -168,7 +168,7 @@ def test_value_out_of_range_is_refused_with_field_name(
     change: dict[str, str], message: str
 ) -> None:
     finding = detect(TORCHRUN | change)
-    assert finding.place is None
+    assert finding.placement is None
     assert message in "; ".join(finding.conflicts)
 
 
@@ -185,14 +185,14 @@ def test_master_address_that_is_not_a_host_is_refused(
 
 
 def test_ipv6_master_address_in_brackets_is_accepted() -> None:
-    place = detect(TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}).place
+    place = detect(TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}).placement
     assert isinstance(place, Worker)
     assert place.topology.master_addr == "fd00::1"
 
 
 def test_node_rank_without_group_variables_is_computed_from_rank() -> None:
     finding = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
-    assert finding.place == Worker(
+    assert finding.placement == Worker(
         Topology(
             2, 1, nproc_per_node=4, master_addr="10.0.0.1", master_port=29500, source="torchrun"
         ),
@@ -209,7 +209,7 @@ def test_worker_without_node_variables_is_on_single_node() -> None:
         without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
         | {"LOCAL_RANK": "5"}
     )
-    assert finding.place == Worker(
+    assert finding.placement == Worker(
         Topology(
             1, 0, nproc_per_node=8, master_addr="10.0.0.1", master_port=29500, source="torchrun"
         ),
@@ -222,8 +222,8 @@ def test_worker_without_node_variables_is_on_single_node() -> None:
 
 def test_white_space_around_value_is_stripped() -> None:
     assert (
-        detect({name: f" {value}\n" for name, value in TORCHRUN.items()}).place
-        == detect(TORCHRUN).place
+        detect({name: f" {value}\n" for name, value in TORCHRUN.items()}).placement
+        == detect(TORCHRUN).placement
     )
 
 
@@ -232,7 +232,7 @@ def test_white_space_around_value_is_stripped() -> None:
 
 def test_clusterjob_node_is_detected_with_evidence() -> None:
     finding = detect(OURS)
-    assert finding.place == Topology(
+    assert finding.placement == Topology(
         3, 2, nproc_per_node=8, master_addr="n0", master_port=2222, source="clusterjob"
     )
     assert (finding.source, finding.level) == ("clusterjob", "node")
@@ -246,19 +246,19 @@ def test_clusterjob_node_is_detected_with_evidence() -> None:
 def test_clusterjob_node_without_nproc_and_port_is_accepted() -> None:
     assert detect(
         without(OURS, "CLUSTERJOB_NPROC_PER_NODE", "CLUSTERJOB_MASTER_PORT")
-    ).place == Topology(
+    ).placement == Topology(
         3, 2, nproc_per_node=None, master_addr="n0", master_port=None, source="clusterjob"
     )
 
 
 def test_several_nodes_without_master_address_are_refused() -> None:
     finding = detect(without(OURS, "CLUSTERJOB_MASTER_ADDR"))
-    assert finding.place is None
+    assert finding.placement is None
     assert "CLUSTERJOB_MASTER_ADDR is not set" in "; ".join(finding.conflicts)
 
 
 def test_single_node_needs_no_address() -> None:
-    assert detect({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).place == Topology(
+    assert detect({"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}).placement == Topology(
         1, 0, nproc_per_node=None, master_addr="127.0.0.1", master_port=None, source="clusterjob"
     )
 
@@ -329,17 +329,17 @@ def test_any_mapping_gives_consistent_placement_or_conflicts(environ: dict[str, 
     finding = detect(types.MappingProxyType(environ))
     assert environ == kept
     assert detect(environ) == finding
-    assert not (finding.place is not None and finding.conflicts)
+    assert not (finding.placement is not None and finding.conflicts)
     assert all(environ[variable].strip() for variable in finding.evidence.values())
-    if finding.place is not None:
-        assert_consistent(finding.place)
+    if finding.placement is not None:
+        assert_consistent(finding.placement)
         assert finding.check() is finding
     elif finding.source != "none":
         with pytest.raises(PlacementError):
             finding.check()
     assert (
         finding.level
-        == {Worker: "worker", Topology: "node", type(None): "none"}[type(finding.place)]
+        == {Worker: "worker", Topology: "node", type(None): "none"}[type(finding.placement)]
     )
 
 
@@ -372,7 +372,7 @@ def test_every_rank_is_detected_from_its_worker_variables(sizes: list[int], rest
         for local_rank in range(nproc):
             place = detect(
                 contract.worker_variables(world, local_rank, job_id="job", max_restarts=9)
-            ).place
+            ).placement
             assert isinstance(place, Worker)
             assert (
                 place.topology.node_rank,
@@ -400,7 +400,7 @@ def test_several_nodes_without_local_world_size_are_refused() -> None:
         "MASTER_PORT": "1",
     }
     found = detect(environ)
-    assert found.place is None
+    assert found.placement is None
     assert any("LOCAL_WORLD_SIZE" in conflict for conflict in found.conflicts)
-    assert detect(environ | {"LOCAL_WORLD_SIZE": "8"}).place is not None
-    assert detect(environ | {"RANK": "1"}).place is not None
+    assert detect(environ | {"LOCAL_WORLD_SIZE": "8"}).placement is not None
+    assert detect(environ | {"RANK": "1"}).placement is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from procs import WITH_TORCH, Job
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 
 
 def failure_of(job: Job) -> dict[str, str]:
@@ -17,9 +17,9 @@ def failure_of(job: Job) -> dict[str, str]:
 
 @pytest.mark.parametrize("mode", ["fork", "exec"])
 def test_printed_traceback_before_exit_gives_exception_as_message(
-    new_job: NewJob, mode: str
+    make_job: MakeJob, mode: str
 ) -> None:
-    job = new_job(1)
+    job = make_job(1)
     script = job.script("""
         import sys, traceback
         try:
@@ -38,8 +38,8 @@ def test_printed_traceback_before_exit_gives_exception_as_message(
     assert failure_of(job)["message"] == f"ValueError: boom ({exit_text})"
 
 
-def test_c10d_warnings_are_removed_from_last_lines(new_job: NewJob) -> None:
-    job = new_job(1)
+def test_c10d_warnings_are_removed_from_last_lines(make_job: MakeJob) -> None:
+    job = make_job(1)
     warning = (
         "[rank0]:[W1122 05:56:21.930705543 TCPStore.cpp:106] [c10d]"
         " sendBytes failed on SocketImpl(fd=3): Broken pipe"
@@ -56,8 +56,8 @@ def test_c10d_warnings_are_removed_from_last_lines(new_job: NewJob) -> None:
     assert not failure_of(job)["effect"]  # the text does not mention a lost peer
 
 
-def test_nccl_without_gpu_gives_hint_to_use_gloo(new_job: NewJob) -> None:
-    job = new_job(1)
+def test_nccl_without_gpu_gives_hint_to_use_gloo(make_job: MakeJob) -> None:
+    job = make_job(1)
     script = job.script("""
         import torch.distributed as dist
         dist.init_process_group("nccl")

@@ -329,8 +329,8 @@ def test_documented_variables_give_expected_placement(name: str) -> None:
     environ, place, _ = EVERY[name]
     finding = detect(types.MappingProxyType(environ))
     assert finding.conflicts == ()
-    assert finding.place == place
-    assert finding.source == place.topology.source if isinstance(place, Worker) else place.source
+    assert finding.placement == place
+    assert finding.source == (place.topology if isinstance(place, Worker) else place).source
     assert all(environ[variable] for variable in finding.evidence.values() if variable != "PMI_FD")
     assert not set(finding.evidence.values()) & {item.variable for item in finding.ignored}
 
@@ -345,7 +345,7 @@ def test_incomplete_platform_variables_are_refused_with_missing_name(
     environ, _, _ = EVERY[name]
     without = {variable: value for variable, value in environ.items() if variable != missing}
     finding = detect(without)
-    assert finding.place is None
+    assert finding.placement is None
     assert f"{missing} is not set" in "; ".join(finding.conflicts)
     with pytest.raises(PlacementError, match=f"{missing} is not set"):
         finding.check()
@@ -360,15 +360,12 @@ def test_non_numeric_value_is_refused_with_variable_name(name: str, value: str) 
         for field, variable in detect(environ).evidence.items()
         if field != "master_addr" and environ.get(variable, "").isdigit()
     ]
-    changed = {
-        variable: value for variable in numbers if variable not in ("OMPI_MCA_ess_base_jobid",)
-    }
-    assert changed or name.startswith("volcano, old")
-    for variable in changed:
+    assert numbers
+    for variable in numbers:
         finding = detect(environ | {variable: value})
-        if finding.source == detect(environ).source:
-            assert finding.place is None
-            assert f"{variable}={value!r} is not a whole number" in "; ".join(finding.conflicts)
+        assert finding.source == detect(environ).source
+        assert finding.placement is None
+        assert f"{variable}={value!r} is not a whole number" in "; ".join(finding.conflicts)
 
 
 @pytest.mark.parametrize("name", PROCESSES)
@@ -387,19 +384,17 @@ def test_rank_outside_world_size_is_refused(name: str) -> None:
 def test_loopback_master_address_is_refused(name: str) -> None:
     environ, place, _ = EVERY[name]
     variable = detect(environ).evidence["master_addr"]
-    for address in ("localhost", "127.0.1.1", "[::1]"):
-        old = place.topology.master_addr if isinstance(place, Worker) else place.master_addr
-        hidden = {"PBS_NODEFILE": pals_env.FIRST_NODE, "LSB_DJOB_RANKFILE": lsf_env.RANKFILE}.get(
-            variable, variable
-        )
-        if hidden == flux_env.HOSTLIST or (
-            variable in ("PADDLE_MASTER", "AZ_BATCH_MASTER_NODE", "PET_RDZV_ENDPOINT")
-            and address == "[::1]"
-        ):
-            continue
+    hidden = {"PBS_NODEFILE": pals_env.FIRST_NODE, "LSB_DJOB_RANKFILE": lsf_env.RANKFILE}.get(
+        variable, variable
+    )
+    old = place.topology.master_addr if isinstance(place, Worker) else place.master_addr
+    if name == "flux":
+        environ = environ | {hidden: f"{old},corona81"}
+    # In Flux's list of hosts, brackets contain numbers.
+    for address in ("localhost", "127.0.1.1", *(["[::1]"] if name != "flux" else [])):
+        assert old in environ[hidden]
         changed = environ | {hidden: environ[hidden].replace(old, address)}
-        conflicts = "; ".join(detect(changed).conflicts)
-        assert "a loopback address" in conflicts or "SM_" in conflicts, conflicts
+        assert "a loopback address" in "; ".join(detect(changed).conflicts)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -413,13 +408,13 @@ def test_undocumented_variables_do_not_change_result(name: str) -> None:
 
 def test_open_mpi_without_master_variables_uses_address_of_mpirun() -> None:
     finding = detect(OPENMPI)
-    assert isinstance(finding.place, Worker)
-    assert finding.place.topology.master_addr == "192.0.2.2"
+    assert isinstance(finding.placement, Worker)
+    assert finding.placement.topology.master_addr == "192.0.2.2"
     assert finding.evidence["master_addr"] == "OMPI_MCA_orte_hnp_uri"
-    other = detect(OPENMPI | {"OMPI_MCA_ess_base_jobid": "1"}).place
+    other = detect(OPENMPI | {"OMPI_MCA_ess_base_jobid": "1"}).placement
     assert isinstance(other, Worker)
-    assert finding.place.topology.master_port != other.topology.master_port
-    six = detect(OPENMPI | {"OMPI_MCA_orte_hnp_uri": "7.0;tcp6://[fd00::2]:34697"}).place
+    assert finding.placement.topology.master_port != other.topology.master_port
+    six = detect(OPENMPI | {"OMPI_MCA_orte_hnp_uri": "7.0;tcp6://[fd00::2]:34697"}).placement
     assert isinstance(six, Worker)
     assert six.topology.master_addr == "fd00::2"
 
@@ -437,8 +432,11 @@ def test_single_node_mpi_job_uses_loopback_master(environ: dict[str, str], size:
     if size == "PMI_SIZE":
         del alone["OMPI_COMM_WORLD_RANK"]
     found = detect(alone)
-    assert isinstance(found.place, Worker)
-    assert (found.place.topology.master_addr, found.place.topology.nnodes) == ("127.0.0.1", 1)
+    assert isinstance(found.placement, Worker)
+    assert (found.placement.topology.master_addr, found.placement.topology.nnodes) == (
+        "127.0.0.1",
+        1,
+    )
 
 
 def test_pmi_variables_of_srun_are_detected_as_slurm() -> None:
@@ -455,7 +453,7 @@ def test_pmi_variables_of_srun_are_detected_as_slurm() -> None:
         | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
         | HYDRA
     )
-    assert (inside.source, inside.place) == ("hydra", PROCESSES["hydra"][1])
+    assert (inside.source, inside.placement) == ("hydra", PROCESSES["hydra"][1])
     assert "SLURM_NODEID" in {item.variable for item in inside.ignored}
 
 
@@ -464,7 +462,7 @@ def test_lsf_without_rank_file_reads_hosts_from_variable() -> None:
     environ = {name: value for name, value in LSF.items() if name not in hidden} | {
         "LSB_MCPU_HOSTS": "batch1 1 h36n01 42 h36n02 42"
     }
-    assert detect(environ).place == PROCESSES["lsf"][1]
+    assert detect(environ).placement == PROCESSES["lsf"][1]
 
 
 def test_flux_job_with_uneven_nodes_is_refused() -> None:
@@ -482,7 +480,9 @@ def test_worker_endpoints_give_node_rank_and_local_rank() -> None:
             "PADDLE_TRAINER_ENDPOINTS": endpoints,
         }
         own["PADDLE_CURRENT_ENDPOINT"] = endpoints.split(",")[rank]
-        assert detect(own).place == process("paddle", rank, local, 4, 2, node, 2, "10.0.0.1", 6170)
+        assert detect(own).placement == process(
+            "paddle", rank, local, 4, 2, node, 2, "10.0.0.1", 6170
+        )
         wrong = detect(own | {"PADDLE_CURRENT_ENDPOINT": "10.0.0.9:1"})
         assert f"is not entry {rank} of PADDLE_TRAINER_ENDPOINTS" in "; ".join(wrong.conflicts)
         assert "lists 4 processes" in "; ".join(
@@ -493,8 +493,8 @@ def test_worker_endpoints_give_node_rank_and_local_rank() -> None:
 @pytest.mark.parametrize("nproc", ["auto", "gpu", "cpu"])
 def test_kubeflow_nproc_keyword_leaves_worker_count_open(nproc: str) -> None:
     finding = detect(KUBEFLOW | {"PET_NPROC_PER_NODE": nproc})
-    assert isinstance(finding.place, Topology)
-    assert finding.place.nproc_per_node is None
+    assert isinstance(finding.placement, Topology)
+    assert finding.placement.nproc_per_node is None
     assert "PET_NPROC_PER_NODE" in {item.variable for item in finding.ignored}
 
 
@@ -554,7 +554,7 @@ def test_host_list_with_wrong_length_is_refused(
     ],
 )
 def test_single_node_needs_no_address(alone: dict[str, str]) -> None:
-    found = detect(alone).place
+    found = detect(alone).placement
     assert isinstance(found, Topology)
     assert (found.nnodes, found.node_rank, found.nproc_per_node) == (1, 0, None)
 
@@ -572,7 +572,7 @@ def test_torchrun_inside_any_platform_takes_precedence(name: str) -> None:
     environ, _, _ = EVERY[name]
     finding = detect(environ | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})
     assert finding.source == "torchrun"
-    assert finding.place == process("torchrun", 5, 1, 8, 4, 1, 2, "10.0.0.1", 29500)
+    assert finding.placement == process("torchrun", 5, 1, 8, 4, 1, 2, "10.0.0.1", 29500)
     assert all(item.why for item in finding.ignored)
 
 
@@ -580,7 +580,7 @@ def test_torchrun_inside_any_platform_takes_precedence(name: str) -> None:
 def test_clusterjob_variables_take_precedence_over_any_platform(name: str) -> None:
     own = {"CLUSTERJOB_NNODES": "3", "CLUSTERJOB_NODE_RANK": "2", "CLUSTERJOB_MASTER_ADDR": "n0"}
     finding = detect(NODES[name][0] | own)
-    assert finding.place == Topology(
+    assert finding.placement == Topology(
         3, 2, nproc_per_node=None, master_addr="n0", master_port=None, source="clusterjob"
     )
     assert finding.ignored
@@ -614,7 +614,7 @@ def test_clusterjob_variables_take_precedence_over_any_platform(name: str) -> No
 )
 def test_disagreeing_sources_give_one_conflict(environ: dict[str, str], conflict: str) -> None:
     finding = detect(environ)
-    assert finding.place is None
+    assert finding.placement is None
     assert len(finding.conflicts) == 1
     assert conflict in finding.conflicts[0]
 
@@ -622,7 +622,7 @@ def test_disagreeing_sources_give_one_conflict(environ: dict[str, str], conflict
 @pytest.mark.parametrize("name", ["mlp", "kubeflow"])
 def test_torch_master_variables_beside_platform_are_ignored(name: str) -> None:
     finding = detect(EVERY[name][0] | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"})
-    assert finding.place == EVERY[name][1]
+    assert finding.placement == EVERY[name][1]
     assert {"MASTER_ADDR", "MASTER_PORT"} <= {item.variable for item in finding.ignored}
 
 
@@ -647,8 +647,8 @@ def test_variables_without_rank_are_listed_as_ignored() -> None:
 
 
 def test_agreeing_sources_give_no_conflict() -> None:
-    assert detect(KUBEFLOW | RANKS).place == NODES["kubeflow"][1]
-    assert detect(MLP | RANKS | {"MASTER_ADDR": "10.0.0.1"}).place == NODES["mlp"][1]
+    assert detect(KUBEFLOW | RANKS).placement == NODES["kubeflow"][1]
+    assert detect(MLP | RANKS | {"MASTER_ADDR": "10.0.0.1"}).placement == NODES["mlp"][1]
     assert detect(OPENMPI | TORCHRUN).source == "env"
 
 
@@ -669,8 +669,8 @@ values = (
 def test_any_mapping_gives_placement_or_conflicts(environ: dict[str, str]) -> None:
     finding = detect(environ)
     assert finding == detect(dict(environ))
-    assert not (finding.place is not None and finding.conflicts)
-    assert (finding.source == "none") == (finding.place is None and not finding.conflicts)
+    assert not (finding.placement is not None and finding.conflicts)
+    assert (finding.source == "none") == (finding.placement is None and not finding.conflicts)
 
 
 @given(st.sampled_from(sorted(EVERY)), st.sampled_from(names), values)
@@ -679,7 +679,7 @@ def test_platform_with_any_changed_value_gives_placement_or_conflicts(
 ) -> None:
     environ, _, _ = EVERY[name]
     finding = detect(environ | {variable: value})
-    assert (finding.place is None) == bool(finding.conflicts)
+    assert (finding.placement is None) == bool(finding.conflicts)
 
 
 def test_every_family_has_a_fixture() -> None:
@@ -702,7 +702,7 @@ def test_platform_without_one_variable_gives_same_rank_or_conflict(
     environ = dict(EVERY[name][0])
 
     def rank_and_size(variables: dict[str, str]) -> object:
-        place = detect(variables).place
+        place = detect(variables).placement
         return (
             (place.rank, place.world_size)
             if isinstance(place, Worker)
@@ -734,7 +734,7 @@ def test_platform_without_one_variable_gives_same_rank_or_conflict(
 )
 def test_world_size_without_rank_is_refused(environ: dict[str, str], conflict: str) -> None:
     finding = detect(environ)
-    assert finding.place is None
+    assert finding.placement is None
     assert conflict in finding.conflicts[0]
 
 
@@ -749,7 +749,7 @@ def test_world_size_without_rank_is_refused(environ: dict[str, str], conflict: s
 )
 def test_variables_without_several_members_are_no_job(environ: dict[str, str]) -> None:
     assert detect(environ).sound
-    assert detect(environ).place is None
+    assert detect(environ).placement is None
 
 
 def test_exported_world_size_is_no_conflict_with_clusterjob_variables() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from nvidia import installed_gpus
 from procs import TEST_TIMEOUT, wait_until
-from sshsite import Site, wait_for_lines, wait_for_verdict
+from sshsite import Site, wait_for_lines
+from verdicts import wait_for_verdict
 
 from clusterjob.core import jobs
 from clusterjob.errors import SpecError
@@ -83,11 +87,10 @@ def test_read_gpus_parses_memory_and_processes(smi: FakeSmi) -> None:
         True,
     )
     assert second.processes == ((os.getpid(), "python, with a comma"), (10**7, "/opt/x/other"))
+    user = pwd.getpwuid(os.getuid()).pw_name
     assert second.describe() == (
-        f"1 NVIDIA H100, 80GB: root's python, with a comma (pid {os.getpid()}),"
+        f"1 NVIDIA H100, 80GB: {user}'s python, with a comma (pid {os.getpid()}),"
         " another user's other (pid 10000000), 73.4 of 86 GB used"
-        if os.getuid() == 0
-        else second.describe()
     )
 
 
@@ -97,13 +100,11 @@ def test_host_without_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert gpus.read_gpus() == []
 
 
-def test_pynvml_without_driver_gives_no_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("pynvml")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if not Path("/proc/driver/nvidia").exists():
-        assert gpus.read_gpus() == []
+def test_pynvml_finds_gpus_of_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert find_spec("pynvml")
+    installed = installed_gpus()
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    assert [gpu.index for gpu in gpus.read_gpus()] == list(range(installed))
 
 
 def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
@@ -219,7 +220,9 @@ def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
 
 
 def test_lock_directories_are_private_to_user() -> None:
-    for path in gpus.lock_directories():
+    directories = gpus.lock_directories()
+    assert directories
+    for path in directories:
         assert path.stat().st_mode & 0o777 == 0o700
         assert path.stat().st_uid == os.getuid()
 
@@ -239,15 +242,15 @@ def gpu_hosts(site: Site) -> Iterator[dict[str, FakeSmi]]:
     """Two hosts with a fake nvidia-smi in PATH."""
     found = {}
     for name in ("gpu1", "gpu2"):
-        host = site.world.hosts[name]
+        host = site.ssh_network.hosts[name]
         directory = host.directory / f"smi{time.monotonic_ns()}"
         found[name] = FakeSmi(directory)
         host.stop()
         host.start(SetEnv=f"HOME={host.home} PATH={directory}:/usr/local/bin:/usr/bin:/bin")
     yield found
     for name in found:
-        site.world.hosts[name].stop()
-        site.world.hosts[name].start()
+        site.ssh_network.hosts[name].stop()
+        site.ssh_network.hosts[name].start()
     for directory in gpus.lock_directories():
         for path in directory.glob("GPU-[09]00?"):
             path.unlink()

@@ -9,7 +9,7 @@ import clusterjob
 from clusterjob.node.logs import job_dir
 
 PACKAGE = Path(clusterjob.__file__).parent
-# Names that are also words; only the others can be recognised as file names everywhere.
+# Only names with a dot: a name such as "secrets" may also be another word in the code.
 FILE_NAMES = {
     value for name, value in vars(job_dir).items() if name.isupper() and "." in value
 }  # fmt: skip

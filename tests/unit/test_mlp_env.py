@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from clusterjob.node.environments import detect
+from clusterjob.node.environments.this_node import find_node
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.launch import find_node
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import protocol
@@ -40,13 +40,13 @@ def without(*names: str) -> dict[str, str]:
 
 def conflict(environ: dict[str, str]) -> str:
     finding = detect(environ)
-    assert (finding.source, finding.place, len(finding.conflicts)) == ("mlp", None, 1)
+    assert (finding.source, finding.placement, len(finding.conflicts)) == ("mlp", None, 1)
     return finding.conflicts[0]
 
 
 def test_primary_host_and_index_by_rack_are_preferred() -> None:
     finding = detect(NODE)
-    assert finding.place == Topology(
+    assert finding.placement == Topology(
         3, 1, nproc_per_node=8, master_addr="10.0.0.1", master_port=2222, source="mlp"
     )
     assert finding.evidence == {
@@ -64,7 +64,7 @@ def test_host_and_role_index_are_used_without_primary_host_and_rack() -> None:
         "MLP_WORKER_RACK_RANK_INDEX", "MLP_WORKER_0_PRIMARY_HOST", "MLP_WORKER_ALL_PRIMARY_HOSTS"
     )
     finding = detect(plain)
-    assert finding.place == Topology(
+    assert finding.placement == Topology(
         3, 2, nproc_per_node=8, master_addr="192.168.0.1", master_port=2222, source="mlp"
     )
     assert (finding.evidence["node_rank"], finding.evidence["master_addr"]) == (
@@ -76,8 +76,8 @@ def test_host_and_role_index_are_used_without_primary_host_and_rack() -> None:
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_quotes_around_values_are_removed(quote: str) -> None:
     assert (
-        detect({name: f"{quote}{value}{quote}" for name, value in NODE.items()}).place
-        == detect(NODE).place
+        detect({name: f"{quote}{value}{quote}" for name, value in NODE.items()}).placement
+        == detect(NODE).placement
     )
     assert "MLP_WORKER_NUM=" in conflict(NODE | {"MLP_WORKER_NUM": f"{quote}3"})
 
@@ -90,15 +90,15 @@ def test_ipv6_address_is_accepted(host: str) -> None:
             "MLP_WORKER_0_PRIMARY_HOST": host,
             "MLP_WORKER_ALL_PRIMARY_HOSTS": "[fd00::1]:22,fd00::2,fd00::3",
         }
-    ).place
+    ).placement
     assert isinstance(found, Topology)
     assert found.master_addr == "fd00::1"
 
 
 def test_machine_without_gpus_sets_no_worker_count() -> None:
     finding = detect(NODE | {"MLP_WORKER_GPU": "0"})
-    assert isinstance(finding.place, Topology)
-    assert finding.place.nproc_per_node is None
+    assert isinstance(finding.placement, Topology)
+    assert finding.placement.nproc_per_node is None
     assert "nproc_per_node" not in finding.evidence
 
 
@@ -107,9 +107,9 @@ def test_role_selects_names_of_variables() -> None:
         name.replace("WORKER", "CHIEF"): value.replace("WORKER", "chief")
         for name, value in NODE.items()
     }
-    assert detect(chief).place == detect(NODE).place
+    assert detect(chief).placement == detect(NODE).placement
     assert "MLP_CHIEF_NUM" in detect(chief).evidence.values()
-    assert detect(without("MLP_ROLE")).place == detect(NODE).place
+    assert detect(without("MLP_ROLE")).placement == detect(NODE).placement
     assert "MLP_ROLE='DRIVER' is none of WORKER, CHIEF, PS" in conflict(
         NODE | {"MLP_ROLE": "driver"}
     )
@@ -180,7 +180,7 @@ def test_processes_of_mpirun_are_detected_as_openmpi() -> None:
 
 
 def test_nodes_with_different_indices_are_refused_at_rendezvous(tmp_path: Path) -> None:
-    """The launch script of one node may use the index by rack and that of another may not.
+    """One node may read MLP_WORKER_RACK_RANK_INDEX while another reads MLP_ROLE_INDEX.
 
     Two nodes would then have the same rank, or exchange their ranks.
     """
@@ -228,7 +228,7 @@ def test_stale_process_variables_beside_variables_of_node_are_named(
     stale: dict[str, str], names: str
 ) -> None:
     finding = detect(NODE | stale)
-    assert (finding.source, finding.place) == ("env", None)
+    assert (finding.source, finding.placement) == ("env", None)
     verb = "describe" if "," in names else "describes"
     assert finding.conflicts[0] == (
         f"{names} {verb} one process of a job, "

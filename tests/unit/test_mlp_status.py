@@ -168,7 +168,7 @@ def test_task_rows_with_both_field_spellings_are_read(row: dict[str, Any], volc:
         )
     )
     (task,) = Volc().tasks(["a"])
-    assert (task.id, task.state, task.words) == (task_id(1), JobState.FAILED, "Failed")
+    assert (task.id, task.state, task.state_text) == (task_id(1), JobState.FAILED, "Failed")
     assert (task.started_at, task.ended_at) == (
         "2026-01-01T00:00:00.000Z",
         "2026-01-01T00:00:10.000Z",
@@ -187,7 +187,7 @@ def test_worker_names_in_both_formats_are_read(name: str, volc: Any) -> None:
         )
     )
     assert Volc().instances("t") == [
-        Instance("worker_3", 3, words="Failed", exit_code=7, reason='{"Reason": "x"}')
+        Instance("worker_3", 3, state_text="Failed", exit_code=7, reason='{"Reason": "x"}')
     ]
 
 
@@ -308,21 +308,25 @@ def age_task_ends(job: Record, *tasks: Task) -> None:
             JobState.FAILED,
             "Failed",
             {},
-            [Instance("worker_1", 1, words="Failed", exit_code=9, reason="OOM")],
+            [Instance("worker_1", 1, state_text="Failed", exit_code=9, reason="OOM")],
             ("FAILED", 9, "node 1 (host worker_1)"),
         ),
         (
             JobState.FAILED,
             "Exception",
             {},
-            [Instance("worker_0", 0, words="Exception", exit_code=None, reason="NodeLost")],
+            [Instance("worker_0", 0, state_text="Exception", exit_code=None, reason="NodeLost")],
             ("FAILED", 1, "Exception: NodeLost"),
         ),
         (
             JobState.FAILED,
             "Failed",
             {},
-            [Instance("worker_0", 0, words="Killed", exit_code=143, reason="DeadlineExceeded")],
+            [
+                Instance(
+                    "worker_0", 0, state_text="Killed", exit_code=143, reason="DeadlineExceeded"
+                )
+            ],
             ("FAILED", 124, "out of time"),
         ),
         (JobState.CANCELLED, "Killed", {}, [], ("CANCELLED", 143, "not by clusterjob")),
@@ -351,7 +355,9 @@ def test_end_without_verdict_uses_platform_state_after_wait_for_log(
     expected: tuple[str, int, str],
 ) -> None:
     job = record("a", tmp_path, options=options)
-    ended = Task(task_id(1), "a", state=state, words=task_status, started_at=now(), ended_at=now())
+    ended = Task(
+        task_id(1), "a", state=state, state_text=task_status, started_at=now(), ended_at=now()
+    )
     backend = FixedTasksBackend([ended], instances)
     first = backend.status([job])["a"]
     assert (first.state, first.verdict) == (JobState.RUNNING, None), "the log may lag"
@@ -404,7 +410,7 @@ def test_workers_killed_by_platform_signal_are_not_reported_as_failed(
         task_id(1),
         "a",
         state=JobState.CANCELLED if task_status == "Killed" else JobState.FAILED,
-        words=task_status,
+        state_text=task_status,
         started_at=now(),
         ended_at=now(),
     )
@@ -413,7 +419,7 @@ def test_workers_killed_by_platform_signal_are_not_reported_as_failed(
         ends.cancel(job.job_dir)
     found = FixedTasksBackend(
         [ended],
-        [Instance("worker_0", 0, words=task_status, exit_code=code)],
+        [Instance("worker_0", 0, state_text=task_status, exit_code=code)],
         [f"1 clusterjob-verdict {json.dumps(agent_verdict)}"],
     ).status([job])["a"]
     assert found.verdict is not None
@@ -426,10 +432,15 @@ def test_node_ended_by_platform_in_setup_lines_has_platform_state(
 ) -> None:
     job = record("a", tmp_path)
     ended = Task(
-        task_id(1), "a", state=JobState(state), words=task_status, started_at=now(), ended_at=now()
+        task_id(1),
+        "a",
+        state=JobState(state),
+        state_text=task_status,
+        started_at=now(),
+        ended_at=now(),
     )
     age_task_ends(job, ended)
-    ended_all = [Instance("worker_0", 0, words=task_status, exit_code=143)]
+    ended_all = [Instance("worker_0", 0, state_text=task_status, exit_code=143)]
     found = FixedTasksBackend(
         [ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]
     ).status([job])["a"]
@@ -440,12 +451,12 @@ def test_node_ended_by_platform_in_setup_lines_has_platform_state(
 def test_task_to_retry_is_pending_until_last_attempt_or_timeout(tmp_path: Path) -> None:
     job = record("a", tmp_path, max_restarts=1, options={"retry_interval": "100"})
     ended = [
-        Task(task_id(number), "a", state=JobState.FAILED, words="Failed", started_at=now())
+        Task(task_id(number), "a", state=JobState.FAILED, state_text="Failed", started_at=now())
         for number in (1, 2)
     ]
     verdict = {"state": "FAILED", "exit_code": 5, "reason": "rank 0 failed"}
     line = f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
-    worker = [Instance("worker_0", 0, words="Failed", exit_code=5)]
+    worker = [Instance("worker_0", 0, state_text="Failed", exit_code=5)]
     waiting = FixedTasksBackend(ended[:1], worker, [line]).status([job])["a"]
     assert (waiting.state, waiting.verdict) == (JobState.PENDING, None)
     assert (
@@ -476,12 +487,12 @@ def test_killed_preemptible_task_is_pending_with_any_retry_count(
     tmp_path: Path, options: dict[str, str], attempt_text: str
 ) -> None:
     job = record("a", tmp_path, options={"preemptible": "true", **options})
-    killed = Task(task_id(1), "a", state=JobState.CANCELLED, words="Killed", started_at=now())
+    killed = Task(task_id(1), "a", state=JobState.CANCELLED, state_text="Killed", started_at=now())
     line = (
         '1 clusterjob-verdict {"state": "CANCELLED", "exit_code": 143, "reason": "SIGTERM on gpu7"}'
     )
     found = FixedTasksBackend(
-        [killed], [Instance("worker_0", 0, words="Killed", exit_code=143)], [line]
+        [killed], [Instance("worker_0", 0, state_text="Killed", exit_code=143)], [line]
     ).status([job])["a"]
     assert (found.state, found.verdict) == (JobState.PENDING, None)
     assert attempt_text in found.reason
@@ -496,7 +507,15 @@ def test_end_of_task_is_reported_when_disk_is_full(
     job, backend = (
         record("a", tmp_path),
         FixedTasksBackend(
-            [Task(task_id(1), "a", state=JobState.SUCCEEDED, words="Success", started_at=now())]
+            [
+                Task(
+                    task_id(1),
+                    "a",
+                    state=JobState.SUCCEEDED,
+                    state_text="Success",
+                    started_at=now(),
+                )
+            ]
         ),
     )
     monkeypatch.setattr(attempts.files, "write_json", full)
@@ -510,7 +529,7 @@ def test_end_of_task_is_reported_when_disk_is_full(
 def test_task_missing_from_list_is_unknown_first_and_lost_later(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     assert FixedTasksBackend([]).status([job])["a"].state is JobState.PENDING
-    running = Task(task_id(1), "a", state=JobState.RUNNING, words="Running", started_at=now())
+    running = Task(task_id(1), "a", state=JobState.RUNNING, state_text="Running", started_at=now())
     assert FixedTasksBackend([running]).status([job])["a"].state is JobState.RUNNING
     assert FixedTasksBackend([]).status([job])["a"].state is JobState.UNKNOWN
     path = job.job_dir / "platform.json"
@@ -545,7 +564,7 @@ def test_cancelled_submission_without_task_is_unknown_first_and_cancelled_later(
     [
         [],
         [
-            Task(task_id(k), name, state=JobState.RUNNING, words="Running")
+            Task(task_id(k), name, state=JobState.RUNNING, state_text="Running")
             for k, name in enumerate(("a", "a_0"))
         ],
     ],
@@ -580,7 +599,7 @@ def test_private_files_of_killed_submitter_are_removed(
 def test_new_attempt_of_cancelled_job_is_cancelled(tmp_path: Path) -> None:
     job = record("a", tmp_path)
     ends.cancel(job.job_dir)
-    backend = FixedTasksBackend([Task(task_id(2), "a", state=JobState.PENDING, words="Queue")])
+    backend = FixedTasksBackend([Task(task_id(2), "a", state=JobState.PENDING, state_text="Queue")])
     assert backend.status([job])["a"].reason == "it is being cancelled"
     assert backend.cancelled == [task_id(2)]
 
@@ -588,7 +607,7 @@ def test_new_attempt_of_cancelled_job_is_cancelled(tmp_path: Path) -> None:
 def test_repeated_status_queries_platform_once_per_poll_interval(tmp_path: Path) -> None:
     job = record("a", tmp_path, options={"poll": "1000"})
     backend = FixedTasksBackend(
-        [Task(task_id(1), "a", state=JobState.RUNNING, words="Running", started_at=now())]
+        [Task(task_id(1), "a", state=JobState.RUNNING, state_text="Running", started_at=now())]
     )
     for _ in range(50):
         assert backend.status([job])["a"].state is JobState.RUNNING

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 import pytest
+from launching import free_port
 
 from clusterjob.node.system import network
 
@@ -72,19 +74,21 @@ def test_listener_at_ipv6_loopback_is_bound_to_it() -> None:
 
 def test_listener_at_address_of_other_machine_uses_all_addresses() -> None:
     """Behind NAT, the address that other nodes use is not an address of this machine."""
+    port = free_port()
     with (
-        network.listen_at("192.0.2.1", 0, backlog=16) as listener,
-        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5),
+        network.listen_at("192.0.2.1", port, backlog=16) as listener,
+        socket.create_connection(("127.0.0.1", port), 5),
     ):
-        assert listener.getsockname()[0] == "0.0.0.0"
+        assert listener.getsockname() == ("0.0.0.0", port)
 
 
-def test_listening_at_used_port_is_error() -> None:
-    with (
-        network.listen_at("127.0.0.1", 0, backlog=16) as listener,
-        pytest.raises(OSError) as caught,
-    ):
-        network.listen_at("127.0.0.1", listener.getsockname()[1], backlog=16)
+def test_listening_at_used_port_is_error_and_leaves_no_socket() -> None:
+    with network.listen_at("127.0.0.1", 0, backlog=16) as listener:
+        before = os.listdir("/proc/self/fd")
+        # The error's traceback keeps the frame of `listen_at`: an open socket would still be there.
+        with pytest.raises(OSError) as caught:
+            network.listen_at("127.0.0.1", listener.getsockname()[1], backlog=16)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
     assert caught.value.errno == errno.EADDRINUSE
 
 

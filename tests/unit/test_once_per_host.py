@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -45,6 +46,10 @@ def test_one_process_locks_subject_until_it_ends(tmp_path: Path) -> None:
         mine = once_per_host.lock_subject(subject)
         assert mine is not None
         mine.close()
+
+
+def test_notices_come_after_4_s_and_then_every_30_s() -> None:
+    assert list(itertools.islice(once_per_host.notice_times(), 4)) == [4.0, 30.0, 60.0, 90.0]
 
 
 def test_lock_of_other_user_has_no_effect(tmp_path: Path) -> None:

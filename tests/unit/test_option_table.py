@@ -88,7 +88,9 @@ def test_every_option_sets_a_field_of_the_job() -> None:
 
 def test_flags_and_variables_of_the_table_are_unique() -> None:
     flags = [flag for o in OPTIONS.values() for flag in (o.flag, o.short) if flag]
-    assert len(set(flags)) == len(flags)
+    assert len(set(flags)) == len(flags) > 0
+    variables = [o.variable for o in OPTIONS.values() if o.variable]
+    assert len(set(variables)) == len(variables) > 0
 
 
 def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) -> None:

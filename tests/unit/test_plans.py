@@ -1,4 +1,4 @@
-"""Plans are shown as they are carried out.
+"""A shown plan has exactly the files and commands of the submission.
 
 The files of a job are written all or not at all.
 """

@@ -237,7 +237,7 @@ def test_undefined_name_is_error_with_line(tmp_path: Path, text: str, line: int,
     ("text", "line"),
     [
         ("a\n{% if %}\n", 2),
-        ("{% for x in setup %}\n\n", 0),
+        ("{% for x in setup %}\n\n", 2),
         ("a\n\n{{ workdir|shh }}\n", 3),
         ("a\n{{ workdir|sh }\n", 2),
         ("a\n{{ nnodes + workdir }}\n", 2),
@@ -250,8 +250,7 @@ def test_broken_template_is_error_with_line(tmp_path: Path, text: str, line: int
     path = template(tmp_path, text)
     with pytest.raises(TemplateError) as caught:
         render(path, VALUES)
-    assert f"{path}, line " in caught.value.message
-    assert not line or f", line {line}: " in caught.value.message
+    assert f"{path}, line {line}: " in caught.value.message
     assert "\n" not in caught.value.message
 
 
@@ -263,7 +262,7 @@ def test_unreadable_template_is_error(tmp_path: Path) -> None:
     (tmp_path / "latin.j2").write_bytes(b"# caf\xe9\n")
     with pytest.raises(TemplateError, match=r"latin\.j2 cannot be read"):
         render(tmp_path / "latin.j2", VALUES)
-    with pytest.raises(TemplateError):
+    with pytest.raises(TemplateError, match="' does not exist"):
         render(tmp_path, VALUES)
 
 

@@ -1,4 +1,4 @@
-"""Table of settings: values from a flag, a variable or a file are read or are a ConfigError."""
+"""Settings from flags, variables and files: each value is converted or is a ConfigError."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_whole_number_setting_accepts_integer_and_text(key: str) -> None:
 )
 def test_value_of_setting_is_converted_to_its_type(key: str, value: Any, read: Any) -> None:
     assert read_setting(key, value, origin="here") == read
-    assert type(read_setting(key, value, origin="here")) is type(read) or isinstance(read, Path)
+    assert type(read_setting(key, value, origin="here")) is type(read)
 
 
 def test_error_of_setting_begins_with_origin_of_value() -> None:

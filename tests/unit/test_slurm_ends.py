@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.backends.slurm import job_end
-from clusterjob.backends.slurm.queue import JobRow
+from clusterjob.backends.slurm.squeue import JobRow
 from clusterjob.node.logs import ends
 from clusterjob.node.verdict import Failure, JobState, Verdict
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import PlacementError
-from clusterjob.node import contract, launch
-from clusterjob.node.environments import detect, slurm_env
+from clusterjob.node.environments import detect, scheduler, slurm_env, this_node
 from clusterjob.node.environments.topology import Topology, Worker
 
 # The job has four nodes and the step uses two of them, so the job's lists are wrong for the step.
@@ -56,12 +55,12 @@ def task(
 
 
 def topology_of(environ: dict[str, str]) -> Topology:
-    return launch.node_of(launch.find_node(environ))
+    return this_node.node_of(this_node.find_node(environ))
 
 
 def conflicts(environ: dict[str, str]) -> str:
     finding = detect(environ)
-    assert (finding.source, finding.place) == ("slurm", None)
+    assert (finding.source, finding.placement) == ("slurm", None)
     with pytest.raises(PlacementError):
         finding.check()
     return "; ".join(finding.conflicts)
@@ -72,7 +71,7 @@ def conflicts(environ: dict[str, str]) -> str:
 
 def test_one_task_per_node_gives_placement_of_node() -> None:
     finding = detect(one_per_node(1))
-    assert finding.place == Topology(
+    assert finding.placement == Topology(
         2, 1, nproc_per_node=None, master_addr="n3", master_port=None, source="slurm"
     )
     assert finding.evidence == {
@@ -88,7 +87,7 @@ def test_user_variables_set_worker_count_and_master_address() -> None:
         "CLUSTERJOB_MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
-    assert detect(one_per_node(0) | own).place == Topology(
+    assert detect(one_per_node(0) | own).placement == Topology(
         2, 0, nproc_per_node=4, master_addr="127.0.0.1", master_port=29500, source="slurm"
     )
 
@@ -101,7 +100,7 @@ def test_variables_of_job_script_leave_placement_to_step() -> None:
         "CLUSTERJOB_MASTER_ADDR": "n3-ib",
     }
     finding = detect(one_per_node(1) | own)
-    assert finding.place == Topology(
+    assert finding.placement == Topology(
         2, 1, nproc_per_node=None, master_addr="n3-ib", master_port=None, source="slurm"
     )
     assert finding.evidence["master_addr"] == "CLUSTERJOB_MASTER_ADDR"
@@ -109,7 +108,7 @@ def test_variables_of_job_script_leave_placement_to_step() -> None:
 
 def test_single_process_of_node_has_rank_of_node() -> None:
     environ = one_per_node(1)
-    node: Any = detect(environ).place
+    node: Any = detect(environ).placement
     worker = slurm_env.as_worker(node, environ)
     assert (worker.rank, worker.local_rank, worker.world_size, worker.local_world_size) == (
         1,
@@ -131,7 +130,7 @@ def test_single_process_of_node_has_rank_of_node() -> None:
 
 def test_uneven_tasks_per_node_give_correct_ranks() -> None:
     places = [
-        detect(task(*each)).place
+        detect(task(*each)).placement
         for each in ((0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1), (4, 1, 1))
     ]
     assert all(isinstance(place, Worker) for place in places)
@@ -148,8 +147,12 @@ def test_uneven_tasks_per_node_give_correct_ranks() -> None:
 
 def test_rank_in_cyclic_distribution_is_slurm_procid() -> None:
     finding = detect(task(3, 1, 1, "2(x2)", 4) | {"SLURM_GTIDS": "1,3"})
-    assert isinstance(finding.place, Worker)
-    assert (finding.place.rank, finding.place.local_rank, finding.place.topology.node_rank) == (
+    assert isinstance(finding.placement, Worker)
+    assert (
+        finding.placement.rank,
+        finding.placement.local_rank,
+        finding.placement.topology.node_rank,
+    ) == (
         3,
         1,
         1,
@@ -159,7 +162,7 @@ def test_rank_in_cyclic_distribution_is_slurm_procid() -> None:
 
 def test_master_port_differs_per_step_and_restart_unless_set() -> None:
     def port(**more: str) -> int | None:
-        place = detect(task(0, 0, 0) | more).place
+        place = detect(task(0, 0, 0) | more).placement
         assert isinstance(place, Worker)
         return place.topology.master_port
 
@@ -192,7 +195,7 @@ def test_each_task_of_step_has_unique_rank(sizes: list[int], random: Any) -> Non
                     "SLURM_STEP_NUM_NODES": str(len(sizes)),
                     "SLURM_STEP_NODELIST": f"m[1-{len(sizes)}]",
                 }
-            ).place
+            ).placement
             assert isinstance(place, Worker)
             assert (place.topology.node_rank, place.local_rank, place.local_world_size) == (
                 node,
@@ -211,7 +214,7 @@ def test_each_task_of_step_has_unique_rank(sizes: list[int], random: Any) -> Non
 )
 def test_batch_script_and_salloc_shell_are_not_detected_as_step(step: str) -> None:
     finding = detect(BATCH | ({"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"} if step else {}))
-    assert (finding.source, finding.place, finding.sound) == ("none", None, True)
+    assert (finding.source, finding.placement, finding.sound) == ("none", None, True)
     ignored = {item.variable: item.why for item in finding.ignored}
     assert "SLURM_PROCID" in ignored
     assert all("step" in why for why in ignored.values())
@@ -235,8 +238,8 @@ def test_torchrun_inside_step_is_detected_as_torchrun() -> None:
         "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
     finding = detect(one_per_node(1) | torchrun)
-    assert isinstance(finding.place, Worker)
-    assert (finding.source, finding.place.rank) == ("torchrun", 5)
+    assert isinstance(finding.placement, Worker)
+    assert (finding.source, finding.placement.rank) == ("torchrun", 5)
 
 
 # -- master address --------------------------------------------------------------------------------
@@ -245,8 +248,8 @@ def test_torchrun_inside_step_is_detected_as_torchrun() -> None:
 @pytest.mark.parametrize("address", ["n3", "n3.cluster.example", "10.0.0.3", "n3-ib", "gateway"])
 def test_master_address_set_by_user_is_used(address: str) -> None:
     finding = detect(one_per_node(1) | {"MASTER_ADDR": address})
-    assert isinstance(finding.place, Topology)
-    assert finding.place.master_addr == address
+    assert isinstance(finding.placement, Topology)
+    assert finding.placement.master_addr == address
     assert finding.evidence["master_addr"] == "MASTER_ADDR"
 
 
@@ -267,7 +270,7 @@ def test_master_address_of_other_node_than_first_is_refused(address: str) -> Non
 
 def test_single_node_named_localhost_is_accepted() -> None:
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
-    found = detect(task(1, 1, 0, "2", 2) | alone).place
+    found = detect(task(1, 1, 0, "2", 2) | alone).placement
     assert isinstance(found, Worker)
     assert found.topology.master_addr == "localhost"
     assert detect(task(1, 1, 0, "2", 2) | alone | {"MASTER_ADDR": "127.0.0.1"}).sound
@@ -302,7 +305,7 @@ def test_missing_variable_of_step_is_named(missing: str) -> None:
 def test_master_port_without_job_id_is_none() -> None:
     environ = task(3, 0, 1)
     del environ["SLURM_JOB_ID"]
-    found = detect(environ).place
+    found = detect(environ).placement
     assert isinstance(found, Worker)
     assert found.topology.master_port is None
 
@@ -310,7 +313,7 @@ def test_master_port_without_job_id_is_none() -> None:
 def test_missing_task_count_of_step_is_taken_from_job() -> None:
     environ = task(3, 0, 1)
     del environ["SLURM_STEP_NUM_TASKS"]
-    assert isinstance(detect(environ | {"SLURM_NTASKS": "5"}).place, Worker)
+    assert isinstance(detect(environ | {"SLURM_NTASKS": "5"}).placement, Worker)
     del environ["SLURM_NTASKS"]
     assert "SLURM_STEP_NUM_TASKS is not set" in conflicts(environ)
 
@@ -341,14 +344,14 @@ def test_contradictory_variables_are_named(change: dict[str, str], message: str)
 @given(st.text("0123456789(x),", max_size=20))
 def test_any_list_of_tasks_is_read_or_refused(text: str) -> None:
     finding = detect(task(3, 0, 1) | {"SLURM_STEP_TASKS_PER_NODE": text})
-    assert (finding.place is None) == bool(finding.conflicts)
+    assert (finding.placement is None) == bool(finding.conflicts)
 
 
 # -- restarts --------------------------------------------------------------------------------------
 
 
 def test_attempt_of_requeued_job_is_restart_count() -> None:
-    assert contract.read_attempt({"SLURM_RESTART_COUNT": "2"}) == 2
-    assert contract.read_attempt({"SLURM_RESTART_COUNT": "2", "CLUSTERJOB_ATTEMPT": "0"}) == 0
+    assert scheduler.read_attempt({"SLURM_RESTART_COUNT": "2"}) == 2
+    assert scheduler.read_attempt({"SLURM_RESTART_COUNT": "2", "CLUSTERJOB_ATTEMPT": "0"}) == 0
     with pytest.raises(PlacementError, match="SLURM_RESTART_COUNT='x'"):
-        contract.read_attempt({"SLURM_RESTART_COUNT": "x"})
+        scheduler.read_attempt({"SLURM_RESTART_COUNT": "x"})

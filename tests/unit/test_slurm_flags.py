@@ -94,7 +94,7 @@ def test_undocumented_option_is_passed_as_option_of_plug_in(name: str) -> None:
         ("array", "0-3", "--set array is not allowed", "--array"),
         ("requeue", "true", "--set requeue is not allowed", "--requeue"),
         ("qos", "", "--set qos needs a value", "--set qos=VALUE"),
-        ("qos", "a\nb", "contains a line break", ""),
+        ("qos", "a\nb", "contains a line break", "describes each option"),
         ("hold", "maybe", "it is a switch", "true or false"),
         ("", "x", "is no option of sbatch", "long name"),
         ("qos high", "x", "is no option of sbatch", "long name"),
@@ -233,7 +233,7 @@ def test_two_options_for_same_resource_are_refused(
 def test_requeue_option_is_given_once(
     spec: Any, fields: dict[str, Any], expected: list[str]
 ) -> None:
-    """Only --set can give the value of --requeue that Slurm 26.05 has.
+    """Slurm 26.05 has a value for --requeue, which only --set can give.
 
     The Slurm of the tests has no such value, so the test submits nothing.
     """

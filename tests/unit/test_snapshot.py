@@ -14,18 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from launching import write_tree
 
 from clusterjob.core import snapshot
 from clusterjob.errors import SubmitError
 from clusterjob.node.host_server import code_store
 from clusterjob.node.host_server.requests import Install, ReceiveFiles
-
-
-def fill(root: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
 
 def paths(root: Path) -> list[str]:
@@ -40,7 +34,7 @@ def git(root: Path, *words: str) -> str:
 
 
 def test_snapshot_has_files_links_and_directories(tmp_path: Path) -> None:
-    fill(
+    write_tree(
         tmp_path,
         **{"a.py": "a", "b/c.py": "c", "name with\nnewline": "x", "déjà": "y", "-dash": "z"},
     )
@@ -70,7 +64,7 @@ def test_snapshot_has_files_links_and_directories(tmp_path: Path) -> None:
 
 
 def test_ignored_files_and_git_directories_are_left_out(tmp_path: Path) -> None:
-    fill(tmp_path, **{
+    write_tree(tmp_path, **{
         ".gitignore": "*.log\n/data/\n!keep.log\n", ".clusterjobignore": "!wanted.log\nsecret\n",
         "x.log": "", "keep.log": "", "wanted.log": "", "secret": "", "data/big": "",
         "sub/data/small": "", "sub/.gitignore": "local\n", "sub/local": "", "local": "",
@@ -84,7 +78,7 @@ def test_ignored_files_and_git_directories_are_left_out(tmp_path: Path) -> None:
 
 def test_subdirectory_of_repository_follows_ignore_rules_above_it(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
-    fill(
+    write_tree(
         tmp_path,
         **{
             ".gitignore": "*.pt\n/project/out/\n",
@@ -141,7 +135,7 @@ def test_snapshot_has_same_files_as_git_ls_files(
         "e/x.a",
         "e/d/y.a",
     ]
-    fill(
+    write_tree(
         root,
         **dict.fromkeys(names, ""),
         **{".gitignore": "\n".join(top), "d/.gitignore": "\n".join(inner)},
@@ -151,7 +145,7 @@ def test_snapshot_has_same_files_as_git_ls_files(
 
 
 def test_too_large_directory_is_refused_with_largest_entries(tmp_path: Path) -> None:
-    fill(
+    write_tree(
         tmp_path,
         **{"train.py": "x", "data/a": "x" * 3000, "data/b": "x" * 3000, "model.pt": "x" * 2000},
     )
@@ -165,29 +159,29 @@ def test_too_large_directory_is_refused_with_largest_entries(tmp_path: Path) -> 
 
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "MOST_ENTRIES", 5)
-    fill(tmp_path, **{f"file{number}": "" for number in range(5)})
+    write_tree(tmp_path, **{f"file{number}": "" for number in range(5)})
     assert snapshot.take(tmp_path).files == 5
-    fill(tmp_path, more="")
+    write_tree(tmp_path, more="")
     with pytest.raises(SubmitError, match="holds more than 5 files"):
         snapshot.take(tmp_path)
 
 
 def test_digest_depends_on_content_and_not_on_time(tmp_path: Path) -> None:
-    fill(tmp_path, a="1", b="2")
+    write_tree(tmp_path, a="1", b="2")
     first = snapshot.take(tmp_path).digest
     os.utime(tmp_path / "a", (0, 0))
     assert snapshot.take(tmp_path).digest == first
-    fill(tmp_path, b="3")
+    write_tree(tmp_path, b="3")
     assert snapshot.take(tmp_path).digest != first
 
 
 def test_git_state_has_revision_branch_and_changes(tmp_path: Path) -> None:
     assert snapshot.git_state(tmp_path) is None
     git(tmp_path, "init", "-q", "-b", "work")
-    fill(tmp_path, **{"a.py": "old\n"})
+    write_tree(tmp_path, **{"a.py": "old\n"})
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "first")
-    fill(tmp_path, **{"a.py": "new\n", "b.py": ""})
+    write_tree(tmp_path, **{"a.py": "new\n", "b.py": ""})
     state = snapshot.git_state(tmp_path)
     assert state is not None
     assert state["revision"] == git(tmp_path, "rev-parse", "HEAD").strip()
@@ -197,12 +191,12 @@ def test_git_state_has_revision_branch_and_changes(tmp_path: Path) -> None:
 
 
 def test_file_removed_or_changed_after_snapshot_is_error(tmp_path: Path) -> None:
-    fill(tmp_path, a="1", b="22")
+    write_tree(tmp_path, a="1", b="22")
     taken = snapshot.take(tmp_path)
     (tmp_path / "a").unlink()
     with pytest.raises(SubmitError, match="'a' cannot be read any more"):
         list(taken.content([entry for entry in taken.entries if entry.path == "a"]))
-    fill(tmp_path, b="2")
+    write_tree(tmp_path, b="2")
     with pytest.raises(SubmitError, match="'b' changed while it was being sent"):
         list(taken.content([entry for entry in taken.entries if entry.path == "b"]))
 
@@ -246,7 +240,9 @@ def host(tmp_path: Path) -> Store:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     root = tmp_path / "project"
-    fill(root, **{"train.py": "print()", "pkg/a.py": "a", "pkg/b.py": "a", "run.sh": "#!/bin/sh\n"})
+    write_tree(
+        root, **{"train.py": "print()", "pkg/a.py": "a", "pkg/b.py": "a", "run.sh": "#!/bin/sh\n"}
+    )
     (root / "run.sh").chmod(0o755)
     (root / "link").symlink_to("pkg/a.py")
     (root / "empty").mkdir()
@@ -270,7 +266,7 @@ def test_next_job_is_sent_only_changed_files(host: Store, project: Path) -> None
     host.send(taken, host.install(taken, "one"))
     host.install(taken, "one")
     assert host.install(taken, "two") == []
-    fill(project, **{"train.py": "print(2)"})
+    write_tree(project, **{"train.py": "print(2)"})
     changed = snapshot.take(project)
     assert host.install(changed, "three") == [hashlib.sha256(b"print(2)").hexdigest()]
 
@@ -317,7 +313,7 @@ def test_failed_installation_leaves_no_files(host: Store, project: Path) -> None
     host.send(taken, host.install(taken, "one"))
     broken = json.loads(zlib.decompress(taken.packed()))
     broken.append(["no/such/folder/file", "file", 0o644, 1, hashlib.sha256(b"a").hexdigest()])
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError):
         code_store.install(
             host.home, Install("one"), packed=zlib.compress(json.dumps(broken).encode())
         )

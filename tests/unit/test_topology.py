@@ -48,7 +48,7 @@ def test_optional_fields_of_node_may_be_none() -> None:
     ],
 )
 def test_impossible_node_is_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(PlacementError, match=message):
+    with pytest.raises(PlacementError, match=f"^{message}"):
         dataclasses.replace(NODE, **change)
 
 
@@ -65,7 +65,7 @@ def test_impossible_node_is_refused(change: dict[str, object], message: str) -> 
     ],
 )
 def test_impossible_process_is_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(PlacementError, match=message):
+    with pytest.raises(PlacementError, match=f"^{message}"):
         dataclasses.replace(WORKER, **change)
 
 

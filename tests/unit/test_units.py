@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clusterjob.core.units import parse_duration, parse_size
+from clusterjob.core.units import parse_duration, parse_size, show_size
 from clusterjob.errors import SpecError
 
 MIB, GIB = 1024**2, 1024**3
@@ -151,3 +151,21 @@ def test_any_text_is_positive_number_or_refused(text: str) -> None:
             continue
         assert isinstance(value, int)
         assert value > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (5, "5 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 KB"),
+        (99_900, "99.9 KB"),
+        (100_000, "100 KB"),
+        (512_000_000, "512 MB"),
+        (1_500_000_000, "1.5 GB"),
+        (2 * 10**15, "2000 TB"),
+    ],
+)
+def test_size_is_shown_with_three_digits_and_unit(size: int, text: str) -> None:
+    assert show_size(size) == text

@@ -5,20 +5,22 @@ It runs under the launcher, under torchrun, with a manual rank assignment and as
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import (
-    LAUNCHERS,
     MARGIN,
     TEST_TIMEOUT,
+    Run,
     environment,
     finish,
     free_port,
@@ -26,10 +28,10 @@ from launching import (
     rank_reports,
     run,
     script,
-    start,
     start_manually,
     timeout_seconds,
 )
+from preloaded import Preloaded
 
 from clusterjob import bootstrap
 from clusterjob.errors import PlacementError, UsageError
@@ -203,7 +205,8 @@ class Launched:
         self.ranks = rank_reports(directory, 2)
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+# A worker started by exec differs from one of torchrun only in its variables.
+@pytest.fixture(scope="module", params=["fork", "torchrun"])
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return Launched(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -355,13 +358,11 @@ SINGLE_PROCESS = """
 """
 
 
-def run_single_process(directory: Path, launcher: str | None, **options: Any) -> dict[str, Any]:
+def run_single_process(
+    directory: Path, run_script: Callable[..., Run], **options: Any
+) -> dict[str, Any]:
     argv = [script(directory, SINGLE_PROCESS), json.dumps(options)]
-    ran = (
-        launch(launcher, 1, argv, directory)
-        if launcher
-        else run([sys.executable, "-W", "error", *argv], directory)
-    )
+    ran = run_script(argv, directory)
     assert ran.code == 0, ran.err
     assert "arning" not in ran.err
     assert "alone" in ran.out
@@ -379,7 +380,9 @@ def run_single_process(directory: Path, launcher: str | None, **options: Any) ->
 
 
 def test_plain_script_has_world_size_1_and_no_process_group(tmp_path: Path) -> None:
-    rank = run_single_process(tmp_path, None)
+    rank = run_single_process(
+        tmp_path, lambda argv, folder: run([sys.executable, "-W", "error", *argv], folder)
+    )
     assert (rank["source"], rank["backend"], rank["initialized"], rank["same"]) == (
         "none",
         None,
@@ -389,8 +392,10 @@ def test_plain_script_has_world_size_1_and_no_process_group(tmp_path: Path) -> N
     assert rank["master"] == [None, None]
 
 
-def test_plain_script_with_process_group_option_has_process_group(tmp_path: Path) -> None:
-    rank = run_single_process(tmp_path, None, process_group=True)
+def test_plain_script_with_process_group_option_has_process_group(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    rank = run_single_process(tmp_path, preloaded.run, process_group=True)
     assert (rank["backend"], rank["initialized"], rank["wrapped"]) == (
         "gloo",
         True,
@@ -400,12 +405,12 @@ def test_plain_script_with_process_group_option_has_process_group(tmp_path: Path
 
 
 def test_launched_single_process_has_process_group(tmp_path: Path) -> None:
-    rank = run_single_process(tmp_path, "fork")
+    rank = run_single_process(tmp_path, functools.partial(launch, "fork", 1))
     assert (rank["source"], rank["backend"], rank["initialized"]) == ("clusterjob", "gloo", True)
 
 
 def test_reduce_and_barrier_without_process_group_are_refused(
-    tmp_path: Path,
+    tmp_path: Path, preloaded: Preloaded
 ) -> None:
     text = """
         import torch
@@ -425,10 +430,11 @@ def test_reduce_and_barrier_without_process_group_are_refused(
                 raise AssertionError("not refused")
         print("fine", ctx.rank)
     """
-    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path)
-    assert ran.code == 0, ran.err
-    assert "fine 0" in ran.out
-    assert "fine 1" in ran.out
+    started = start_manually(preloaded, 2, [script(tmp_path, text)], tmp_path)
+    for rank, process in enumerate(started):
+        ran = finish(process)
+        assert ran.code == 0, ran.err
+        assert ran.out == f"fine {rank}\n"
 
 
 # -- errors of init --------------------------------------------------------------------------------
@@ -499,7 +505,7 @@ def test_init_refuses_invalid_arguments(options: dict[str, Any], message: str) -
         bootstrap.init(**options)
 
 
-def test_init_without_rank_0_fails_after_timeout(tmp_path: Path) -> None:
+def test_init_without_rank_0_fails_after_timeout(tmp_path: Path, preloaded: Preloaded) -> None:
     text = "from clusterjob import bootstrap\nbootstrap.init(timeout=1)\n"
     variables = {
         "RANK": "1",
@@ -508,7 +514,7 @@ def test_init_without_rank_0_fails_after_timeout(tmp_path: Path) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    ran = run([sys.executable, script(tmp_path, text)], tmp_path, variables)
+    ran = preloaded.run([script(tmp_path, text)], tmp_path, variables)
     assert ran.code == 1
     last = next(line for line in reversed(ran.err.splitlines()) if "RendezvousError: " in line)
     assert "Connection refused; gave up after " in last
@@ -578,7 +584,9 @@ def test_process_group_of_script_is_used_and_not_destroyed(tmp_path: Path) -> No
     assert "fine 1" in ran.out
 
 
-def test_process_group_without_launcher_has_local_ranks(tmp_path: Path) -> None:
+def test_process_group_without_launcher_has_local_ranks(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     text = """
         import torch.distributed as dist
         import torch.multiprocessing as mp
@@ -597,11 +605,11 @@ def test_process_group_without_launcher_has_local_ranks(tmp_path: Path) -> None:
         if __name__ == "__main__":
             mp.start_processes(work, nprocs=2, start_method="fork")
     """
-    ran = run([sys.executable, script(tmp_path, text)], tmp_path)
+    ran = preloaded.run([script(tmp_path, text)], tmp_path)
     assert ran.code == 0, ran.err
 
 
-def test_init_accepts_manual_rank_assignment(tmp_path: Path) -> None:
+def test_init_accepts_manual_rank_assignment(tmp_path: Path, preloaded: Preloaded) -> None:
     text = """
         import os, sys
         from clusterjob import bootstrap
@@ -619,7 +627,7 @@ def test_init_accepts_manual_rank_assignment(tmp_path: Path) -> None:
     path, port = script(tmp_path, text), free_port()
     # The arguments override the node-level variables of a platform.
     platform = {"RANK": "0", "WORLD_SIZE": "1"}
-    ranks = [start([sys.executable, path, rank, port], tmp_path, platform) for rank in range(2)]
+    ranks = [preloaded.start([path, rank, port], tmp_path, platform) for rank in range(2)]
     for ran in [finish(process) for process in ranks]:
         assert ran.code == 0, ran.err
 
@@ -648,9 +656,13 @@ FAILS_DURING_COLLECTIVE = """
 
 
 @pytest.mark.parametrize("block", ["with", "without"])
-def test_exception_ends_process_at_once_with_code_1(block: str, tmp_path: Path) -> None:
+def test_exception_ends_process_at_once_with_code_1(
+    block: str, tmp_path: Path, preloaded: Preloaded
+) -> None:
     path = script(tmp_path, FAILS_DURING_COLLECTIVE)
-    survivor, failing = start_manually(2, [path, block], tmp_path, {"PYTHONUNBUFFERED": ""})
+    survivor, failing = start_manually(
+        preloaded, 2, [path, block], tmp_path, {"PYTHONUNBUFFERED": ""}
+    )
     try:
         # No other rank joins its collective and no launcher stops it, so it must exit by itself.
         ran = finish(failing, timeout=TEST_TIMEOUT / 2)
@@ -665,13 +677,14 @@ def test_exception_ends_process_at_once_with_code_1(block: str, tmp_path: Path) 
     assert other.out == "atexit ran\n"
 
 
-def test_exit_code_of_sys_exit_in_with_block_is_kept(tmp_path: Path) -> None:
+def test_exit_code_of_sys_exit_in_with_block_is_kept(tmp_path: Path, preloaded: Preloaded) -> None:
     text = (
         "import sys\nfrom clusterjob import bootstrap\n"
         "with bootstrap.init() as ctx:\n    sys.exit(3)\n"
     )
     for ran in [
-        finish(process) for process in start_manually(2, [script(tmp_path, text)], tmp_path)
+        finish(process)
+        for process in start_manually(preloaded, 2, [script(tmp_path, text)], tmp_path)
     ]:
         assert ran.code == 3, ran.err
         assert "Traceback" not in ran.err
@@ -737,21 +750,23 @@ SUMS = """
 """
 
 
-def run_slurm_tasks(directory: Path, tasks: list[dict[str, str]], **common: str) -> list[Any]:
+def run_slurm_tasks(
+    preloaded: Preloaded, directory: Path, tasks: list[dict[str, str]], **common: str
+) -> list[Any]:
     path = script(directory, SUMS)
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "no-such-node-[1-2]",
     } | common
-    processes = [start([sys.executable, path], directory, step | task) for task in tasks]
+    processes = [preloaded.start([path], directory, step | task) for task in tasks]
     for process in processes:
         ran = finish(process)
         assert ran.code == 0, ran.err
     return rank_reports(directory, len(tasks))
 
 
-def test_slurm_tasks_form_process_group_without_agent(tmp_path: Path) -> None:
+def test_slurm_tasks_form_process_group_without_agent(tmp_path: Path, preloaded: Preloaded) -> None:
     one_node = {
         "SLURM_STEP_NUM_NODES": "1",
         "SLURM_STEP_NUM_TASKS": "3",
@@ -759,6 +774,7 @@ def test_slurm_tasks_form_process_group_without_agent(tmp_path: Path) -> None:
         "SLURM_NODEID": "0",
     }
     ranks = run_slurm_tasks(
+        preloaded,
         tmp_path,
         [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(3)],
         **one_node,
@@ -768,7 +784,7 @@ def test_slurm_tasks_form_process_group_without_agent(tmp_path: Path) -> None:
     assert ranks == [[rank, 3, 3, 0, 1, "slurm", port, 6.0] for rank in range(3)]
 
 
-def test_one_slurm_task_per_node_has_local_rank_0(tmp_path: Path) -> None:
+def test_one_slurm_task_per_node_has_local_rank_0(tmp_path: Path, preloaded: Preloaded) -> None:
     port = free_port()
     two_nodes = {
         "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
@@ -776,6 +792,7 @@ def test_one_slurm_task_per_node_has_local_rank_0(tmp_path: Path) -> None:
         "CLUSTERJOB_MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     ranks = run_slurm_tasks(
+        preloaded,
         tmp_path,
         [{"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} for rank in range(2)],
         **two_nodes,

@@ -84,14 +84,6 @@ def check_group(cluster: str) -> None:
     assert job.id in listed
 
 
-def check_error(cluster: str) -> None:
-    job = clusterjob.submit(raise_on_rank_1, nproc_per_node=2, cluster=cluster)
-    with pytest.raises(KeyError, match="no such layer") as caught:
-        job.result()
-    assert "in raise_on_rank_1" in str(caught.value.__cause__)
-    assert job.state() is clusterjob.JobState.FAILED
-
-
 def test_local_function_has_process_group_and_returns_results() -> None:
     check_group("local")
 
@@ -101,11 +93,11 @@ def test_slurm_function_has_process_group_and_returns_results(slurm: SlurmCluste
 
 
 def test_local_function_exception_is_raised_by_result() -> None:
-    check_error("local")
-
-
-def test_slurm_function_exception_is_raised_by_result(slurm: SlurmCluster) -> None:
-    check_error("slurm")
+    job = clusterjob.submit(raise_on_rank_1, nproc_per_node=2, cluster="local")
+    with pytest.raises(KeyError, match="no such layer") as caught:
+        job.result()
+    assert "in raise_on_rank_1" in str(caught.value.__cause__)
+    assert job.state() is clusterjob.JobState.FAILED
 
 
 def test_map_on_slurm_submits_one_array(slurm: SlurmCluster) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import finish, free_port, script, start
+from launching import finish, free_port, last_message, script, start
 from namespaces import machines, skip_reason
 from procs import WITH_TORCH, Job
 
 pytestmark = pytest.mark.slow
 
-NewJob = Callable[..., Job]
+MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
 # Rank 1 stops itself when it calls init_process_group.
 INIT = """
@@ -46,12 +46,8 @@ def variables_of_rank(
     }  # fmt: skip
 
 
-def last_error(err: str) -> str:
-    return [line for line in err.strip().splitlines() if not line.startswith("hint: ")][-1]
-
-
-def test_rank_stopped_in_init_process_group_is_root_cause(new_job: NewJob) -> None:
-    job = new_job(2)
+def test_rank_stopped_in_init_process_group_is_root_cause(make_job: MakeJob) -> None:
+    job = make_job(2)
     job.start_all("--nproc-per-node", "2", job.script(INIT), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     pid = job.path("pid1").read_text()
@@ -67,7 +63,7 @@ def test_rank_stopped_in_init_process_group_is_root_cause(new_job: NewJob) -> No
         if line.startswith(f"clusterjob: {notice}") and line.endswith("s so far")
     ]
     assert len(notices) == 1, errs  # only one rank prints
-    assert all(f"RanksMissingError: {notice}gave up after " in last_error(err) for err in errs), (
+    assert all(f"RanksMissingError: {notice}gave up after " in last_message(err) for err in errs), (
         errs
     )
     assert (
@@ -93,7 +89,9 @@ def test_rank_stopped_in_init_process_group_is_named_without_agent(tmp_path: Pat
         "joined the rendezvous, no answer while the process group is made"
     )
     assert sum(each.err.count(f"clusterjob: {notice}") for each in ended) == 1, ended
-    assert f"RanksMissingError: {notice}: dead or stuck; gave up after " in last_error(ended[0].err)
+    assert f"RanksMissingError: {notice}: dead or stuck; gave up after " in last_message(
+        ended[0].err
+    )
 
 
 def test_two_machines_that_cannot_connect_are_named(tmp_path: Path) -> None:

@@ -23,39 +23,49 @@ import torch.multiprocessing as mp
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 PORT = sys.argv[1]
 
-def meet(*args, **options):
+def meet(form, *args, **options):
     dist.init_process_group("gloo", *args, **options)
     total = torch.ones(1)
     dist.all_reduce(total)
     # one write per line: two processes share the pipe
-    sys.stdout.write(f"all are {int(total.item())}\\n")
+    sys.stdout.write(f"{form}: all are {int(total.item())}\\n")
     sys.stdout.flush()
     dist.destroy_process_group()
 
-def tutorial(rank, world_size):  # https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
+def tutorial(rank, world_size, form):
+    # https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = PORT
-    meet(rank=rank, world_size=world_size)
+    meet(form, rank=rank, world_size=world_size)
 
 # https://github.com/pytorch/examples/blob/main/imagenet/main.py, --multiprocessing-distributed
-def imagenet(local, url):
-    meet(init_method=url, rank=RANK * 2 + local, world_size=WORLD * 2)
+def imagenet(local, url, form):
+    meet(form, init_method=url, rank=RANK * 2 + local, world_size=WORLD * 2)
+
+def processes(function, *args, method="fork"):
+    mp.start_processes(function, args=args, nprocs=2, start_method=method)
 """
 
-# Number of workers and the code that forms a process group of two processes.
+# The forms of a process group of two processes, by the number of workers: name and code.
 FORMS = {
-    "spawned": (1, "mp.spawn(tutorial, args=(2,), nprocs=2)"),
-    "forked": (1, "mp.start_processes(tutorial, args=(2,), nprocs=2, start_method='fork')"),
-    "imagenet by tcp": (1, "mp.spawn(imagenet, args=('tcp://127.0.0.1:' + PORT,), nprocs=2)"),
-    "imagenet by env": (1, "mp.spawn(imagenet, args=('env://',), nprocs=2)"),
-    "own port": (2, "os.environ['MASTER_PORT'] = PORT; meet()"),
-    "tcp": (2, "meet(init_method='tcp://127.0.0.1:' + PORT, rank=RANK, world_size=WORLD)"),
-    "file": (
-        2,
-        "meet(init_method='file://' + os.path.abspath('meeting'), rank=RANK, world_size=WORLD)",
-    ),
-    "job store by other name": (2, "os.environ['MASTER_ADDR'] = 'localhost'; meet()"),
-    "job store": (2, "meet()"),
+    1: {
+        "spawned": "processes(tutorial, 2, 'spawned', method='spawn')",
+        "forked": "processes(tutorial, 2, 'forked')",
+        "imagenet by tcp": "processes(imagenet, 'tcp://127.0.0.1:' + PORT, 'imagenet by tcp')",
+        "imagenet by env": "processes(imagenet, 'env://', 'imagenet by env')",
+    },
+    2: {
+        "job store": "meet('job store')",
+        "job store by other name": (
+            "os.environ['MASTER_ADDR'] = 'localhost'; meet('job store by other name')"
+        ),
+        "tcp": "meet('tcp', init_method=f'tcp://127.0.0.1:{PORT}', rank=RANK, world_size=WORLD)",
+        "file": (
+            "meet('file', init_method='file://' + os.path.abspath('meeting'), "
+            "rank=RANK, world_size=WORLD)"
+        ),
+        "own port": "os.environ['MASTER_PORT'] = PORT; meet('own port')",
+    },
 }
 
 
@@ -65,19 +75,20 @@ def group_script(directory: Path, last: str) -> Path:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("form", FORMS)
-def test_script_with_own_address_or_file_forms_process_group(
-    tmp_path: Path, form: str, mode: str
+@pytest.mark.parametrize("nproc", FORMS)
+def test_script_with_own_address_or_file_forms_process_groups(
+    tmp_path: Path, nproc: int, mode: str
 ) -> None:
-    nproc, last = FORMS[form]
-    ended = launch(mode, nproc, [group_script(tmp_path, last), free_port()], tmp_path)
+    code = "\n".join(FORMS[nproc].values())
+    ended = launch(mode, nproc, [group_script(tmp_path, code), free_port()], tmp_path)
     assert ended.code == 0, ended.err
-    assert "all are 2" in ended.out
+    formed = [form for form in FORMS[nproc] if f"{form}: all are 2" in ended.out]
+    assert formed == list(FORMS[nproc]), ended.err
     assert not (tmp_path / "meeting").exists()  # an old file would block the next run
 
 
 def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
-    inner = group_script(tmp_path, "meet()")
+    inner = group_script(tmp_path, "meet('inner')")
     torchrun = [
         sys.executable,
         "-m",
@@ -97,13 +108,13 @@ def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
     ("last", "cause"),
     [
         (
-            "meet(init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
+            "meet('late', init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
             "the address comes from init_method",
         ),
         (
             (
                 "os.environ['MASTER_PORT'] = PORT; os.environ['RANK'] = '1'; "
-                "meet(rank=1, world_size=2)"
+                "meet('late', rank=1, world_size=2)"
             ),
             "the script has set MASTER_PORT=PORT",
         ),
@@ -167,7 +178,7 @@ def test_own_address_is_job_store_if_store_is_at_loopback(
 def test_init_file_removed_by_script_is_not_created_again(
     tmp_path: Path,
 ) -> None:
-    ended = launch("exec", 2, [group_script(tmp_path, """
+    ended = launch("fork", 2, [group_script(tmp_path, """
         url = "file://" + os.path.abspath("meeting")
         dist.init_process_group("gloo", init_method=url, rank=RANK, world_size=WORLD)
         dist.barrier()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,17 @@ from launching import (
     HOST,
     MARGIN,
     TEST_TIMEOUT,
-    environment,
     finish,
     free_port,
     last_message,
     rank_variables,
     run,
     script,
-    start,
     timeout_seconds,
     waited_seconds,
 )
 from namespaces import machines, skip_reason
+from preloaded import ForkedProgram, Preloaded
 from procs import wait_until
 
 from clusterjob.errors import PlacementError
@@ -47,11 +46,18 @@ INIT = """
 """
 
 
-def processes(
-    directory: Path, timeout: float, variables: list[dict[str, str]]
-) -> list[subprocess.Popen[str]]:
-    path = script(directory, INIT.replace("TIMEOUT", str(timeout)))
-    return [start([sys.executable, path], directory, each) for each in variables]
+Processes = Callable[[float, list[dict[str, str]]], list[ForkedProgram]]
+
+
+@pytest.fixture
+def processes(preloaded: Preloaded, tmp_path: Path) -> Processes:
+    """Return a function that starts `INIT` with a timeout, once per set of variables."""
+
+    def start_all(timeout: float, variables: list[dict[str, str]]) -> list[ForkedProgram]:
+        path = script(tmp_path, INIT.replace("TIMEOUT", str(timeout)))
+        return [preloaded.start([path], tmp_path, each) for each in variables]
+
+    return start_all
 
 
 def open_gate(directory: Path, gate: str, *ranks: int) -> None:
@@ -64,10 +70,10 @@ def open_gate(directory: Path, gate: str, *ranks: int) -> None:
     (directory / gate).touch()
 
 
-def test_waiting_ranks_report_missing_rank(tmp_path: Path) -> None:
+def test_waiting_ranks_report_missing_rank(tmp_path: Path, processes: Processes) -> None:
     port = free_port()
     first, third = processes(
-        tmp_path, 7, [rank_variables(rank, 3, port) | {"GATE": "gate"} for rank in (0, 2)]
+        7, [rank_variables(rank, 3, port) | {"GATE": "gate"} for rank in (0, 2)]
     )
     open_gate(tmp_path, "gate", 0, 2)
     assert first.stderr is not None
@@ -99,11 +105,11 @@ def test_waiting_ranks_report_missing_rank(tmp_path: Path) -> None:
     ],
 )
 def test_rank_of_other_job_is_refused_without_waiting_for_missing_rank(
-    tmp_path: Path, fault: dict[str, str], message: str
+    tmp_path: Path, processes: Processes, fault: dict[str, str], message: str
 ) -> None:
     port = free_port()
     variables = [rank_variables(rank, 3, port) | {"CLUSTERJOB_JOB_ID": "mine"} for rank in (0, 1)]
-    started = processes(tmp_path, 600, [variables[0], variables[1] | fault])  # rank 2 never joins
+    started = processes(600, [variables[0], variables[1] | fault])  # rank 2 never joins
     ended = [finish(process) for process in started]
     expected = message.format(*(f"{HOST} (pid {process.pid})" for process in started))
     assert [last_message(each.err).endswith(f"RendezvousError: {expected}") for each in ended] == [
@@ -112,10 +118,11 @@ def test_rank_of_other_job_is_refused_without_waiting_for_missing_rank(
     ], ended
 
 
-def test_rank_claimed_twice_error_names_both_processes(tmp_path: Path) -> None:
+def test_rank_claimed_twice_error_names_both_processes(
+    tmp_path: Path, processes: Processes
+) -> None:
     port = free_port()
     started = processes(
-        tmp_path,
         60,
         [rank_variables(1, 3, port), rank_variables(1, 3, port), rank_variables(0, 3, port)],
     )
@@ -132,13 +139,13 @@ def test_rank_claimed_twice_error_names_both_processes(tmp_path: Path) -> None:
     assert not any("met" in each.out for each in ended)
 
 
-def test_ranks_of_two_jobs_at_one_port_are_refused(tmp_path: Path) -> None:
+def test_ranks_of_two_jobs_at_one_port_are_refused(tmp_path: Path, processes: Processes) -> None:
     port = free_port()
     one, other = ({"CLUSTERJOB_JOB_ID": name} for name in ("mine", "yours"))
     ended = [
         finish(process)
         for process in processes(
-            tmp_path, 60, [rank_variables(0, 2, port) | one, rank_variables(1, 2, port) | other]
+            60, [rank_variables(0, 2, port) | one, rank_variables(1, 2, port) | other]
         )
     ]
     for each in ended:
@@ -147,12 +154,11 @@ def test_ranks_of_two_jobs_at_one_port_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a traceback shows no notes")
-def test_traceback_ends_with_hint(tmp_path: Path) -> None:
+def test_traceback_ends_with_hint(tmp_path: Path, processes: Processes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ended = [
             finish(each)
             for each in processes(
-                tmp_path,
                 60,
                 [rank_variables(0, 2, taken.getsockname()[1]), {"RANK": "0", "LOCAL_RANK": "0"}],
             )
@@ -163,10 +169,10 @@ def test_traceback_ends_with_hint(tmp_path: Path) -> None:
     ]
 
 
-def test_port_in_use_error_is_one_line(tmp_path: Path) -> None:
+def test_port_in_use_error_is_one_line(tmp_path: Path, processes: Processes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        [process] = processes(tmp_path, 60, [rank_variables(0, 2, port)])
+        [process] = processes(60, [rank_variables(0, 2, port)])
         ended = finish(process)
     assert ended.code == 1
     assert last_message(ended.err).endswith(
@@ -176,10 +182,12 @@ def test_port_in_use_error_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_unresolvable_master_addr_error_is_one_line_within_60_s(tmp_path: Path, rank: int) -> None:
+def test_unresolvable_master_addr_error_is_one_line_within_60_s(
+    tmp_path: Path, processes: Processes, rank: int
+) -> None:
     begin = time.monotonic()
     [process] = processes(
-        tmp_path, 600, [rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}]
+        600, [rank_variables(rank, 2, 29500, 1) | {"MASTER_ADDR": "no-such-host.invalid"}]
     )
     ended = finish(process)
     assert ended.code == 1
@@ -206,11 +214,13 @@ def test_unreachable_master_addr_error_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", b"SSH-2.0-x\r\n"])
-def test_port_of_other_service_error_is_one_line(tmp_path: Path, reply: bytes) -> None:
+def test_port_of_other_service_error_is_one_line(
+    tmp_path: Path, processes: Processes, reply: bytes
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         taken.settimeout(0.2)
-        [process] = processes(tmp_path, 600, [rank_variables(1, 2, port)])
+        [process] = processes(600, [rank_variables(1, 2, port)])
         while process.poll() is None:
             with contextlib.suppress(OSError):  # timeout of accept or recv, or reset by the peer
                 link, _ = taken.accept()
@@ -244,12 +254,12 @@ def test_store_check_accepts_torch_tcp_store(use_libuv: bool) -> None:
 
 
 @pytest.mark.slow
-def test_node_without_local_rank_0_prints_one_waiting_notice(tmp_path: Path) -> None:
+def test_node_without_local_rank_0_prints_one_waiting_notice(
+    tmp_path: Path, processes: Processes
+) -> None:
     port = free_port()
     # Rank 0, which is local rank 0, never joins.
-    waiting = processes(
-        tmp_path, 6, [rank_variables(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)]
-    )
+    waiting = processes(6, [rank_variables(rank, 4, port) | {"GATE": "gate"} for rank in (1, 2, 3)])
     open_gate(tmp_path, "gate", 1, 2, 3)
     ended = [finish(process) for process in waiting]
     notices = [
@@ -268,12 +278,11 @@ def test_node_without_local_rank_0_prints_one_waiting_notice(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["died", "stuck"])
 def test_rank_dead_after_joining_is_named_by_other_ranks(
-    tmp_path: Path, fault: signal.Signals
+    tmp_path: Path, processes: Processes, fault: signal.Signals
 ) -> None:
     port = free_port()
     gates = ("first", "first", "third")
     first, gone, third = processes(
-        tmp_path,
         12,
         [rank_variables(rank, 3, port) | {"GATE": gate} for rank, gate in enumerate(gates)],
     )
@@ -328,23 +337,23 @@ RANK_1_DEAD_BEFORE_RANK_0 = """
 """
 
 
-def test_rank_dead_before_rank_0_joins_is_named(tmp_path: Path) -> None:
-    ended = run([sys.executable, script(tmp_path, RANK_1_DEAD_BEFORE_RANK_0)], tmp_path)
+def test_rank_dead_before_rank_0_joins_is_named(tmp_path: Path, preloaded: Preloaded) -> None:
+    ended = preloaded.run([script(tmp_path, RANK_1_DEAD_BEFORE_RANK_0)], tmp_path)
     assert ended.out.startswith(
         "waiting for rank 1 on h (pid 11): joined the rendezvous, no answer since"
     ), ended
 
 
-def test_rank_1_waits_for_late_rank_0(tmp_path: Path) -> None:
+def test_rank_1_waits_for_late_rank_0(tmp_path: Path, processes: Processes) -> None:
     port = free_port()
-    [second] = processes(tmp_path, 90, [rank_variables(1, 2, port) | {"LOCAL_RANK": "0"}])
+    [second] = processes(90, [rank_variables(1, 2, port) | {"LOCAL_RANK": "0"}])
     assert second.stderr is not None
     line = second.stderr.readline()
     assert line.startswith(
         f"clusterjob: rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}: "
         "Connection refused; "
     )
-    [first] = processes(tmp_path, 90, [rank_variables(0, 2, port)])
+    [first] = processes(90, [rank_variables(0, 2, port)])
     assert [finish(first).code, finish(second).code] == [0, 0]
 
 
@@ -365,14 +374,15 @@ SLOW_RANK_1 = """
 """
 
 
-def test_rank_0_serves_store_until_each_rank_has_process_group(tmp_path: Path) -> None:
+def test_rank_0_serves_store_until_each_rank_has_process_group(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     port = free_port()
     path = script(tmp_path, SLOW_RANK_1)
     ended = [
         finish(process)
         for process in [
-            start([sys.executable, path], tmp_path, rank_variables(rank, 2, port))
-            for rank in (0, 1)
+            preloaded.start([path], tmp_path, rank_variables(rank, 2, port)) for rank in (0, 1)
         ]
     ]
     assert [each.code for each in ended] == [0, 0], ended
@@ -453,7 +463,8 @@ WITHOUT_RANK_0 = """
             prefixed = dist.PrefixStore("rendezvous", store)
             rendezvous.join(prefixed, worker, facts, TIMEOUT, started=True)
         except RendezvousError as error:
-            print(rank, error, flush=True)
+            sys.stdout.write(f"{rank} {error}\\n")  # one write per line: the threads share stdout
+            sys.stdout.flush()
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (1, 2, 3)]
     for thread in threads:
@@ -472,8 +483,10 @@ WITHOUT_RANK_0 = """
         ("dict(rank=2)", "rank 2 is claimed twice: by h1 (pid "),
     ],
 )
-def test_disagreement_ends_wait_for_rank_0(tmp_path: Path, fault: str, message: str) -> None:
-    ended = run([sys.executable, script(tmp_path, WITHOUT_RANK_0), fault, "600"], tmp_path)
+def test_disagreement_ends_wait_for_rank_0(
+    tmp_path: Path, preloaded: Preloaded, fault: str, message: str
+) -> None:
+    ended = preloaded.run([script(tmp_path, WITHOUT_RANK_0), fault, "600"], tmp_path)
     lines = sorted(ended.out.splitlines())
     assert [line[0] for line in lines] == ["1", "2", "3"], ended
     assert all(message in line for line in lines)
@@ -481,8 +494,9 @@ def test_disagreement_ends_wait_for_rank_0(tmp_path: Path, fault: str, message: 
 
 def test_missing_rank_0_is_reported_once_and_ends_wait_at_timeout(
     tmp_path: Path,
+    preloaded: Preloaded,
 ) -> None:
-    ended = run([sys.executable, script(tmp_path, WITHOUT_RANK_0), "{}", "6"], tmp_path)
+    ended = preloaded.run([script(tmp_path, WITHOUT_RANK_0), "{}", "6"], tmp_path)
     lines = sorted(ended.out.splitlines())
     assert [line[:30] for line in lines] == [
         f"{rank} waiting for rank 0 (node 0, " for rank in (1, 2, 3)
@@ -502,7 +516,7 @@ def test_missing_rank_0_is_reported_once_and_ends_wait_at_timeout(
 
 
 SIMULATED = """
-    import sys, threading, time
+    import resource, sys, threading, time
     from datetime import timedelta
     import torch.distributed as dist
     from clusterjob.worker import rendezvous
@@ -510,6 +524,7 @@ SIMULATED = """
     from clusterjob.node.environments.topology import Topology, Worker
 
     WORLD, EACH, WAIT = int(sys.argv[1]), 8, timedelta(seconds=90)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
     listener = network.listen_at("127.0.0.1", 0, 4096)
     port = listener.getsockname()[1]
     stores = [dist.TCPStore(
@@ -541,12 +556,10 @@ SIMULATED = """
 
 
 @pytest.mark.parametrize(("world", "seconds"), [(16, 2.0), (1024, 25.0)])
-def test_rendezvous_of_many_ranks_is_fast(tmp_path: Path, world: int, seconds: float) -> None:
+def test_rendezvous_of_many_ranks_is_fast(
+    tmp_path: Path, preloaded: Preloaded, world: int, seconds: float
+) -> None:
     """1,024 ranks take 1.2 s on two cores; the bounds are several times higher."""
-    path = script(tmp_path, SIMULATED)
-    ran = subprocess.run(
-        ["sh", "-c", 'ulimit -n 4096 && exec "$@"', "sh", sys.executable, str(path), str(world)],
-        env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) < seconds
+    ran = preloaded.run([script(tmp_path, SIMULATED), world], tmp_path)
+    assert ran.code == 0, ran.err
+    assert float(ran.out) < seconds

@@ -23,6 +23,7 @@ from launching import (
     waited_seconds,
 )
 from namespaces import Machine, machines, skip_reason
+from preloaded import ForkedProgram, Preloaded
 
 # Rank 1 executes the code in FAULT first; the rest is a usual script.
 INIT = """
@@ -65,16 +66,16 @@ def test_wrong_clock_is_reported_once_and_job_succeeds(
 
 @pytest.mark.parametrize(("ahead", "relation"), [(3600, "ahead of"), (-3600, "behind")])
 def test_wrong_clock_is_reported_while_rank_is_missing(
-    tmp_path: Path, ahead: int, relation: str
+    tmp_path: Path, preloaded: Preloaded, ahead: int, relation: str
 ) -> None:
     path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=600")), free_port()
     fault = {"FAULT": f"real = time.time; time.time = lambda: real() + {ahead}"}
     first, second, _ = (rank_variables(rank, 3, port) for rank in range(3))  # the third never joins
-    started = [start([sys.executable, path], tmp_path, first)]
+    started = [preloaded.start([path], tmp_path, first)]
     try:
         if ahead < 0:  # a clock that is behind is detected only if its rank joins later
             assert next_line(started[0]).startswith("clusterjob: waiting for ranks 1 ")
-        started.append(start([sys.executable, path], tmp_path, second | fault))
+        started.append(preloaded.start([path], tmp_path, second | fault))
         line = next_line(started[1] if ahead < 0 else started[0])
         while "waiting" in line:  # rank 0 prints this notice first
             line = next_line(started[0])
@@ -88,18 +89,19 @@ def test_wrong_clock_is_reported_while_rank_is_missing(
     assert line.endswith(f" s {relation} rank 0's")
 
 
-def next_line(process: subprocess.Popen[str]) -> str:
+def next_line(process: ForkedProgram) -> str:
     assert process.stderr is not None
     return process.stderr.readline().strip()
 
 
-def test_different_torch_versions_are_refused_on_both_ranks(tmp_path: Path) -> None:
+def test_different_torch_versions_are_refused_on_both_ranks(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     begin = time.monotonic()
     path, port = script(tmp_path, INIT), free_port()
     fault = {"FAULT": "import torch; torch.__version__ = '1.0.0'"}
     started = [
-        start([sys.executable, path], tmp_path, rank_variables(rank, 2, port) | fault)
-        for rank in (0, 1)
+        preloaded.start([path], tmp_path, rank_variables(rank, 2, port) | fault) for rank in (0, 1)
     ]
     ended = [finish(process) for process in started]
     assert time.monotonic() - begin < 50  # 60 were allowed
@@ -188,12 +190,11 @@ def test_joining_agent_reports_master_addr_without_answer(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_waiting_rank_reports_dead_rank_once(tmp_path: Path) -> None:
+def test_waiting_rank_reports_dead_rank_once(tmp_path: Path, preloaded: Preloaded) -> None:
     path, port = script(tmp_path, INIT.replace("timeout=60", "timeout=7")), free_port()
     fault = {"FAULT": "os._exit(9)"}
     first, second = (
-        start([sys.executable, path], tmp_path, rank_variables(rank, 2, port) | fault)
-        for rank in (0, 1)
+        preloaded.start([path], tmp_path, rank_variables(rank, 2, port) | fault) for rank in (0, 1)
     )
     ended = [finish(first), finish(second)]
     assert [each.code for each in ended] == [1, 9]

@@ -42,9 +42,10 @@ class Retries:
         times: the maximum number of retries; 0 for none.
         interval: seconds between an end and the next start.
         failures: whether the platform retries after a failure.
-        reclaims: whether the platform retries after it reclaimed the machines, at most `times`.
-        preemptible: whether the platform may reclaim the machines. If it may and `reclaims` is
-            False, the platform still retries after it, without a limit.
+        reclaims: whether a retry after the platform has reclaimed the machines is requested; such
+            retries count for `times`.
+        preemptible: whether the platform may reclaim the machines. If it may, it also retries
+            without `reclaims`, and then without a limit.
     """
 
     times: int = 0
@@ -160,7 +161,7 @@ class Known:
         ] + retries.interval + _RETRY_TIMEOUT and not _long_ago(seen.task)
 
     def lost(self, record: Record) -> str | None:
-        """Return why a job without a task on the platform is lost; None while one may appear."""
+        """Return why a job without a task is lost; None while a task may still appear."""
         missing_for = time.time() - (self.missing_since or time.time())
         if self.tasks or record.handle is not None:
             why = (
@@ -193,15 +194,13 @@ def waits(task: Task) -> str:
     """Return the reason of a task's wait as one line."""
     since = f" since {task.created_at}" if task.created_at else ""
     return "; ".join(
-        filter(None, (f"{task.words or 'queued'} on the platform{since}", task.reason))
+        filter(None, (f"{task.state_text or 'queued'} on the platform{since}", task.reason))
     )
 
 
 def cancel_requested(record: Record) -> bool:
     """Return whether a user has cancelled a job, or the array that it belongs to."""
-    return ends.cancelled(record.job_dir) or (
-        record.index is not None and ends.cancelled(record.job_dir.parent.parent)
-    )
+    return ends.cancelled(record.job_dir) or ends.cancelled(record.whole_dir)
 
 
 def being_submitted(record: Record) -> bool:
@@ -215,7 +214,7 @@ def submitted_at(record: Record) -> float:
 
 
 def refused(job_dir: Path, seen: Seen) -> Verdict | None:
-    """Return the verdict of an attempt in which a node could not start; else None."""
+    """Return the verdict of an attempt if one of its nodes could not start; else None."""
     for failure in ends.refusals(job_dir, seen.attempt):
         return Verdict(
             JobState.FAILED,
@@ -250,7 +249,7 @@ def verdict(
     reasons = list(
         dict.fromkeys(filter(None, (task.reason, *(instance.reason for instance in instances))))
     )
-    reported = "; ".join([f"the platform reports {task.words}", *reasons[:3]])
+    reported = "; ".join([f"the platform reports {task.state_text}", *reasons[:3]])
     if own is not None and not _tells_only_stop(own, task, cancelled=cancelled):
         return replace(own, restarts=seen.attempt)
     if cancelled:
@@ -325,14 +324,14 @@ def _failed(instances: Sequence[Instance]) -> Failure | None:
     bad = [
         instance
         for instance in instances
-        if instance.exit_code not in (None, 0) or instance.words in ("Failed", "Exception")
+        if instance.exit_code not in (None, 0) or instance.state_text in ("Failed", "Exception")
     ]
     if not bad:
         return None
     worst = min(
         bad,
         key=lambda instance: (
-            instance.words not in ("Exception", "Failed"),
+            instance.state_text not in ("Exception", "Failed"),
             instance.exit_code == CANCELLED_EXIT_CODE,
             instance.node_rank,
         ),
@@ -342,7 +341,7 @@ def _failed(instances: Sequence[Instance]) -> Failure | None:
         worst.node_rank,
         worst.name,
         exit_code=code,
-        message=f"the platform reports {worst.words}: {worst.reason or f'exit code {code}'}",
+        message=f"the platform reports {worst.state_text}: {worst.reason or f'exit code {code}'}",
     )
 
 

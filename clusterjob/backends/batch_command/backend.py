@@ -7,39 +7,31 @@ from the platform's logs.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
-from clusterjob.backends.batch_command import attempts, upload
+from clusterjob.backends.batch_command import attempts, submission
 from clusterjob.backends.batch_command.attempts import Known, Retries, Seen
+from clusterjob.backends.batch_command.log_collector import LogCollector
 from clusterjob.backends.batch_command.log_stream import LogStream
-from clusterjob.backends.batch_command.platform import Instance, Platform, Task
+from clusterjob.backends.batch_command.platform import Instance, Platform, Task, in_parallel
 from clusterjob.core.capabilities import Capability
-from clusterjob.core.plans import Plan, secrets_file, token_file
+from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record
 from clusterjob.core.spec import JobSpec
-from clusterjob.errors import ClusterJobError, SubmitError, SubmitInDoubtError
-from clusterjob.node.logs import ends
-from clusterjob.node.system import files
+from clusterjob.errors import ClusterJobError
 from clusterjob.node.verdict import JobState, Verdict
 
 Account = tuple[tuple[str, str], ...]  # the variables that select an account, sorted
 
-_PRIVATE = "task.private"  # file with a task and its secrets, for the platform's command
-# Number of searches for a task whose submission is in doubt, and seconds between two searches.
-_SEARCHES, _PAUSE = 3, 1.0
-_PARALLEL = 8  # parallel calls to a platform
 _MAX_DETAILS = 8  # maximum number of waiting jobs per status request whose reason is queried
-_LINES, _MAX_LINES = 500, 128_000  # lines of a worker's log in the first request; maximum lines
 
 
 @dataclass
@@ -65,7 +57,7 @@ class PlatformBackend(ABC):
         self._collected: dict[str, float] = {}
         # Jobs that have ended after the last copy of their logs: copy the logs once more.
         self._just_ended: set[str] = set()
-        self._lines: dict[tuple[str, int], int] = {}
+        self._logs = LogCollector()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -121,41 +113,8 @@ class PlatformBackend(ABC):
             SubmitError: the platform refuses a task.
             SubmitInDoubtError: it is unknown whether the platform accepted a task.
         """
-        path = plan.job_dir / f"{_PRIVATE}{suffix}"
         at = time.time()
-        ids: list[str] = []
-        try:
-            for name, data in tasks:
-                begin = time.monotonic()
-                files.write_atomic(path, data, mode=0o600)
-                ids.append(_submit_once(platform, path, name=name, since=at))
-                if len(ids) < len(tasks):
-                    time.sleep(max(0.0, begin + 1 / rate - time.monotonic()))
-        except OSError as error:
-            _cancel_all(platform, ids)
-            raise SubmitError(f"{path} cannot be written: {error.strerror}") from error
-        except SubmitInDoubtError:
-            if len(tasks) > 1:  # no partial array; a later status cancels the task in doubt
-                ends.cancel(plan.job_dir)
-                _cancel_all(platform, ids)
-            raise
-        except SubmitError:
-            _cancel_all(platform, ids)
-            raise
-        except KeyboardInterrupt:  # the command may have submitted a task before Ctrl-C
-            ends.cancel(plan.job_dir)
-            with contextlib.suppress(ClusterJobError):
-                ids += [
-                    task.id
-                    for task in platform.tasks([name for name, _ in tasks], at)
-                    if not task.state.final and task.id not in ids
-                ]
-            _cancel_all(platform, ids)
-            raise
-        finally:
-            path.unlink(missing_ok=True)
-        for path in (token_file(plan.job_dir), secrets_file(plan.job_dir)):
-            path.unlink(missing_ok=True)  # the platform has the secrets; this machine needs no copy
+        ids = submission.submit_all(plan, platform, tasks=tasks, suffix=suffix, rate=rate, since=at)
         names = [plan.job_id] if plan.array else ids
         return Handle(
             self.NAME,
@@ -180,22 +139,11 @@ class PlatformBackend(ABC):
                 found |= {record.job_id: self._last[record.job_id] for record in group}
                 continue
             platform = self.platform(account)
-            detailed = {
-                record.job_id
-                for record in [record for record in group if _waits(listed, record)][:_MAX_DETAILS]
-            }
-
-            def status_of(
-                record: Record,
-                listed: _TaskList = listed,
-                platform: Platform = platform,
-                detailed: set[str] = detailed,
-            ) -> Status:
-                return self._status_of(
-                    record, listed, platform=platform, detailed=record.job_id in detailed
-                )
-
-            statuses = _in_parallel(status_of, group)
+            detailed = [record.job_id for record in group if _waits(listed, record)][:_MAX_DETAILS]
+            status_of = partial(
+                self._status_of, listed=listed, platform=platform, detailed=detailed
+            )
+            statuses = in_parallel(status_of, group)
             found |= {record.job_id: status for record, status in zip(group, statuses, strict=True)}
         with self._lock:
             self._last |= found
@@ -236,9 +184,21 @@ class PlatformBackend(ABC):
         return listed, True
 
     def _status_of(
-        self, record: Record, listed: _TaskList, platform: Platform, *, detailed: bool
+        self,
+        record: Record,
+        *,
+        listed: _TaskList,
+        platform: Platform,
+        detailed: Collection[str],
     ) -> Status:
-        """Return the status of one job."""
+        """Return the status of one job.
+
+        Args:
+            record: the job.
+            listed: the tasks of the account.
+            platform: the platform of the account.
+            detailed: ids of waiting jobs whose reason is queried.
+        """
         known = Known.of(record.job_dir)
         seen = known.meet(listed.tasks.get(record.job_id, []))
         if listed.error_text or seen is None:
@@ -246,7 +206,7 @@ class PlatformBackend(ABC):
         cancelled = attempts.cancel_requested(record)
         handle = None
         if record.handle is None and not attempts.being_submitted(record):
-            _remove_leftovers(record)
+            submission.remove_leftovers(record)
             handle = self._adopted(record, seen)
         common: dict[str, Any] = {
             "started_at": seen.task.started_at,
@@ -255,13 +215,13 @@ class PlatformBackend(ABC):
         }
         try:
             if not seen.ended:
-                if cancelled and seen.task.words != "Killing":
+                if cancelled and seen.task.state_text != "Killing":
                     platform.cancel(seen.task.id)
                 reason = (
                     "it is being cancelled"
                     if cancelled
                     else self._why_it_waits(platform, seen)
-                    if detailed
+                    if record.job_id in detailed
                     else attempts.waits(seen.task)
                 )
                 state = (
@@ -277,7 +237,7 @@ class PlatformBackend(ABC):
             return Status(JobState.UNKNOWN, error.message, **common)
         retries = self.retries(record.job)
         if verdict is None:
-            text = f"the platform reports {seen.task.words}; waiting for the rest of its log"
+            text = f"the platform reports {seen.task.state_text}; waiting for the rest of its log"
             return Status(JobState.RUNNING, text, **common)
         if (
             not cancelled
@@ -294,14 +254,7 @@ class PlatformBackend(ABC):
                 f"{again}: {verdict.reason}" if verdict.reason else again,
                 **common,
             )
-        return Status(
-            verdict.state,
-            verdict.reason,
-            verdict=verdict,
-            started_at=verdict.started_at,
-            restarts=seen.attempt,
-            handle=handle,
-        )
+        return replace(shared.ended(verdict), handle=handle)
 
     def _unseen(self, record: Record, known: Known, seen: Seen | None, error_text: str) -> Status:
         common: dict[str, Any] = (
@@ -312,9 +265,9 @@ class PlatformBackend(ABC):
         if record.handle is None and attempts.being_submitted(record):
             return Status(JobState.PENDING, "it is being submitted")
         if error_text:
-            last = f" (it was {seen.task.words})" if seen is not None else ""
+            last = f" (it was {seen.task.state_text})" if seen is not None else ""
             return Status(JobState.UNKNOWN, f"{error_text}{last}", **common)
-        _remove_leftovers(record)
+        submission.remove_leftovers(record)
         why = known.lost(record)
         cancelled = attempts.cancel_requested(record)
         if why is None:
@@ -357,27 +310,24 @@ class PlatformBackend(ABC):
         stream = LogStream(record.job_dir, 0, attempt=seen.attempt)
         ran = seen.task.id in known.started
         instances = platform.instances(seen.task.id) if ran else []
-        if ran and stream.verdict is None:
+
+        def collect(of: Sequence[Instance]) -> None:
             with contextlib.suppress(ClusterJobError):  # the task may have ended without a log
-                self._collect_nodes(
-                    record,
+                self._logs.collect(
+                    record.job_dir,
                     platform,
                     task_id=seen.task.id,
                     attempt=seen.attempt,
-                    instances=[each for each in instances if each.node_rank == 0],
+                    instances=of,
                 )
+
+        if ran and stream.verdict is None:
+            collect([each for each in instances if each.node_rank == 0])
         own = stream.verdict
         # Agents that the platform stopped report no failure. The cause may be another node that
         # could not start its agent.
         if ran and (own is None or (own.state is JobState.CANCELLED and not cancelled)):
-            with contextlib.suppress(ClusterJobError):
-                self._collect_nodes(
-                    record,
-                    platform,
-                    task_id=seen.task.id,
-                    attempt=seen.attempt,
-                    instances=[each for each in instances if each.node_rank != 0],
-                )
+            collect([each for each in instances if each.node_rank != 0])
             own = attempts.refused(record.job_dir, seen) or own
             if own is None and not known.log_is_whole(seen):
                 return None
@@ -411,8 +361,8 @@ class PlatformBackend(ABC):
                 raise ClusterJobError(error_text)
             for attempt, task_id in enumerate(known.tasks):
                 if task_id in known.started and task_id not in known.collected:
-                    self._collect_nodes(
-                        record,
+                    self._logs.collect(
+                        record.job_dir,
                         platform,
                         task_id=task_id,
                         attempt=attempt,
@@ -423,30 +373,6 @@ class PlatformBackend(ABC):
             if first:
                 raise
         self._collected[record.job_id] = time.monotonic()
-
-    def _collect_nodes(
-        self,
-        record: Record,
-        platform: Platform,
-        task_id: str,
-        attempt: int,
-        instances: Sequence[Instance],
-    ) -> None:
-        def collect(instance: Instance) -> None:
-            stream, key = (
-                LogStream(record.job_dir, instance.node_rank, attempt=attempt),
-                (task_id, instance.node_rank),
-            )
-            count = self._lines.get(key, _LINES)
-            while True:
-                lines = platform.lines(task_id, instance.name, count)
-                if len(lines) < count or stream.joins(lines) or count >= _MAX_LINES:
-                    break
-                count *= 4
-            self._lines[key] = min(count, _MAX_LINES)
-            stream.take(lines)
-
-        _in_parallel(collect, instances)
 
     def fetch(self, record: Record, *_: Any) -> NoReturn:
         """Refuse: the platform's disks are not accessible from this machine.
@@ -478,60 +404,9 @@ class PlatformBackend(ABC):
             names = sorted(record.job_id for record in group)
             tasks = platform.tasks(names, min(attempts.submitted_at(record) for record in group))
             self._task_lists.pop(account, None)
-            _in_parallel(platform.cancel, [task.id for task in tasks if not task.state.final])
-
-
-def _in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Apply a function to items, `_PARALLEL` at a time; raise the first error at the end."""
-    if len(items) < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(_PARALLEL, len(items))) as pool:
-        return list(pool.map(work, items))
+            in_parallel(platform.cancel, [task.id for task in tasks if not task.state.final])
 
 
 def _waits(listed: _TaskList, record: Record) -> bool:
     tasks = listed.tasks.get(record.job_id, [])
     return bool(tasks) and tasks[-1].state is JobState.PENDING
-
-
-def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str:
-    """Submit one task; after an error, search for the task before raising.
-
-    Raises:
-        SubmitError: the platform refuses the task.
-        SubmitInDoubtError: the platform's answer is unclear, and it does not list the task yet.
-    """
-    try:
-        return platform.submit(path)
-    except SubmitError as error:
-        in_doubt = isinstance(error, SubmitInDoubtError)
-        for search in range(_SEARCHES if in_doubt else 1):
-            time.sleep(_PAUSE if search else 0.0)
-            with contextlib.suppress(ClusterJobError):
-                found = platform.tasks([name], since)
-                if found:
-                    return found[-1].id
-        if not in_doubt:
-            raise
-        raise SubmitInDoubtError(
-            f"it is unknown whether the platform accepted the job: {error.message}"
-        ) from error
-
-
-def _cancel_all(platform: Platform, ids: Sequence[str]) -> None:
-    def cancel(task_id: str) -> None:
-        with contextlib.suppress(ClusterJobError):
-            platform.cancel(task_id)
-
-    _in_parallel(cancel, ids)
-
-
-def _remove_leftovers(record: Record) -> None:
-    """Remove the upload directory and the secrets that a killed submitter has left."""
-    if record.handle is None:
-        # All elements of an array are submitted from the array's directory.
-        place = record.job_dir if record.index is None else record.job_dir.parent.parent
-        shutil.rmtree(place / upload.DIRECTORY, ignore_errors=True)
-        # The pattern also matches the temporary name of an incomplete file.
-        for path in place.glob(f"*{_PRIVATE}*"):
-            path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ class CommandOutput:
     timed_out: bool = False
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The error message as one line."""
         lines = [line.strip() for line in (self.err or self.out).splitlines()]
         text = "; ".join(dict.fromkeys(line for line in lines if line)) or f"exit code {self.code}"

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from clusterjob.core.schema import Integer, ListOf, MapOf, Nullable, Number, Object, Row, Text
+import msgspec
+from msgspec import Meta
+
+from clusterjob.backends.batch_command.taken_lines import Count, TakenLines
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_files, log_protocol
 from clusterjob.node.logs.job_dir import AGENT_LOG, TIMELINE
@@ -33,17 +34,9 @@ _STATE, _LOCK = "stream.json", "stream.lock"
 _OURS = re.compile(
     r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII
 )
-_MAX_KNOWN = 2000  # maximum number of lines without a number to remember
 _MAX_GAPS = 200  # maximum number of ranges of missing lines to remember
 _MAX_FILES = 8192  # maximum files per node and process; lines of more workers go to agent.log
-_MAX_VERDICT = 32 << 20  # characters
-_NUMBER, _NAMES = Integer(0, 2**53), ListOf(Text())
-_SIZES = MapOf(_NUMBER)
-_STORED = Object(optional={
-    "next": _NUMBER, "known": _NAMES, "bare": _NUMBER, "missing": ListOf(Row((_NUMBER, _NUMBER))),
-    "open": _NAMES, "seconds": Number(), "verdict": Nullable(Object()),
-    "verdict_part": Text(_MAX_VERDICT),
-})  # fmt: skip
+_Sizes = Annotated[dict[str, Count], Meta(max_length=10_000)]
 
 
 class LogStream:
@@ -111,7 +104,7 @@ class LogStream:
             private_dirs.make(self._directory)
             with self._locked():
                 state = self._state()
-                taken = _Taken.from_json(state["attempts"].get(str(self._attempt)))
+                taken = TakenLines.from_json(state["attempts"].get(str(self._attempt)))
                 pages = _Pages(self._directory, state["sizes"])
                 before = taken.to_json()
                 self._sort(lines, taken, pages=pages)
@@ -125,7 +118,7 @@ class LogStream:
                 f"the log of node {self._node_rank} cannot be kept here: {error.strerror}: {where}"
             ) from error
 
-    def _sort(self, lines: Sequence[str], taken: _Taken, pages: _Pages) -> None:
+    def _sort(self, lines: Sequence[str], taken: TakenLines, pages: _Pages) -> None:
         items = _in_order(lines)
         first = next(
             (
@@ -148,12 +141,13 @@ class LogStream:
                 self._put(item, taken, pages=pages)
         pages.note(taken.seconds)
 
-    def _put(self, item: NumberedLine, taken: _Taken, pages: _Pages) -> None:
+    def _put(self, item: NumberedLine, taken: TakenLines, pages: _Pages) -> None:
         if item.seconds is not None and item.seconds > taken.seconds:
             pages.note(taken.seconds)
             taken.seconds = item.seconds
         if item.kind == "verdict":
-            self._put_verdict(item, taken)
+            complete = not item.more and self._node_rank == 0
+            taken.add_verdict(item.text, complete=complete)
             return
         end = "" if item.more else "\n"
         if item.kind == "agent":
@@ -180,7 +174,7 @@ class LogStream:
             )
         return self._names[label, kind]
 
-    def _put_bare(self, line: str, taken: _Taken, pages: _Pages) -> None:
+    def _put_bare(self, line: str, taken: TakenLines, pages: _Pages) -> None:
         taken.remember(line)
         refused = log_protocol.parse_refusal(line)
         if refused is None:
@@ -189,19 +183,7 @@ class LogStream:
             ends.directory(self._job_dir).mkdir(mode=0o700, exist_ok=True)
             ends.refuse(self._job_dir, self._node_rank, self._attempt, *refused)
 
-    def _put_verdict(self, item: NumberedLine, taken: _Taken) -> None:
-        taken.verdict_part = (taken.verdict_part + item.text)[:_MAX_VERDICT]
-        if item.more or self._node_rank != 0:
-            return
-        try:
-            found = json.loads(taken.verdict_part)
-            Verdict.from_json(found)
-        except (ValueError, RecursionError):
-            taken.verdict_part = ""  # a part of the text is missing
-            return
-        taken.verdict, taken.verdict_part = found, ""
-
-    def _note_gap(self, number: int, taken: _Taken, pages: _Pages) -> None:
+    def _note_gap(self, number: int, taken: TakenLines, pages: _Pages) -> None:
         """Report the missing lines before line `number`, and end unfinished earlier lines."""
         if number == taken.next:
             return
@@ -219,17 +201,18 @@ class LogStream:
 
     # -- the stored state --------------------------------------------------------------------------
 
-    def _taken(self) -> _Taken:
-        return _Taken.from_json(self._state()["attempts"].get(str(self._attempt)))
+    def _taken(self) -> TakenLines:
+        return TakenLines.from_json(self._state()["attempts"].get(str(self._attempt)))
 
     def _state(self) -> dict[str, Any]:
         state: Any = files.read_json(self._directory / _STATE)
         try:
-            _SIZES.check(state["sizes"], "sizes")
+            sizes = msgspec.convert(state["sizes"], _Sizes)
             attempts = {
-                key: _Taken.from_json(taken).to_json() for key, taken in state["attempts"].items()
+                key: TakenLines.from_json(taken).to_json()
+                for key, taken in state["attempts"].items()
             }
-            return {"sizes": state["sizes"], "attempts": attempts}
+            return {"sizes": sizes, "attempts": attempts}
         except (KeyError, TypeError, ValueError, AttributeError):
             return {"sizes": {}, "attempts": {}}  # the file is invalid: add all lines again
 
@@ -241,108 +224,6 @@ class LogStream:
             yield
         finally:
             os.close(handle)
-
-
-@dataclass
-class _Taken:
-    """The lines of a node taken so far.
-
-    Attributes:
-        next: the number of the next line.
-        known: digests of the last `_MAX_KNOWN` lines without a number.
-        bare: the number of lines without a number since the last line with a number.
-        missing: ranges [first, last] of skipped line numbers.
-        open: files whose last line continues in a later line of the log.
-        seconds: the time of the last line with a time.
-        verdict: the job's verdict, as plain data.
-        verdict_part: the text of the verdict so far.
-    """
-
-    next: int = 1
-    known: list[str] = field(default_factory=list)
-    bare: int = 0
-    missing: list[list[int]] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    verdict: dict[str, Any] | None = None
-    verdict_part: str = ""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any] | None) -> _Taken:
-        """Parse the stored state.
-
-        Raises:
-            ValueError, TypeError: the data is not valid.
-        """
-        if not data:
-            return cls()
-        _STORED.check(data, "the note")
-        if data.get("verdict") is not None:
-            Verdict.from_json(data["verdict"])
-        return cls(**json.loads(json.dumps(data)))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def advance(self, number: int) -> None:
-        self.next, self.bare = number + 1, 0
-
-    def remember(self, line: str) -> None:
-        self.known.append(_digest(line))
-        del self.known[:-_MAX_KNOWN]
-        self.bare += 1
-
-    def mark(self, name: str, *, is_open: bool) -> None:
-        if is_open or self.open:
-            self.open = [other for other in self.open if other != name] + [name] * is_open
-
-    def was_missing(self, number: int) -> bool:
-        """Return whether this line was missing; if so, remove it from the missing lines."""
-        for index, (first, last) in enumerate(self.missing):
-            if first <= number <= last:
-                halves = [[first, number - 1], [number + 1, last]]
-                self.missing[index : index + 1] = [half for half in halves if half[0] <= half[1]]
-                return True
-        return False
-
-    def known_of(self, lines: Sequence[str]) -> int:
-        """Return the number of first lines that were taken before; all lines have no number.
-
-        The lines follow the same numbered line as the last `bare` known lines, but the piece may
-        begin after the first of these known lines. If the piece contains all known lines, the
-        result is certain. Else it is the longest overlap of the end of the known lines with the
-        start of the piece.
-        """
-        digests = [_digest(line) for line in lines]
-        known = self.known[-self.bare :] if self.bare else []
-        if not known or not digests:
-            return 0
-        if digests[: self.bare][-len(known) :] == known and len(digests) >= self.bare:
-            return self.bare
-        if _contains(known, digests):
-            return len(digests)
-        longest = min(len(known), len(digests))
-        return next(
-            (count for count in range(longest, 0, -1) if known[-count:] == digests[:count]), 0
-        )
-
-    def is_older(self, lines: Sequence[str]) -> bool:
-        """Return whether a piece without numbers lies before the last numbered line."""
-        return _contains(
-            self.known[: len(self.known) - self.bare], [_digest(line) for line in lines]
-        )
-
-
-def _contains(whole: list[str], part: list[str]) -> bool:
-    return any(
-        whole[begin : begin + len(part)] == part for begin in range(len(whole) - len(part) + 1)
-    )
-
-
-def _digest(line: str) -> str:
-    return hashlib.blake2b(
-        line.rstrip("\r\n").encode(errors="surrogatepass"), digest_size=6
-    ).hexdigest()
 
 
 def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
@@ -357,7 +238,9 @@ def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
     return items
 
 
-def _first_new(items: Sequence[tuple[str, NumberedLine | None]], first: int, taken: _Taken) -> int:
+def _first_new(
+    items: Sequence[tuple[str, NumberedLine | None]], first: int, taken: TakenLines
+) -> int:
     """Return the index from which lines without a number are new.
 
     Args:
@@ -384,18 +267,18 @@ def _first_new(items: Sequence[tuple[str, NumberedLine | None]], first: int, tak
 
 
 class _Pages:
-    """The growing files of a node; first, each is truncated to its size in the stored state.
+    """The growing files of a node, to which new lines are added.
 
-    A process that died may have added lines without recording them.
+    At first, each file is truncated to the size that the stored state records: a process that
+    died may have added lines without recording them.
     """
 
     def __init__(self, directory: Path, sizes: dict[str, int]) -> None:
         self._directory = directory
         self._sizes = sizes  # stored in the state after all files are written
         self._added: dict[str, bytearray] = {}
-        self._grown: dict[
-            str, None
-        ] = {}  # files that have grown since the last entry of the timeline
+        # Files that have grown since the last entry of the timeline.
+        self._grown: dict[str, None] = {}
         for path in directory.iterdir():
             if _OURS.fullmatch(path.name):
                 size, noted = path.stat().st_size, sizes.get(path.name, 0)
@@ -409,7 +292,7 @@ class _Pages:
             self._grown[name] = None
 
     def note(self, seconds: float) -> None:
-        """Record the sizes that the workers' files have at this time; readers order lines by it."""
+        """Add the sizes of the workers' files to the timeline; readers order the lines by it."""
         for name in sorted(self._grown):
             self.add(
                 TIMELINE,

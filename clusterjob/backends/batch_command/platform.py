@@ -5,12 +5,15 @@ Such a platform shares no disk with the submitter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from clusterjob.node.verdict import JobState
+
+_PARALLEL = 8  # parallel calls to a platform
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Task:
         id: the platform's id of the task.
         name: the name with which it was submitted.
         state: its state.
-        words: the platform's name of that state.
+        state_text: the platform's name of that state.
         created_at: the submission time, RFC 3339, UTC; None if the platform does not report it.
         started_at: the start time of its workers; None before.
         ended_at: the end time; None before.
@@ -31,7 +34,7 @@ class Task:
     id: str
     name: str
     state: JobState
-    words: str
+    state_text: str
     created_at: str | None = None
     started_at: str | None = None
     ended_at: str | None = None
@@ -45,14 +48,14 @@ class Instance:
     Attributes:
         name: the name by which its log is read, such as ``worker_0``.
         node_rank: the node's rank in the job.
-        words: the platform's name of its state.
+        state_text: the platform's name of its state.
         exit_code: the exit code of its entry command; None before the end.
         reason: the platform's explanation of the state, one line.
     """
 
     name: str
     node_rank: int
-    words: str
+    state_text: str
     exit_code: int | None = None
     reason: str = ""
 
@@ -104,3 +107,11 @@ class Platform(Protocol):
         Raises:
             ClusterJobError: the platform does not answer, or refuses the login.
         """
+
+
+def in_parallel(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """Apply a function to items, `_PARALLEL` at a time; raise the first error at the end."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(_PARALLEL, len(items))) as pool:
+        return list(pool.map(work, items))

@@ -155,12 +155,12 @@ def _kept(entries: Iterable[SnapshotEntry]) -> bytes:
 
     Each entry is three strings, each followed by NUL.
     """
-    words: list[str] = []
+    strings: list[str] = []
     for entry in entries:
         if entry.kind == "dir":
-            words += ["dir", entry.path, ""]
+            strings += ["dir", entry.path, ""]
         elif entry.kind == "link":
-            words += ["link", entry.path, entry.value]
+            strings += ["link", entry.path, entry.value]
         elif entry.mode & 0o100:
-            words += ["run", entry.path, ""]
-    return b"".join(os.fsencode(word) + b"\0" for word in words)
+            strings += ["run", entry.path, ""]
+    return b"".join(os.fsencode(string) + b"\0" for string in strings)

@@ -270,9 +270,8 @@ def _start(
         and name not in hidden
         and (name == _HOME or not name.startswith("CLUSTERJOB_"))
     }
-    lent = (
-        [] if stdin is None else [os.dup(stdin)]
-    )  # a copy: in the agent, descriptor 0 is the lifeline
+    # A copy: in the agent, descriptor 0 is the lifeline.
+    lent = [] if stdin is None else [os.dup(stdin)]
     handed = {contract.STDIN_FD: str(lent[0])} if lent else {}
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     try:
@@ -292,7 +291,7 @@ def _start(
     finally:
         for descriptor in (read_end, *lent):
             os.close(descriptor)
-    # The agent may run longer than this process. With a return code, Popen does not warn about it.
+    # The agent may outlive this process: stop Popen from warning that nothing waits for it.
     process.returncode = 0
     return process.pid, write_end
 

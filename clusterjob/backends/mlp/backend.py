@@ -15,6 +15,7 @@ from clusterjob.backends.batch_command.backend import Account, PlatformBackend
 from clusterjob.backends.batch_command.platform import Platform
 from clusterjob.backends.mlp import task
 from clusterjob.backends.mlp.client import COMMAND, SUBMIT_TIMEOUT, Volc, check_installed
+from clusterjob.backends.mlp.task_options import MlpOptions
 from clusterjob.core import node_zip, snapshot
 from clusterjob.core.arrays import Array
 from clusterjob.core.capabilities import Capability
@@ -26,7 +27,6 @@ from clusterjob.core.units import parse_size
 from clusterjob.doctor import engine
 from clusterjob.doctor.engine import Check
 from clusterjob.errors import SubmitError
-from clusterjob.node.program import Program
 
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
@@ -66,7 +66,7 @@ class MlpBackend(PlatformBackend):
             SpecError: an option is not valid for this backend.
             TemplateError: the user's template cannot be rendered.
         """
-        options = task.MlpOptions.of(spec.options)
+        options = MlpOptions.of(spec.options)
         gpus = task.gpus_of(spec)
         left_open = spec.nproc_is_default  # the platform sets the number of GPUs of each worker
         if left_open and gpus:
@@ -151,7 +151,7 @@ class MlpBackend(PlatformBackend):
                 the platform.
             SubmitInDoubtError: the platform did not answer, and a task may run.
         """
-        options, given = task.MlpOptions.of(plan.spec.options), plan.spec.options
+        options, given = MlpOptions.of(plan.spec.options), plan.spec.options
         if not plan.commands:
             missing = task.missing(task.fields(plan.spec, plan.job_id, upload="", entry=""))
             raise SubmitError(
@@ -220,7 +220,7 @@ class MlpBackend(PlatformBackend):
         """Return the platform's retry policy for a job."""
         options = spec.options
         retry = task.retry_options(options, spec.max_restarts, requeue=spec.requeue)
-        preemptible = task.MlpOptions.of(options).preemptible
+        preemptible = MlpOptions.of(options).preemptible
         if not retry.get("EnableRetry"):
             return Retries(preemptible=preemptible)
         policies = retry.get("PolicySets") or []
@@ -232,7 +232,7 @@ class MlpBackend(PlatformBackend):
 
     def poll(self, options: Mapping[str, str]) -> float:
         """Return the seconds between two polls while a job is followed."""
-        return task.MlpOptions.of(options).number("poll", _POLL, 1e-3)
+        return MlpOptions.of(options).number("poll", _POLL, 1e-3)
 
 
 def _values(
@@ -244,17 +244,11 @@ def _values(
     uploaded: bool,
     left_open: bool,
 ) -> dict[str, Any]:
-    program = (
-        spec.program
-        if array is None or not array.values
-        else Program(spec.program.kind, spec.program.target)
-    )
-    more: dict[str, Any] = {"program": program}
-    options = task.MlpOptions.of(spec.options)
+    more: dict[str, Any] = {"program": shared.element_program(spec, array)}
+    options = MlpOptions.of(spec.options)
     if uploaded and (spec.requeue or options.preemptible):
-        more["warning"] = options.number(
-            "kill_grace", _KILL_GRACE, 1e-3
-        )  # the platform sends SIGTERM before it reclaims machines
+        # The platform sends SIGTERM before it reclaims machines.
+        more["warning"] = options.number("kill_grace", _KILL_GRACE, 1e-3)
     launch = replace(spec.launch_options(**more), max_restarts=0 if uploaded else spec.max_restarts)
     if left_open:
         launch = replace(launch, nproc_per_node=None)

@@ -20,7 +20,9 @@ from typing import Any
 from clusterjob.backends.batch_command.command import CommandOutput
 from clusterjob.backends.batch_command.platform import Task
 from clusterjob.backends.mlp import task
-from clusterjob.backends.mlp.client import COMMAND, SIBLING, STATES, Volc, check_installed, made_at
+from clusterjob.backends.mlp.answers import STATES, made_at
+from clusterjob.backends.mlp.client import COMMAND, SIBLING, Volc, check_installed
+from clusterjob.backends.mlp.task_options import MlpOptions
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, listed, ok, unknown, warning
 from clusterjob.errors import ClusterJobError
@@ -82,7 +84,7 @@ class Account:
         answer = self._volc.run("version")
         match = re.search(rf"{COMMAND}/(\d+(?:\.\d+)+)", answer.out)
         if answer.code != 0 or match is None:
-            printed = answer.words if answer.code else repr(answer.out.strip()[:80])
+            printed = answer.message if answer.code else repr(answer.out.strip()[:80])
             yield warning(
                 f"`{COMMAND} version` prints no version: {printed}",
                 f"clusterjob follows the documentation of {BUILT_FROM}",
@@ -153,11 +155,13 @@ class Account:
         begin = time.monotonic()
         self._newest = self._volc.newest(5)
         seconds = time.monotonic() - begin
-        words = f"the platform answers in {seconds:.1f} s"
+        message = f"the platform answers in {seconds:.1f} s"
         if seconds > _SLOW:
-            yield warning(words, "submit and status will be slow: check the network and the proxy")
+            yield warning(
+                message, "submit and status will be slow: check the network and the proxy"
+            )
         else:
-            yield ok(words)
+            yield ok(message)
 
     def _fields(self) -> Iterator[CheckFinding]:
         if not self._newest:
@@ -176,12 +180,12 @@ class Account:
             return
         strange = sorted(
             {
-                each.words
+                each.state_text
                 for _, each in self._newest
-                if each is not None and each.words and each.state is JobState.UNKNOWN
+                if each is not None and each.state_text and each.state is JobState.UNKNOWN
             }
         )
-        if not read.words:
+        if not read.state_text:
             yield failed(
                 "the answer of `list` has no state of a task",
                 f"another build of {COMMAND}: {there}",
@@ -210,7 +214,7 @@ class Account:
         found = self._volc.instances(read.id)
         if not found:
             yield warning(
-                f"{read.id} ({read.words}) shows no worker",
+                f"{read.id} ({read.state_text}) shows no worker",
                 "a task that never left the queue has none: run doctor again after a run",
             )
         else:
@@ -282,14 +286,14 @@ class Account:
         table = f'flavors = {{"{flavor or "ml.NAME"}" = 8}} in the profile\'s table set'
         if there is not None:
             idle = there - (there if wanted is None else wanted)
-            words = f"{flavor} has {there}"
+            message = f"{flavor} has {there}"
             yield (
                 warning(
-                    f"{words}: {idle} of them stay idle",
+                    f"{message}: {idle} of them stay idle",
                     "use a smaller flavor or more --gpus-per-node",
                 )
                 if idle
-                else ok(words)
+                else ok(message)
             )
         elif wanted:
             yield warning(
@@ -305,7 +309,7 @@ class Account:
             )
 
     def _secrets(self) -> Iterator[CheckFinding]:
-        names = task.names_of_secrets(self._spec.options)
+        names = list(MlpOptions.of(self._spec.options).secrets.values())
         absent = [name for name in names if not os.environ.get(name)]
         if absent:
             yield failed(f"not set here: {listed(absent)}", f"export {absent[0]}=...")

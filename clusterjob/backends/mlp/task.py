@@ -1,223 +1,24 @@
-"""Build the fields of a task from a job's profile keys and ``--set`` options.
-
-An option whose name begins with a capital letter sets the platform's field of that name.
-"""
+"""Build the fields of a task from a job and its options."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from clusterjob.backends.mlp.task_options import MlpOptions, read_yaml
 from clusterjob.core.render import sh
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node import contract
-from clusterjob.node.environments import worker_endpoints
 
 CODE_PATH = "/root/code"  # the default directory of the code in a task
-KEYS = (
-    "queue", "image", "flavor", "flavors", "storages", "priority", "preemptible", "retries",
-    "retry_interval", "access", "code_path", "workdir", "secrets", "kill_grace", "submit_rate",
-    "submit_timeout", "sync_limit", "poll", "profile", "region",
-)  # fmt: skip
-_OWN_FIELDS = (
-    "TaskName",
-    "Entrypoint",
-    "Args",
-    "UserCodePath",
-    "RemoteMountCodePath",
-    "Description",
-)
-_SECRET_FIELDS = ("ImageCredential.RegistryToken",)  # fields that hold passwords
 _ACCESS = ("Public", "Queue", "Private")
 _RETRIES = 5  # default retries of a task whose machines were reclaimed
 _RETRY_INTERVAL = 60  # seconds
 # Seconds added to --time for the platform's limit: the agents end the job at --time and report it.
 _SLACK = 60
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_FIELD = re.compile(r"[A-Z][A-Za-z0-9]*(?:\.[A-Za-z][A-Za-z0-9]*)*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class MlpOptions:
-    """The options of a profile and ``--set``.
-
-    Attributes:
-        values: clusterjob's keys, as text.
-        fields: the platform's fields by dotted path, as parsed data.
-    """
-
-    values: Mapping[str, str]
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, options: Mapping[str, str]) -> MlpOptions:
-        """Parse a job's options.
-
-        Raises:
-            SpecError: an option is unknown, or its value cannot be parsed.
-        """
-        fields = {}
-        for key, value in options.items():
-            if key[:1].isupper():
-                fields[key] = _field(key, value)
-            elif key not in KEYS:
-                near = difflib.get_close_matches(key, KEYS, 1)
-                raise SpecError(
-                    f"unknown option {key!r} for the mlp cluster (--set)",
-                    f"did you mean {near[0]}?"
-                    if near
-                    else f"the options are {', '.join(KEYS)}, and the fields of a task, such as "
-                    "Priority",
-                )
-        return cls({key: value for key, value in options.items() if key in KEYS}, fields)
-
-    def number(self, key: str, default: float, least: float = 0.0) -> float:
-        """Return an option as a number.
-
-        Raises:
-            SpecError: the value is not a number, or is below `least`.
-        """
-        try:
-            value = float(self.values.get(key, default))
-        except ValueError:
-            value = -1.0
-        if not least <= value < 1e9:
-            raise SpecError(f"{key}: {self.values[key]!r} is not a number of at least {least:g}")
-        return value
-
-    def whole(self, key: str, default: int, least: int = 0) -> int:
-        """Return an option as an integer.
-
-        Raises:
-            SpecError: the value is not an integer, or is below `least`.
-        """
-        value = self.number(key, default, least)
-        if value != int(value):
-            raise SpecError(f"{key}: {self.values[key]!r} is not an integer")
-        return int(value)
-
-    @property
-    def preemptible(self) -> bool:
-        """Whether the platform may reclaim the machines.
-
-        Raises:
-            SpecError: the value is neither true nor false.
-        """
-        text = self.values.get("preemptible", "false").lower()
-        if text not in ("true", "false"):
-            raise SpecError(f"preemptible: {text!r} is neither true nor false")
-        return text == "true" or self.fields.get("Preemptible") is True
-
-    @property
-    def flavors(self) -> dict[str, int]:
-        """The number of GPUs of each flavor.
-
-        Raises:
-            SpecError: the value is not a table of names and numbers.
-        """
-        table = _read("flavors", self.values.get("flavors", "{}"))
-        if not isinstance(table, dict) or not all(
-            isinstance(count, int) and count >= 0 for count in table.values()
-        ):
-            raise SpecError(
-                f"flavors: {self.values['flavors']!r} is not a table of flavors and their GPUs",
-                'write it as flavors = {"ml.hpcpni2l" = 8}',
-            )
-        return {str(name): int(count) for name, count in table.items()}
-
-    @property
-    def secrets(self) -> dict[str, str]:
-        """Map each secret's target to the variable of this machine that holds its value.
-
-        A target is a variable of the task or the dotted path of a field.
-
-        Raises:
-            SpecError: the value is not a list of variables.
-        """
-        text = self.values.get("secrets", "")
-        items = (
-            _read("secrets", text)
-            if text.lstrip().startswith("[")
-            else [part for part in re.split(r"[,\s]+", text) if part]
-        )
-        found = {}
-        for item in items:
-            target, equals, source = str(item).partition("=")
-            source = source if equals else target
-            if not _VARIABLE.fullmatch(source) or not (
-                _VARIABLE.fullmatch(target) or _FIELD.fullmatch(target)
-            ):
-                raise SpecError(
-                    f"secrets: {target!r} is not a variable",
-                    "list variables of this machine, or FIELD=VARIABLE, such as "
-                    "ImageCredential.RegistryToken=REGISTRY_TOKEN",
-                )
-            if target.startswith("CLUSTERJOB_") or target in worker_endpoints.LAUNCH_VARIABLES:
-                raise SpecError(f"secrets: {target} is set by the launcher", "remove it")
-            found[target] = source
-        return found
-
-
-def _read(key: str, text: str) -> Any:
-    """Parse an option's value as YAML.
-
-    Raises:
-        SpecError: the value is not valid YAML.
-    """
-    from yaml import YAMLError, safe_load
-
-    try:
-        return safe_load(text)
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise SpecError(
-            f"{key}: {text[:80]!r} is not YAML: {' '.join(str(error).split())[:120]}"
-        ) from error
-
-
-def _field(key: str, text: str) -> Any:
-    if not _FIELD.fullmatch(key):
-        raise SpecError(
-            f"--set {key!r} is not a field of a task",
-            "write it as Priority or RetryOptions.IntervalSeconds",
-        )
-    if key.partition(".")[0] in _OWN_FIELDS:
-        raise SpecError(
-            f"{key} is set by clusterjob, to find the task or to start its program",
-            "remove it",
-        )
-    value = _read(key, text)
-    secret = next(
-        (path for path in _SECRET_FIELDS if path == key or _at({key: value}, path) is not None),
-        None,
-    )
-    if secret is not None:
-        raise SpecError(
-            f"{secret} is a secret, and this value would be kept in the job's record",
-            f'read it from a variable: secrets = ["{secret}=VARIABLE"]',
-        )
-    if key == "Envs":
-        _check_envs(value)
-    return value
-
-
-def _check_envs(value: Any) -> None:
-    if not isinstance(value, list) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("Name"), str) for entry in value
-    ):
-        raise SpecError(
-            "Envs is not a list of {Name, Value}", "set variables with --env NAME=VALUE"
-        )
-    private = next((entry["Name"] for entry in value if entry.get("IsPrivate")), None)
-    if private is not None:
-        raise SpecError(
-            f"the private variable {private} would be kept in the job's record",
-            f'read it from a variable of this machine: secrets = ["{private}"]',
-        )
 
 
 def fields(
@@ -311,7 +112,7 @@ def _limits(spec: JobSpec, options: MlpOptions) -> dict[str, Any]:
             )
         found["AccessType"] = access
     if "storages" in options.values:
-        storages = _read("storages", options.values["storages"])
+        storages = read_yaml("storages", options.values["storages"])
         if not isinstance(storages, list) or not all(isinstance(item, dict) for item in storages):
             raise SpecError(
                 "storages is not a list of tables",
@@ -325,7 +126,7 @@ def _environment(spec: JobSpec, options: MlpOptions, index: int | None) -> list[
     """Return the secrets' variables, without values, and the variable of the array index."""
     names = [
         contract.TOKEN,
-        *(name for name in options.secrets if _VARIABLE.fullmatch(name) and "." not in name),
+        *(name for name in options.secrets if "." not in name),  # the others are fields
     ]
     names += [secret.name for secret in spec.secret if secret.name not in names]
     both = next((name for name in names if name in spec.env), None)
@@ -343,11 +144,8 @@ def flavor_of(spec: JobSpec) -> str:
             set, and no flavor or several flavors of the table have the requested number of GPUs.
     """
     options = MlpOptions.of(spec.options)
-    flavors, wanted, flavor = (
-        options.flavors,
-        spec.resources.gpus_per_node,
-        options.values.get("flavor", ""),
-    )
+    flavors, flavor = options.flavors, options.values.get("flavor", "")
+    wanted = spec.resources.gpus_per_node
     listed = ", ".join(f"{name} ({count})" for name, count in flavors.items())
     if flavor:
         if wanted is not None and flavors.get(flavor, wanted) < wanted:
@@ -488,28 +286,16 @@ def with_secrets(
 def _set(task: dict[str, Any], path: str, value: Any) -> None:
     """Set a field by its dotted path; merge a table into an existing table."""
     *parents, last = path.split(".")
-    place = task
+    table = task
     for name in parents:
-        place = place.setdefault(name, {})
-        if not isinstance(place, dict):
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
             raise SpecError(
                 f"--set {path}: {name} is not a table",
                 f"set the whole field with --set {parents[0]}=VALUE",
             )
-    if isinstance(value, dict) and isinstance(place.get(last), dict):
+    if isinstance(value, dict) and isinstance(table.get(last), dict):
         for name, item in value.items():
-            _set(place[last], str(name), value=item)
+            _set(table[last], str(name), value=item)
     else:
-        place[last] = value
-
-
-def _at(task: Mapping[str, Any], path: str) -> Any:
-    place: Any = task
-    for name in path.split("."):
-        place = place.get(name) if isinstance(place, dict) else None
-    return place
-
-
-def names_of_secrets(options: Mapping[str, str]) -> Sequence[str]:
-    """Return this machine's variables that hold a job's secrets."""
-    return tuple(MlpOptions.of(options).secrets.values())
+        table[last] = value

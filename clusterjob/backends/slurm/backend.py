@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.backends.slurm import planning, status, submit
+from clusterjob.backends.slurm.accounting import Accounting, explained
 from clusterjob.backends.slurm.client import Client, SlurmOutput
 from clusterjob.backends.slurm.mirror import directory_name
-from clusterjob.backends.slurm.queue import Accounting, Queue, QueueSnapshot, explained
+from clusterjob.backends.slurm.queue import Queue
+from clusterjob.backends.slurm.squeue import QueueSnapshot
 from clusterjob.backends.slurm.status import NAME, Cluster
 from clusterjob.core import arrays
 from clusterjob.core.capabilities import Capability
@@ -82,8 +83,8 @@ class SlurmBackend:
         if login is not None:
             return self._submit_there(plan, login)
         client = Client(hidden={secret.name for secret in plan.spec.secret})
-        _preflight(client, plan)
-        ids, cluster = _submit_pieces(plan, client)
+        submit.preflight(client, plan.spec, plan.commands[0].argv)
+        ids, cluster = submit.submit_pieces(client, plan)
         return Handle(
             NAME,
             ids[0],
@@ -103,10 +104,10 @@ class SlurmBackend:
         asked = False
         try:
             data |= host.put(plan)
-            _preflight(client, plan)
+            submit.preflight(client, plan.spec, plan.commands[0].argv)
             data["code"] = host.send_code(plan)
             asked = True
-            ids, cluster = _submit_pieces(plan, client, host=host)
+            ids, cluster = submit.submit_pieces(client, plan, host=host)
         except SubmitInDoubtError:
             raise
         except BaseException as error:
@@ -217,7 +218,7 @@ class SlurmBackend:
         return found
 
     def _resend(self, client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:
-        """Repeat the cancels that Slurm did not answer; keep them while it does not answer."""
+        """Repeat the cancels that Slurm has not answered; keep them for later if it is silent."""
         keys = [
             record.handle.id
             for record in records
@@ -230,7 +231,10 @@ class SlurmBackend:
             status.clear_pending_cancel(record)
 
     def _may_run(self, record: Record) -> bool:
-        """Return whether a job with a recorded end may run: Slurm shows it, or does not answer."""
+        """Return whether a job with a recorded end may still run.
+
+        It may if Slurm shows it as active, or if Slurm does not answer.
+        """
         snapshot = self._at(status.cluster_of(record))[1].poll(urgent=True)
         handle = record.handle or status.adopt(record, snapshot, wholes={})
         return bool(snapshot.error) or (
@@ -285,10 +289,11 @@ class SlurmBackend:
         Raises:
             ClusterJobError: the login host is not reachable.
         """
+        # If there is a result, the attempt has ended, and the job is queued again.
         runs = (
             shared.progress(record.job_dir)[0] is not None
             and ends.read_result(record.job_dir) is None
-        )  # if there is a result, the attempt has ended, and the job is queued again
+        )
         if record.job.launcher == "srun" or not runs:
             return False
         ends.cancel(record.job_dir, interrupt=True)
@@ -327,54 +332,20 @@ class SlurmBackend:
             if answer is None:
                 continue
             if not answer.silent:
-                raise SubmitError(f"Slurm does not cancel the job: {answer.words}")
+                raise SubmitError(f"Slurm does not cancel the job: {answer.message}")
             for record in keys.values():
                 status.note_pending_cancel(record)
             without = [record.job_id for record in keys.values() if not status.has_agents(record)]
-            message = f"Slurm does not answer: {answer.words}"
+            message = f"Slurm does not answer: {answer.message}"
             if without:
                 raise SubmitError(
                     f"{message}; job {without[0]} has no agents that could stop it",
                     "the next `clusterjob status` repeats the cancel",
                 )
-            logging.getLogger("clusterjob").warning(
-                "clusterjob: %s; the job's agents stop it,"
-                " and the next `clusterjob status` repeats the cancel",
-                message,
+            shared.warn(
+                f"{message}; the job's agents stop it,"
+                " and the next `clusterjob status` repeats the cancel"
             )
-
-
-def _preflight(client: Client, plan: Plan) -> None:
-    submit.check_time(client, plan.spec, preflight=submit.preflight(client, plan.commands[0].argv))
-
-
-def _submit_pieces(
-    plan: Plan, client: Client, host: LoginHost | None = None
-) -> tuple[list[str], str | None]:
-    """Submit each piece; return the ids and, in a federation, the cluster that accepted them.
-
-    Raises:
-        SubmitError: Slurm refuses a piece; the pieces submitted before are cancelled.
-    """
-    ids: list[str] = []
-    cluster: str | None = None
-    for command in plan.commands:
-        try:
-            job, cluster = submit.submit(client, command.argv, job=plan.job_id, known=ids)
-        except SubmitError:
-            if ids:
-                Client(cluster=cluster, shell=host).run(["scancel", *ids])
-            raise
-        except KeyboardInterrupt:  # sbatch also gets the SIGINT, but may have submitted the job
-            ends.cancel(plan.job_dir)  # the script exits if it finds this request
-            if host is not None:
-                host.request_cancel([plan.job_id])
-            taken = sorted({*ids, *(submit.find(client, plan.job_id) or ())})
-            if taken:
-                Client(cluster=cluster, shell=host).run(["scancel", *taken])
-            raise
-        ids.append(job)
-    return ids, cluster
 
 
 def _scancel(client: Client, keys: Sequence[str]) -> SlurmOutput | None:

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _TIMEOUT = 20.0  # seconds; Slurm's own timeout is 10 s by default
 _SLOW = 3.0  # seconds; a slower answer of the controller is a warning
-_OLDEST = (
-    20,
-    11,
-)  # first release whose srun gives a step only its own resources; clusterjob was built on 22.05
+# First release whose srun gives a step only its own resources; clusterjob was built on 22.05.
+_OLDEST = (20, 11)
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d{1,9})")
 _SHOWN = 8  # maximum number of partitions to list if the job names no partition
 
@@ -50,7 +48,7 @@ class _Partition:
     gpus: int = 0
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         states = ", ".join(f"{count} {state}" for state, count in self.nodes.items())
         limit = "no time limit" if self.limit == "infinite" else f"time limit {self.limit}"
         gpus = f", {self.gpus} GPUs a node" if self.gpus else ""
@@ -124,7 +122,7 @@ class SlurmCluster:
         space = fitness.space(answer["free"], f"{answer['home']} there")
         yield CheckFinding(
             space.state,
-            space.words,
+            space.message,
             hint=space.hint and "set another directory there with --set remote_home=DIR",
         )
 
@@ -155,20 +153,22 @@ class SlurmCluster:
         ping = self._ask("scontrol", "ping")
         lines = [line.strip() for line in ping.out.splitlines() if line.startswith("Slurmctld")]
         if not any(line.endswith("UP") for line in lines):
-            words = "; ".join(lines) or ping.words
+            message = "; ".join(lines) or ping.message
             yield failed(
-                f"the controller does not answer: {words}",
-                hint(ping.words) or "`scontrol ping` shows whether it answers",
+                f"the controller does not answer: {message}",
+                hint(ping.message) or "`scontrol ping` shows whether it answers",
             )
             return
         begin = time.monotonic()
         queue = self._ask("squeue", "--me", "--noheader")
         seconds = time.monotonic() - begin
         if queue.code != 0:
-            yield failed(f"the controller does not answer squeue: {queue.words}", hint(queue.words))
+            yield failed(
+                f"the controller does not answer squeue: {queue.message}", hint(queue.message)
+            )
         elif seconds > _SLOW:
-            words = f"{'; '.join(lines)}; it took {seconds:.1f} s to answer"
-            yield warning(words, "the controller is busy: submit and status will be slow")
+            message = f"{'; '.join(lines)}; it took {seconds:.1f} s to answer"
+            yield warning(message, "the controller is busy: submit and status will be slow")
         elif any(not line.endswith("UP") for line in lines):
             yield warning(
                 "; ".join(lines),
@@ -192,7 +192,8 @@ class SlurmCluster:
         here, there = own[0] if own else "", self._config.get("SLURM_VERSION", "")
         if not there or not here:
             yield unknown(
-                f"the version of Slurm is unknown: {shown.words}", "`scontrol show config` shows it"
+                f"the version of Slurm is unknown: {shown.message}",
+                "`scontrol show config` shows it",
             )
         elif _number(there) < _OLDEST:
             yield warning(
@@ -211,7 +212,7 @@ class SlurmCluster:
         hidden = ["--all"] if self._named() else []  # the named partition may be hidden
         shown = self._ask("sinfo", *hidden, "--noheader", "--format=%P|%a|%l|%D|%T|%G")
         if shown.code != 0:
-            raise SubmitError(f"sinfo: {shown.words}", hint(shown.words))
+            raise SubmitError(f"sinfo: {shown.message}", hint(shown.message))
         self._partitions = _partitions(shown.out)
         wanted = self._wanted()
         there = listed(self._partitions) or "no partition"
@@ -225,18 +226,20 @@ class SlurmCluster:
             if partition is None:
                 yield failed(f"there is no partition {name}, or none for you", f"there is {there}")
             elif partition.availability != "up":
-                yield failed(partition.words, f"it accepts or starts no jobs now; there is {there}")
+                yield failed(
+                    partition.summary, f"it accepts or starts no jobs now; there is {there}"
+                )
             elif partition.usable == 0:
                 yield warning(
-                    partition.words,
+                    partition.summary,
                     "a job would wait until nodes are back: `sinfo -R` shows why they are away",
                 )
             else:
-                yield ok(partition.words)
+                yield ok(partition.summary)
         others = [partition for name, partition in self._partitions.items() if name not in wanted]
         if not self._named():
             for partition in others[:_SHOWN]:
-                yield ok(partition.words)
+                yield ok(partition.summary)
             if others[_SHOWN:]:
                 yield ok(
                     f"and {len(others) - _SHOWN} more:"
@@ -258,9 +261,9 @@ class SlurmCluster:
         most = max((partition.gpus for partition in chosen), default=0)
         where = " and ".join(partition.name for partition in chosen)
         if wanted and most < wanted:
-            words = f"no node of {where} has {wanted} GPUs: Slurm knows of {most or 'none'}"
+            message = f"no node of {where} has {wanted} GPUs: Slurm knows of {most or 'none'}"
             yield failed(
-                words,
+                message,
                 "`sinfo -o '%P %D %G'` shows the GPUs of each partition;"
                 " only GPUs of a gres can be requested",
             )
@@ -291,9 +294,9 @@ class SlurmCluster:
                     "sacct answers: it knows the ends of jobs that the controller has forgotten"
                 )
             else:
-                words = f"sacct does not answer: {asked.words}"
+                message = f"sacct does not answer: {asked.message}"
                 yield warning(
-                    words,
+                    message,
                     f"a job that wrote no result within {remembered} s of its end is LOST"
                     " until slurmdbd is back",
                 )
@@ -318,15 +321,14 @@ class SlurmCluster:
         yield from shared.check_plan(planning.plan, self._spec)
         plan = planning.plan(self._spec)
         with _script_of(plan, local=self._client.is_local) as argv:
-            answer = submit.preflight(self._client, argv)
-        submit.check_time(self._client, self._spec, preflight=answer)
+            answer = submit.preflight(self._client, self._spec, argv)
         if answer.code != 0:
             yield warning(
-                f"sbatch --test-only: {answer.words}",
+                f"sbatch --test-only: {answer.message}",
                 "Slurm would accept the job, and it would wait",
             )
         else:
-            yield ok(f"sbatch --test-only: {answer.words}")
+            yield ok(f"sbatch --test-only: {answer.message}")
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class SlurmOutput:
     err: str
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The start of stderr as one line, without the prefix ``COMMAND: error:``."""
         begin = self.err[: 4 * _MAX_MESSAGE].splitlines()
         lines = [
@@ -173,10 +173,10 @@ class Client:
         Raises:
             SubmitError: the command is not installed.
         """
-        words = [argv[0], *([f"--clusters={self.cluster}"] if self.cluster else []), *argv[1:]]
+        command = [argv[0], *([f"--clusters={self.cluster}"] if self.cluster else []), *argv[1:]]
         added = ({"SLURM_CONF": self.conf} if self.conf else {}) | dict(more or {})
         if self._shell is not None:
-            return self._shell.start(words, added)
+            return self._shell.start(command, added)
         own = {
             name: value
             for name, value in slurm_environment(os.environ, argv[0]).items()
@@ -184,7 +184,7 @@ class Client:
         }
         try:
             return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 encoding="utf-8", env=own | added, errors="surrogateescape",
             )  # fmt: skip
         except OSError as error:
@@ -215,9 +215,11 @@ class Client:
         return SlurmOutput(process.returncode, out, err=err)
 
 
-def hint(words: str) -> str:
+def hint(message: str) -> str:
     """Return the hint for an error message of Slurm; empty if there is none."""
-    return next((text for pattern, text in _HINTS if re.search(pattern, words, re.IGNORECASE)), "")
+    return next(
+        (text for pattern, text in _HINTS if re.search(pattern, message, re.IGNORECASE)), ""
+    )
 
 
 def is_here() -> bool:

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-from clusterjob.backends.slurm.queue import COMMENT
+from clusterjob.backends.slurm.squeue import COMMENT
 from clusterjob.core.options import Structure
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError

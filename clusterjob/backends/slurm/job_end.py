@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends.slurm.queue import JobRow
+from clusterjob.backends.slurm.squeue import JobRow
 from clusterjob.core import arrays
 from clusterjob.errors import SpecError
 from clusterjob.node.logs import ends, failure_texts
@@ -69,7 +69,7 @@ def _by_the_way(verdict: Verdict, job_dir: Path) -> bool:
 
 
 def by_a_node(verdict: Verdict) -> bool:
-    """Return whether a whole node failed.
+    """Return whether the failure is that of a node, not of one worker.
 
     Either the node failed, or Slurm ended its shell in the setup lines.
     """
@@ -77,9 +77,9 @@ def by_a_node(verdict: Verdict) -> bool:
 
 
 def explains(row: JobRow) -> bool:
-    """Return whether Slurm's state shows the reason of the end.
+    """Return whether Slurm's state shows why the job ended.
 
-    That reason may be the cause of failures of single nodes.
+    If it does, failures of single nodes may be consequences of that.
     """
     return row.state in ("CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", *_LOST)
 
@@ -291,9 +291,8 @@ def of_slurm(row: JobRow, own: Verdict | None, job_dir: Path, started_at: str | 
             f" Slurm reports FAILED{why}"
         )
         return Verdict(JobState.FAILED, 128 + row.signal, reason=killed, **common)
-    if own is not None and not (
-        own.state is JobState.PREEMPTED and row.state == "CANCELLED"
-    ):  # agents report the SIGTERM of a cancel as a preemption
+    # Agents report the SIGTERM of a cancel as a preemption.
+    if own is not None and not (own.state is JobState.PREEMPTED and row.state == "CANCELLED"):
         return own
     if row.state == "CANCELLED":
         return Verdict(

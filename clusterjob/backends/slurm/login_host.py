@@ -6,8 +6,6 @@ A process uses one session with each login host.
 from __future__ import annotations
 
 import contextlib
-import logging
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,25 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends.slurm.client import UNREACHED
+from clusterjob.backends import shared
 from clusterjob.backends.slurm.mirror import ClusterMirror
-from clusterjob.core import node_zip, plans, snapshot
+from clusterjob.backends.slurm.remote_command import JobShell, RemoteCommand
+from clusterjob.core import plans, snapshot
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import HostError, SpecError, SubmitError
-from clusterjob.node.host_server.requests import (
-    Check,
-    DropCommand,
-    HostRequest,
-    ReapCommand,
-    Remove,
-    RequestStop,
-    RunCommand,
-)
+from clusterjob.node.host_server.requests import Check, HostRequest, Remove, RequestStop
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS
-from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote import ssh_options
 from clusterjob.remote.fetch import Fetch, Fetched, Request
 from clusterjob.remote.job_bundle import JobBundle
@@ -43,10 +33,6 @@ from clusterjob.remote.session import Session
 from clusterjob.remote.sessions import Place, Sessions
 
 OPTIONS = (*ssh_options.NAMES, "max_array_size")
-CODE = "code"
-_AT_ONCE = (
-    0.3  # seconds in which the start request waits for the command's end, to save a second request
-)
 _MARGIN = 50_000_000  # free bytes required beyond the size of the sent files, for logs
 _MAX_RETRY_PAUSE = 15.0  # maximum seconds between two tries to reach a host
 _UNMOUNTABLE = ',:"'
@@ -128,7 +114,7 @@ def of_record(record: Record) -> Login | None:
 
 
 class LoginHost:
-    """One login host of this process: the shell of a `clusterjob.backends.slurm.client.Client`.
+    """A login host, on which a `clusterjob.backends.slurm.client.Client` runs its commands.
 
     Args:
         sessions: the sessions of this process.
@@ -228,14 +214,11 @@ class LoginHost:
                 pass
         except HostError as error:
             if ended:
-                logging.getLogger("clusterjob").warning(
-                    "clusterjob: some logs could not be fetched: %s", sanitize(error.message)
-                )
+                shared.warn(f"some logs could not be fetched: {error.message}")
             return
         if record.end is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # no logs directory, or the disk is full: the logs are requested again
+            # No logs directory, or the disk is full: the logs are requested again.
+            with contextlib.suppress(OSError):
                 whole.touch()
 
     def fetch(self, request: Request) -> Fetched:
@@ -306,9 +289,7 @@ class LoginHost:
             JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).install(
                 code
             )
-        code.keep(plan.job_dir)
-        git = snapshot.keep_git(spec.workdir, plan.job_dir)
-        return {"digest": code.digest, "files": code.files, "bytes": code.size, "git": git}
+        return shared.keep_code(code, spec.workdir, job_dir=plan.job_dir)
 
     def remove(self, job_id: str) -> None:
         """Delete the job's directory on the host, if the host is reachable."""
@@ -316,123 +297,6 @@ class LoginHost:
             self.ask(Remove(job_id))
         except HostError:
             pass
-
-
-@dataclass(frozen=True)
-class JobShell:
-    """A login host as a shell whose commands run in a job's directory.
-
-    Attributes:
-        host: the host.
-        job_id: the job.
-    """
-
-    host: LoginHost
-    job_id: str
-
-    @property
-    def name(self) -> str:
-        """The name of the host."""
-        return self.host.name
-
-    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> RemoteCommand:
-        """Start a command in the job's directory; see `LoginHost.start`."""
-        return RemoteCommand(self.host, argv, more=more, job_id=self.job_id)
-
-
-class RemoteCommand:
-    """A command on a login host, with the interface of `subprocess.Popen`.
-
-    Its return code is UNREACHED if the connection breaks.
-
-    Args:
-        host: the host.
-        argv: the command line.
-        more: variables added to its environment.
-        job_id: the job whose directory it runs in; empty for none.
-
-    Raises:
-        SubmitError: the command is not installed on the host.
-    """
-
-    def __init__(
-        self, host: LoginHost, argv: Sequence[str], more: Mapping[str, str], job_id: str
-    ) -> None:
-        self._host = host
-        self._session: Session | None = None
-        self._number = 0
-        self._output = ("", "")
-        self._ended = False
-        self.args = list(argv)
-        self.returncode: int = 0
-        answer = self._ask(RunCommand(tuple(argv), dict(more), job_id, wait=_AT_ONCE))
-        if "absent" in answer:
-            raise SubmitError(
-                f"{host.label}: {argv[0]} cannot be run: {answer['absent']}",
-                "add Slurm's commands to PATH on the login host",
-            )
-
-    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """Return stdout and stderr once the command has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it did not end within timeout (seconds).
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while not self._ended:
-            begin = time.monotonic()
-            left = 60.0 if end is None else max(0.0, end - begin)
-            self._ask(ReapCommand(self._number, wait=left), left)
-            if (
-                not self._ended and left > 1.0 and time.monotonic() - begin < left / 2
-            ):  # without this end, the loop would send requests without a pause
-                self._end(
-                    UNREACHED,
-                    "",
-                    f"ssh: {self._host.label}: it answered before the end of {self.args[0]}",
-                )
-            if not self._ended and end is not None and time.monotonic() >= end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self._output
-
-    def kill(self) -> None:
-        """Kill the command if the host is reachable."""
-        if not self._ended:
-            self._ask(DropCommand(self._number))
-            self._end(-9, "", "")
-
-    def _ask(
-        self, request: RunCommand | ReapCommand | DropCommand, wait: float = 0.0
-    ) -> dict[str, Any]:
-        try:
-            session = self._host.session()
-            if not isinstance(request, RunCommand) and session is not self._session:
-                self._end(UNREACHED, "", f"ssh: {self._host.label}: the connection broke")
-                return {}
-            self._session = session
-            answer, data = session.ask(request, timeout=self._host.timeout + wait)
-        except HostError as error:
-            self._end(UNREACHED, "", f"ssh: {error.message}")
-            return {}
-        if "number" in answer:
-            self._number = answer["number"]
-        elif "code" in answer and "out" in answer:
-            out, err = data[: answer["out"]], data[answer["out"] :]
-            self._end(
-                answer["code"], *(text.decode("utf-8", "surrogateescape") for text in (out, err))
-            )
-        elif not isinstance(request, DropCommand) and "absent" not in answer:
-            self._end(
-                UNREACHED,
-                "",
-                f"ssh: {self._host.label}: it sends a malformed answer:"
-                f" neither that {self.args[0]} runs nor how it ended",
-            )
-        found: dict[str, Any] = answer
-        return found
-
-    def _end(self, code: int, out: str, err: str) -> None:
-        self._ended, self.returncode, self._output = True, code, (out, err)
 
 
 class LoginHosts:
@@ -445,7 +309,7 @@ class LoginHosts:
     def host(self, login: Login) -> LoginHost:
         """Return the `LoginHost` of a login; there is one for each login."""
         if self._sessions is None:
-            self._sessions = Sessions(_warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
+            self._sessions = shared.new_sessions()
         if login not in self._hosts:
             self._hosts[login] = LoginHost(self._sessions, login)
         return self._hosts[login]
@@ -482,7 +346,3 @@ class LoginHosts:
             self._sessions.close()
             self._sessions = None
         self._hosts.clear()
-
-
-def _warn(text: str) -> None:
-    logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

@@ -216,11 +216,7 @@ def _values(
     spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, workdir: Path | None = None
 ) -> dict[str, Any]:
     workdir = workdir or spec.workdir
-    program = (
-        spec.program
-        if array is None or not array.values
-        else Program(spec.program.kind, spec.program.target)
-    )
+    program = shared.element_program(spec, array)
     warning = spec.signal_before is not None or spec.requeue
     launch = [] if spec.launcher == "srun" else _launch(spec, program)
     container = containers.choose(spec, job_dir, workdir=workdir)
@@ -279,6 +275,5 @@ def _srun_options(spec: JobSpec) -> list[str]:
         "--mpi=none",
     ]
     cpus = flags.cpus_per_task(spec)
-    return (
-        [*words, f"--cpus-per-task={cpus}"] if cpus is not None else words
-    )  # srun does not inherit it since Slurm 22.05
+    # srun does not inherit --cpus-per-task since Slurm 22.05.
+    return words if cpus is None else [*words, f"--cpus-per-task={cpus}"]

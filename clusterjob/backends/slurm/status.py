@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
-from clusterjob.backends.slurm import job_end, queue
-from clusterjob.backends.slurm.queue import JobRow, QueueSnapshot
+from clusterjob.backends.slurm import job_end, squeue
+from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import ends
 from clusterjob.node.verdict import JobState, Verdict
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 NAME = "slurm"
 SETTLING = 2.0  # seconds until squeue shows an accepted job
-_SUBMIT_TIME = (
-    120.0  # maximum seconds between Slurm's and clusterjob's submit time, clock difference included
-)
+# Maximum seconds between Slurm's and clusterjob's submit time, clock difference included.
+_SUBMIT_TIME = 120.0
 _UNTOLD = "scancel.pending"  # file in a job's directory: Slurm did not answer its scancel
 _UNSEEN_ALIVE = "Slurm does not show it, but its last heartbeat is less than a minute old"
 _UNSEEN = 120.0  # seconds after which a job that Slurm has never shown counts as not submitted
@@ -73,7 +72,7 @@ def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
     Slurm may give the same id to another job (submitit#1660). The comment and the working directory
     contain the job's own id. If a site has changed both, the name and the submit time are compared.
     """
-    if queue.has_id(row, record.whole_id):
+    if squeue.has_id(row, record.whole_id):
         return True
     at = handle.data["at"] + handle.data.get("ahead", 0.0)  # by the cluster's clock
     return row.name == record.name and abs(row.submitted - at) < _SUBMIT_TIME
@@ -108,9 +107,8 @@ def adopt(record: Record, snapshot: QueueSnapshot, wholes: dict[str, Record]) ->
 
 
 def _adopted(record: Record, snapshot: QueueSnapshot) -> Record:
-    bases = sorted(
-        {row.base for row in queue.rows_of(snapshot, record.job_id)}, key=int
-    )  # in the order of submission
+    # In the order of submission.
+    bases = sorted({row.base for row in squeue.rows_of(snapshot, record.job_id)}, key=int)
     if not bases:
         return record
     login = cluster_of(record).login
@@ -313,7 +311,7 @@ def submitted_in(record: Record) -> str:
     """
     if record.job.login:
         return f"/jobs/{record.whole_id}"  # only the cluster knows the directory above
-    return str(record.job_dir if record.index is None else record.job_dir.parent.parent)
+    return str(record.whole_dir)
 
 
 def _runs_unseen(record: Record, snapshot: QueueSnapshot) -> bool:

@@ -6,33 +6,37 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
 from clusterjob.backends.slurm.flags import clock
-from clusterjob.backends.slurm.queue import ask, rows_of
+from clusterjob.backends.slurm.squeue import ask, rows_of
+from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError, SubmitInDoubtError
+from clusterjob.node.logs import ends
 
-_LOOKS, _PAUSE = (
-    3,
-    1.0,
-)  # maximum number of searches for a job that Slurm may have accepted; seconds between two searches
+if TYPE_CHECKING:
+    from clusterjob.backends.slurm.login_host import LoginHost
+
+# Maximum number of searches for a job that Slurm may have accepted; seconds between two searches.
+_SEARCHES, _PAUSE = 3, 1.0
 _CONFIG_TIMEOUT = 5.0  # seconds; without an answer the default values of Slurm are used
 # sbatch accepts a job with one of these errors; the job then waits until the nodes are up again.
 _ONLY_NOT_NOW = re.compile(
     r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE
 )
-_WOULD_START = re.compile(
-    r"Job \d+ to start at .* in partition (?P<partition>\S+)"
-)  # output of --test-only for a job that could run
+# The output of --test-only for a job that could run.
+_WOULD_START = re.compile(r"Job \d+ to start at .* in partition (?P<partition>\S+)")
 _PRINTED_ID = re.compile(
     r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$",
     re.ASCII | re.MULTILINE,
 )
 _NO_SUCH_NODES = re.compile(r"node configuration is not available", re.IGNORECASE)
+# States of nodes that start no job now.
 UNUSABLE = re.compile(
     r"down|drain|fail|maint|unknown|power_down|reboot|future|planned_down", re.IGNORECASE
-)  # states of nodes
+)
 
 
 def check_configuration(client: Client) -> None:
@@ -48,10 +52,11 @@ def check_configuration(client: Client) -> None:
         )
 
 
-def preflight(client: Client, argv: Sequence[str]) -> SlurmOutput:
+def preflight(client: Client, spec: JobSpec, argv: Sequence[str]) -> SlurmOutput:
     """Check with sbatch --test-only whether the job could run; queue nothing.
 
-    Slurm checks the partition, the GPUs, the node count and each option.
+    Slurm checks the partition, the GPUs, the node count and each option. The time limit is checked
+    here, because Slurm may accept a limit that no partition allows.
 
     Returns:
         The answer of sbatch; a code other than 0 means that the job would wait for nodes that are
@@ -60,11 +65,16 @@ def preflight(client: Client, argv: Sequence[str]) -> SlurmOutput:
     Raises:
         SubmitError: the job could not run; the message is Slurm's own.
     """
+    answer = _test_only(client, argv)
+    _check_time(client, spec, preflight=answer)
+    return answer
+
+
+def _test_only(client: Client, argv: Sequence[str]) -> SlurmOutput:
     check_configuration(client)
     answer = client.run([argv[0], "--test-only", *argv[1:]])
-    if (
-        answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err)
-    ):  # a wrapper of sbatch may return another code
+    # A wrapper of sbatch may return another code than 0 for a job that would start.
+    if answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err):
         return answer
     if _NO_SUCH_NODES.search(answer.err) and _may_be_away(client, argv):
         return answer  # sbatch accepts it unless no such nodes exist at all
@@ -88,7 +98,7 @@ def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
     return wanted <= len(states) and any(UNUSABLE.search(state) for state in states.values())
 
 
-def check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
+def _check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
     """Refuse a time limit above that of all partitions of the job.
 
     Without EnforcePartLimits Slurm accepts such a job, which then waits forever. SBATCH_PARTITION,
@@ -154,7 +164,43 @@ def _seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def submit(
+def submit_pieces(
+    client: Client, plan: Plan, host: LoginHost | None = None
+) -> tuple[list[str], str | None]:
+    """Submit each piece of a job; return Slurm's ids, and the cluster that accepted them.
+
+    The cluster is None outside of a federation.
+
+    Args:
+        client: runs sbatch.
+        plan: the job.
+        host: the login host that runs sbatch; None for this machine.
+
+    Raises:
+        SubmitError: Slurm refuses a piece; the pieces submitted before are cancelled.
+    """
+    ids: list[str] = []
+    cluster: str | None = None
+    for command in plan.commands:
+        try:
+            job, cluster = _submit_once(client, command.argv, job=plan.job_id, known=ids)
+        except SubmitError:
+            if ids:
+                Client(cluster=cluster, shell=host).run(["scancel", *ids])
+            raise
+        except KeyboardInterrupt:  # sbatch also gets the SIGINT, but may have submitted the job
+            ends.cancel(plan.job_dir)  # the script exits if it finds this request
+            if host is not None:
+                host.request_cancel([plan.job_id])
+            taken = sorted({*ids, *(_find(client, plan.job_id) or ())})
+            if taken:
+                Client(cluster=cluster, shell=host).run(["scancel", *taken])
+            raise
+        ids.append(job)
+    return ids, cluster
+
+
+def _submit_once(
     client: Client, argv: Sequence[str], job: str, known: Sequence[str]
 ) -> tuple[str, str | None]:
     """Submit one script; return the job's id and, in a federation, the cluster that accepted it.
@@ -180,19 +226,21 @@ def submit(
         raise _refused(answer)  # Slurm was not reached
     # A second sbatch might submit the job twice (nextflow#970).
     in_doubt = answer.in_doubt or answer.code == 0 or bool(printed)
-    for look in range(_LOOKS):
-        time.sleep(_PAUSE if look else 0.0)
-        found = find(client, job)
+    for search in range(_SEARCHES):
+        time.sleep(_PAUSE if search else 0.0)
+        found = _find(client, job)
         mine = [job_id for job_id in found or () if job_id not in known]
         if mine:
             return mine[0], client.cluster
         if found is not None and not in_doubt:
             raise _refused(answer)
-    what = answer.words if answer.code else f"sbatch printed no job id: {answer.out.strip()[:80]!r}"
+    what = (
+        answer.message if answer.code else f"sbatch printed no job id: {answer.out.strip()[:80]!r}"
+    )
     raise SubmitInDoubtError(f"it is unknown whether Slurm accepted the job: {what}")
 
 
-def find(client: Client, job: str) -> list[str] | None:
+def _find(client: Client, job: str) -> list[str] | None:
     """Return Slurm's ids of a job by clusterjob's own id; None if Slurm does not answer."""
     snapshot = ask(client)
     return (
@@ -204,7 +252,7 @@ def find(client: Client, job: str) -> list[str] | None:
 
 def _refused(answer: SlurmOutput) -> SubmitError:
     who = "Slurm does not answer" if answer.silent else "Slurm refuses the job"
-    return SubmitError(f"{who}: {answer.words}", hint(answer.words))
+    return SubmitError(f"{who}: {answer.message}", hint(answer.message))
 
 
 def largest_array(client: Client) -> int | None:

@@ -8,7 +8,6 @@ request mirrors the files of a job from its hosts into the job directory on this
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.backends.ssh import planning, status
 from clusterjob.backends.ssh.planning import CODE, NAME, SCRIPT, SshOptions
 from clusterjob.backends.ssh.status import Job, Node
-from clusterjob.core import node_zip, plans
+from clusterjob.core import plans
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record
@@ -35,7 +34,6 @@ from clusterjob.node.host_server.requests import Cancel
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
-from clusterjob.node.system.sanitize import sanitize
 
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
@@ -113,20 +111,13 @@ class SshBackend:
         )
         data: dict[str, Any] = place.to_json()
         if code is not None:
-            code.keep(plan.job_dir)
-            data["code"] = {
-                "digest": code.digest,
-                "files": code.files,
-                "bytes": code.size,
-                "git": snapshot.keep_git(spec.workdir, plan.job_dir),
-            }
+            data["code"] = shared.keep_code(code, spec.workdir, job_dir=plan.job_dir)
         with Sending([str(host) for host in spec.hosts]) as progress:
             submission = Submission(
                 self._sessions(),
                 place,
                 files=files,
                 progress=progress,
-                warn=_warn,
                 cancelled=partial(ends.cancelled, plan.job_dir),
             )
             try:
@@ -171,11 +162,10 @@ class SshBackend:
         if not ended:
             return
         if absent:
-            _warn(f"some logs are not here: {'; '.join(absent)}")
+            shared.warn(f"some logs are not here: {'; '.join(absent)}")
         else:
-            with contextlib.suppress(
-                OSError
-            ):  # no logs directory, or the disk is full: the next call polls again
+            # No logs directory, or the disk is full: the next call polls again.
+            with contextlib.suppress(OSError):
                 whole.touch()
 
     def cancel(self, records: Sequence[Record]) -> None:
@@ -292,12 +282,8 @@ class SshBackend:
     # -- polls -------------------------------------------------------------------------------------
 
     def _sessions(self) -> Any:
-        from clusterjob.remote.sessions import Sessions
-
         if self._open_sessions is None:
-            self._open_sessions = Sessions(
-                _warn, lambda: node_zip.node_zip(node_zip.cache_directory())
-            )
+            self._open_sessions = shared.new_sessions()
         return self._open_sessions
 
     def _job(self, record: Record) -> Job:
@@ -365,8 +351,3 @@ class SshBackend:
                     node.next_try = time.monotonic() + min(
                         _MAX_RETRY_DELAY, 0.25 * 2**node.failures
                     )
-
-
-def _warn(text: str) -> None:
-    """Show one line to the user through the library's logger, which writes to stderr by default."""
-    logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

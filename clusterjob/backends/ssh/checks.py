@@ -144,7 +144,7 @@ class Hosts:
             finding = fitness.interpreter(answer)
             if answer["setup"] and spec.sync:  # setup lines may need code that only a job sends
                 finding = unknown(
-                    f"{finding.words}; "
+                    f"{finding.message}; "
                     "the setup lines may need the job's code, which is not sent yet",
                     finding.hint,
                 )
@@ -193,7 +193,7 @@ class Hosts:
                     versions.setdefault(version, []).append(self._all[node].host)
             if len(versions) > 1:
                 alike = False
-                words = "; ".join(
+                message = "; ".join(
                     f"{version} on {listed(hosts)}" for version, hosts in versions.items()
                 )
                 finding = (
@@ -203,7 +203,7 @@ class Hosts:
                     else warning
                 )
                 yield finding(
-                    f"{what} differs: {words}",
+                    f"{what} differs: {message}",
                     "use the same environment on every host; --python selects it",
                 )
         if not self._answers:
@@ -257,8 +257,9 @@ def _clock(report: HostReport) -> CheckFinding:
     ahead = report.ahead or 0.0
     if abs(ahead) < _MAX_AHEAD:
         return ok("agrees with this machine's")
+    # Rounded: hosts with equal text share one line.
     much = (
         f"{round(abs(ahead) / 60)} min" if abs(ahead) >= 120 else f"{round(abs(ahead), -1):.0f} s"
-    )  # rounded: hosts with equal text share one line
-    words = f"about {much} {'ahead of' if ahead > 0 else 'behind'} this machine's"
-    return warning(words, "logs and results carry these times; run chrony or ntpd on the hosts")
+    )
+    message = f"about {much} {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    return warning(message, "logs and results carry these times; run chrony or ntpd on the hosts")

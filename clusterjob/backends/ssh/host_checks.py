@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.core import config, hosts, node_zip
+from clusterjob.backends import shared
+from clusterjob.core import config, hosts
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError, SpecError
-from clusterjob.node.system.sanitize import sanitize
 
 if TYPE_CHECKING:
     from clusterjob.remote.host_probe import HostReport
@@ -25,9 +24,8 @@ def check_hosts(settings: config.Settings, named: tuple[Host, ...]) -> list[Host
         named: the hosts.
     """
     from clusterjob.remote import host_probe
-    from clusterjob.remote.sessions import Sessions
 
-    sessions = Sessions(_warn, lambda: node_zip.node_zip(node_zip.cache_directory()))
+    sessions = shared.new_sessions()
     try:
         return host_probe.probe_hosts(sessions, _place(settings, named))
     finally:
@@ -94,7 +92,7 @@ def trust(
     from clusterjob.remote.pool import Pool
 
     place = _place(settings, (host,))
-    pool = Pool(connect.ConnectOptions(place.timeout, _warn, ssh_config=place.ssh_config))
+    pool = Pool(connect.ConnectOptions(place.timeout, shared.warn, ssh_config=place.ssh_config))
     try:
         target = pool.resolve(host)
         key = connect.host_key(target, pool.options, through=pool.through(target))
@@ -163,7 +161,3 @@ def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
         else ssh_options.ConnectionSettings.of(given)
     )
     return options.place(named, values.get("python", "python3"), values.get("setup", ()))
-
-
-def _warn(text: str) -> None:
-    logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))

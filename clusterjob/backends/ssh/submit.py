@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from clusterjob.backends import shared
 from clusterjob.backends.ssh.coordinator_address import meet
 from clusterjob.core.snapshot import Snapshot
 from clusterjob.errors import HostError, SubmitError
@@ -73,7 +74,6 @@ class Submission:
         place: the hosts and their connection settings.
         files: the job's files and settings.
         progress: called with (node, bytes sent, total bytes) while code is sent.
-        warn: called with each line that the user should see.
         cancelled: returns whether the job has been cancelled meanwhile.
     """
 
@@ -83,14 +83,12 @@ class Submission:
         place: Place,
         files: HostFiles,
         progress: Callable[[int, int, int], None],
-        warn: Callable[[str], None],
         cancelled: Callable[[], bool],
     ) -> None:
         self._sessions = sessions
         self._place = place
         self._goods = files
         self._progress = progress
-        self._warn = warn
         self._cancelled = cancelled
         self._nodes = range(len(place.hosts))
         self._reached_at = ""
@@ -194,7 +192,7 @@ class Submission:
             raise HostError(session.connection.target.label, answer["short"], hint=hint)
         else:
             self._devices[node] = ""
-            self._warn(
+            shared.warn(
                 f"{session.connection.target.label}: {answer['short']}: "
                 "a rehearsal, with the workers on the CPU and gloo"
             )

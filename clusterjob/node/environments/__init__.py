@@ -8,7 +8,6 @@ file and add it to `FAMILIES` in the right order, with a comment that gives the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -76,16 +75,6 @@ FAMILIES: tuple[Detector, ...] = (
 )
 
 
-def supervisor(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the name and pid of the parent process that the platform needs, or None.
-
-    Slurm does not notice that slurmstepd, the parent of a step's task, was killed: the job stays
-    RUNNING, and scancel does not reach the task. On other platforms the parent may end.
-    """
-    in_step = environ.get("SLURM_STEP_ID") and environ.get("CLUSTERJOB_TASK")
-    return ("slurmstepd", os.getppid()) if in_step else None
-
-
 def detect(environ: Mapping[str, str]) -> Finding:
     """Return the detected rank assignment with its evidence.
 
@@ -105,7 +94,7 @@ def detect(environ: Mapping[str, str]) -> Finding:
     found = (
         compare(findings[0], findings[1:])
         if findings
-        else missing_index.detect(environ) or Finding(source=NOWHERE, place=None)
+        else missing_index.detect(environ) or Finding(source=NOWHERE, placement=None)
     )
     return replace(found, ignored=found.ignored + ignored + _other_meeting(found, environ))
 

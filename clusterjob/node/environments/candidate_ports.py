@@ -15,7 +15,7 @@ def candidates(job_id: str, attempt: int) -> list[int]:
 
     Args:
         job_id: the job's id.
-        attempt: the number of the job's attempt, from 0; each attempt has another sequence.
+        attempt: the number of the job's attempt, from 0; each attempt has its own sequence.
     """
     import hashlib  # slow to load, and most environments set a port
 

@@ -34,7 +34,7 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
         others: the findings of the later families that apply too.
 
     Returns:
-        The winner; without a place and with a conflict if another finding contradicts it.
+        The winner; without a placement and with a conflict if another finding contradicts it.
     """
     used = {*winner.evidence.values(), *(item.variable for item in winner.ignored)}
     ignored: dict[str, Ignored] = {}
@@ -51,11 +51,11 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
             if name not in used and name not in ignored
         }
         conflicts += [] if winner.conflicts else _contradictions(winner, other)
-    place = None if conflicts else winner.place
+    placement = None if conflicts else winner.placement
     left_over = _left_over(winner, others)
     return replace(
         winner,
-        place=place,
+        placement=placement,
         ignored=winner.ignored + tuple(ignored.values()),
         conflicts=left_over + winner.conflicts + tuple(conflicts[:1]),
     )
@@ -67,7 +67,7 @@ def _left_over(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
         (
             other
             for other in others
-            if isinstance(other.place, Topology) and other.source in _PLATFORMS
+            if isinstance(other.placement, Topology) and other.source in _PLATFORMS
         ),
         None,
     )
@@ -85,7 +85,7 @@ def _left_over(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:
-    first, second = winner.place, other.place
+    first, second = winner.placement, other.placement
     if isinstance(first, Worker) and isinstance(second, Worker) and winner.source == "env":
         # It is unknown who set RANK: a batch script may have set it once for all tasks of srun. A
         # real launcher inside a task starts more processes than there are tasks. An equal or

@@ -15,10 +15,10 @@ from clusterjob.node.system.sanitize import sanitize
 
 def describe(finding: Finding) -> dict[str, Any]:
     """Return a finding as plain data; fields that do not apply to its level are None."""
-    place = finding.place
-    worker = place if isinstance(place, Worker) else None
+    placement = finding.placement
+    worker = placement if isinstance(placement, Worker) else None
     topology: Topology | None = (
-        worker.topology if worker else place if isinstance(place, Topology) else None
+        worker.topology if worker else placement if isinstance(placement, Topology) else None
     )
     return {
         "source": finding.source,

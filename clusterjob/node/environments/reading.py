@@ -10,7 +10,7 @@ from clusterjob.node.environments.topology import Topology, Worker
 
 NOWHERE = "none"  # the source of a finding without a family
 _MAX_NAME = 255  # characters
-_MAX_DIGITS = 19  # a number with this many digits or more is not a valid count
+_MAX_DIGITS = 19  # a text with this many digits or more is not a valid number
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Finding:
 
     Attributes:
         source: the family, such as ``torchrun``; ``none`` if no family applies.
-        place: a `Worker` or a `Topology`; None if nothing was found or there are conflicts.
+        placement: a `Worker` or a `Topology`; None if nothing was found or there are conflicts.
         evidence: the variable that gave each field.
         ignored: variables that are set but were not used.
         conflicts: one line for each reason why there is no rank assignment; empty if the finding
@@ -35,7 +35,7 @@ class Finding:
     """
 
     source: str
-    place: Topology | Worker | None
+    placement: Topology | Worker | None
     evidence: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
     conflicts: tuple[str, ...] = ()
@@ -43,9 +43,9 @@ class Finding:
     @property
     def level(self) -> str:
         """The level: ``worker`` for a process, ``node`` for a node, ``none`` for neither."""
-        if isinstance(self.place, Worker):
+        if isinstance(self.placement, Worker):
             return "worker"
-        return "node" if isinstance(self.place, Topology) else "none"
+        return "node" if isinstance(self.placement, Topology) else "none"
 
     @property
     def sound(self) -> bool:
@@ -159,11 +159,11 @@ class Reading:
         self.evidence[field_name] = variable
         return name
 
-    def finding(self, place: Topology | Worker | None) -> Finding:
-        """Return the finding with this place; without it if there are conflicts."""
+    def finding(self, placement: Topology | Worker | None) -> Finding:
+        """Return the finding with this placement; without it if there are conflicts."""
         return Finding(
             source=self.source,
-            place=None if self.conflicts else place,
+            placement=None if self.conflicts else placement,
             evidence=dict(self.evidence),
             ignored=tuple(self.ignored),
             conflicts=tuple(self.conflicts),
@@ -179,5 +179,8 @@ class Reading:
 
 
 def whole_number(text: str) -> int | None:
-    """Return ASCII digits as a number; None for other text, part of which int() would accept."""
+    """Return a text of ASCII digits as a number; None for any other text.
+
+    int() would also accept signs, spaces, underscores and digits of other scripts.
+    """
     return int(text) if text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS else None

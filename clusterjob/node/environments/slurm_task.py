@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract, environments
-from clusterjob.node.environments import slurm_addresses, slurm_env
+from clusterjob.node import environments
+from clusterjob.node.environments import slurm_addresses, slurm_env, worker_defaults
 from clusterjob.node.environments.topology import Topology, Worker
 
 
@@ -54,15 +54,19 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         PlacementError: the step's variables contradict each other, or node 0 has no address.
     """
     finding = environments.detect(environments.look_up(environ)).check()
-    place = finding.place
-    if finding.source != slurm_env.SOURCE or place is None:
+    placement = finding.placement
+    if finding.source != slurm_env.SOURCE or placement is None:
         return {}
-    worker = slurm_env.as_worker(place, environ) if isinstance(place, Topology) else place
+    worker = (
+        slurm_env.as_worker(placement, environ) if isinstance(placement, Topology) else placement
+    )
     worker = replace(
         worker, topology=slurm_addresses.resolve_master_address(worker.topology, environ)
     )
     own = _torch_variables(worker)
-    quiet = contract.quiet_defaults(environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes)
+    quiet = worker_defaults.quiet_defaults(
+        environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes
+    )
     # `slurm_env` checks MASTER_ADDR against the step's nodes, but does not check these two
     # variables.
     ours = {

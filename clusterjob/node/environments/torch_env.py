@@ -16,7 +16,7 @@ from clusterjob.node.environments.topology import Topology, Worker
 
 # RANK alone counts nodes on several platforms; with one of these variables it counts processes.
 _OF_A_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-# Launchers that used the master address for their own rendezvous before they set the variable.
+# Launchers whose agents have already met at MASTER_ADDR, so that it may be a loopback address.
 _MET = ("clusterjob", "torchrun")
 
 

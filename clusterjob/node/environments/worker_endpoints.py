@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
+from clusterjob.node.environments import scheduler
 from clusterjob.node.program import Program
 from clusterjob.node.system import network
 
@@ -70,7 +71,7 @@ def own_address(master_addr: str, node_rank: int) -> str:
     return (
         master_addr
         if node_rank == 0
-        else network.address_towards(master_addr) or network.own_name()
+        else network.address_towards(master_addr) or scheduler.node_name()
     )
 
 

@@ -113,7 +113,7 @@ def receive(
         read: returns the given number of the following bytes.
 
     Returns:
-        ``wrong``: the digests that the received content does not have.
+        ``wrong``: the digests in the request whose content arrived damaged; it is not stored.
 
     Raises:
         OSError: the disk is full, or the store cannot be written.

@@ -39,7 +39,7 @@ print("clusterjob-interpreter " + json.dumps({
 """
 
 
-# The same for `facts`; an interpreter that is too old reports only its version.
+# The code that `facts` runs in that interpreter; one that is too old reports only its version.
 _FACTS_CODE = """
 import json, sys
 print("clusterjob-interpreter " + json.dumps({

@@ -45,7 +45,8 @@ def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any]
 
     Args:
         job_dir: the job's directory on this host.
-        request: the node, and what the submitter has; at most `MAX_BYTES` are sent at once.
+        request: the node, and the sizes and stamps of the files that the submitter has; at most
+            `MAX_BYTES` are sent at once.
 
     Returns:
         ``known``: whether the job's directory exists; ``alive``: whether the agent runs; ``files``:
@@ -76,7 +77,7 @@ class News:
     Args:
         job_dir: the directory.
         sizes: the size of each growing file that the submitter has.
-        stamps: the stamp of each replaced file that the submitter has.
+        stamps: the stamp (time, size and inode) of each replaced file that the submitter has.
         data: receives the bytes; several collectors may share it, and its limit.
         most: number of bytes after which no more are added.
     """
@@ -129,7 +130,7 @@ class News:
         self.data += data
 
     def replaced(self, path: Path) -> None:
-        """Add a file that is replaced at each change, if it changed."""
+        """Add the whole content of a file if its stamp has changed."""
         name = str(path.relative_to(self._job_dir))
         try:
             status = os.stat(path)
@@ -149,7 +150,10 @@ class News:
         self.data += data
 
     def gone(self) -> None:
-        """Add the removed files: a job that runs again renames its verdict."""
+        """List the files that the submitter has and this host no longer has.
+
+        A job that runs again renames the verdict of its earlier run.
+        """
         for name in self._stamps:
             if not (self._job_dir / name).exists():
                 self.files.append({"path": name, "gone": True, "size": 0})

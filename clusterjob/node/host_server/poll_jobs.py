@@ -22,7 +22,7 @@ def poll_jobs(home: Path, request: requests.PollJobs) -> tuple[dict[str, Any], b
 
     Args:
         home: clusterjob's directory on this host.
-        request: the jobs, and for each what the submitter has.
+        request: the jobs, each with the sizes and stamps of the files that the submitter has.
 
     Returns:
         ``jobs``: for each job, ``known``: whether its directory exists; ``files``: the files whose

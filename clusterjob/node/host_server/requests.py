@@ -115,7 +115,7 @@ class PollNode:
         logs: whether to send its logs.
         most: the bytes to send at once.
         sizes: the size of each growing file that the submitter has.
-        stamps: the stamp of each replaced file that the submitter has.
+        stamps: the stamp (time, size and inode) of each replaced file that the submitter has.
     """
 
     job: _Text
@@ -212,7 +212,7 @@ class Listen:
 
 @dataclass(frozen=True)
 class StopListening:
-    """Stop listening."""
+    """Close the listener that `Listen` opened."""
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,12 @@ class ProbeAddresses:
 
 @dataclass(frozen=True)
 class RunCommand:
-    """Run a command.
+    """Start a command; return its output if it ends in time, else its number.
 
     Attributes:
         env: variables to add.
         job: the job in whose directory it runs; empty for none.
-        wait: seconds to wait for its end.
+        wait: maximum seconds to wait for its end.
     """
 
     argv: _Texts
@@ -251,7 +251,7 @@ class RunCommand:
 
 @dataclass(frozen=True)
 class ReapCommand:
-    """Return the output of a command that has ended; `wait` seconds for its end."""
+    """Return the output of a started command; wait at most `wait` seconds for its end."""
 
     number: int
     wait: float
@@ -259,7 +259,7 @@ class ReapCommand:
 
 @dataclass(frozen=True)
 class DropCommand:
-    """Kill a command."""
+    """Kill a started command."""
 
     number: int
 

@@ -15,7 +15,7 @@ from clusterjob.node.logs.log_files import LogLine
 WINDOW = 2.0  # seconds within which equal lines of several ranks are folded
 # Lines of one rank that may be shown early, so that a later line of the rank can be folded.
 _MAX_AHEAD = 32
-_MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum of lines, of bytes, to hold back
+_MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum lines and bytes to hold back
 _MAX_AT_ONCE = 1 << 16  # maximum characters to show with one write
 
 
@@ -184,7 +184,7 @@ class Folder:
         return found
 
     def _comes(self, writer: _Writer, line: LogLine, until: float) -> bool:
-        """Return whether a writer has the same line, not shown yet, before the time limit."""
+        """Return whether this writer will also show an equal line, written before `until`."""
         places = self._places[line.stream][line.text]
         if isinstance(places, tuple) or writer not in places:
             return False  # only the other writer has the line

@@ -259,9 +259,9 @@ def _open_regular(path: Path) -> BinaryIO:
 
 
 def _without_overwritten(part: bytes) -> bytes:
-    """Return an incomplete line without the parts that a terminal has overwritten.
+    """Return an incomplete line without the parts that a terminal would have overwritten.
 
-    `_shown` returns the same text for both.
+    `_shown` returns the same text for the shorter line, which needs less memory.
     """
     bare = part.rstrip(b"\r")
     return bare[bare.rfind(b"\r") + 1 :] + part[len(bare) :][:1]
@@ -345,7 +345,7 @@ class LogReader:
                     yield file.last_line(self._moment)
 
     def skip_to_tail(self, count: int) -> None:
-        """Continue at the last `count` lines of each file, or before them."""
+        """Continue at the last `count` lines of each file, or shortly before them."""
         for node_rank in self._nodes():
             for name in _names(node_directory(self._logs.parent, node_rank)):
                 file = self._file(node_rank, name)
@@ -375,7 +375,7 @@ class LogReader:
         ]
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
-        """Yield the new records of a node's timeline; sort records of one time by start."""
+        """Yield the new records of a node's timeline; sort those of one time by `_by_start`."""
         path = node_directory(self._logs.parent, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
             node_rank, _File(node_rank, None, stream="out", path=path)

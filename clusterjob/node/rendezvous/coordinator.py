@@ -26,11 +26,11 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 _MAX_CONSEQUENCES = 256  # failures after the first that a verdict lists
-_MAX_MESSAGE = 200  # characters of each
+_MAX_MESSAGE = 200  # characters of the message of such a failure
 # Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
 _FAILURE_GRACE = 0.5
 _NOTICE_INTERVAL = 5.0  # seconds between two notices about missing nodes
-_MAX_SHOWN = 8  # workers of a node that still run whose stacks are shown
+_MAX_SHOWN = 8  # maximum stacks to show of workers that still run, per node
 _STOP_TIMEOUT = 5.0  # seconds after the grace for an agent to answer the stop order
 _REFUSALS_INTERVAL = 0.25  # seconds between two checks for a node that cannot start
 
@@ -72,8 +72,8 @@ class Coordinator:
         self._started_at: str | None = None
         self._deadline = float("inf")
         self._time_limit_runs = False
-        # Nodes of this round whose workers have not all started, not all ended, not all been
-        # stopped.
+        # Nodes of this round, each until it reports that its workers have all started, have all
+        # ended, are all stopped.
         self._unstarted: set[int] = set()
         self._undone: set[int] = set()
         self._unstopped: set[int] = set()
@@ -274,7 +274,7 @@ class Coordinator:
             if due > time.monotonic():
                 message = await self._next_message(min(due - time.monotonic(), 3600.0))
                 if message is not None:
-                    # All waiting messages, before the failures are ranked again.
+                    # Handle all waiting messages before the failures are ranked again.
                     end = self._handle(*message) or self._handle_waiting()
             else:
                 end = self._handle_due()
@@ -288,7 +288,7 @@ class Coordinator:
         return Outcome(JobState.SUCCEEDED)
 
     def _unexplained(self) -> bool:
-        """Return whether all failures are effects; then the nodes are asked for the cause."""
+        """Return whether every failure only names a lost peer; the nodes are then polled."""
         root = self._root()
         return root is not None and root.effect
 
@@ -369,7 +369,7 @@ class Coordinator:
             self._add_missing_ranks()
 
     def _on_ranks_missing(self, peer: Peer, message: messages.RanksMissing) -> None:
-        """Ask the agents what the ranks do for which a worker waits."""
+        """Ask the agents for the state of the ranks that a worker waits for."""
         if message.restart != self._restarts:
             return
         by_node = self._missing_ranks.ask(peer.node_rank, message)

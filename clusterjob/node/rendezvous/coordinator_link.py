@@ -151,7 +151,8 @@ async def connect(
     """
     begin = time.monotonic()
     pause = _FIRST_PAUSE
-    # The ports of the last complete round of attempts, by error; of the first while it goes on.
+    # The ports by error, for messages: of the last complete round of attempts over all ports, or
+    # of the running round if it is the first.
     errors: dict[str, list[int]] = {}
 
     def describe() -> str:
@@ -191,7 +192,7 @@ async def connect(
                     unresolved = isinstance(error, socket.gaierror)
                     no_server = isinstance(error, network.NoNameServerError)
                 if unresolved:
-                    break  # the same for every port
+                    break  # the name would not resolve for another port either
             errors = found
             waited = time.monotonic() - begin
             if refusal():

@@ -1,7 +1,7 @@
 """Ask every node for unreported failures before a verdict that only names a lost peer.
 
-Under load, or when the network is cut, an effect may be reported long before its cause. A silent
-node has a lease, and it may be the cause itself until the lease ends.
+Under load, or when the network is cut, an effect may be reported long before its cause. The poll
+waits for a silent node until its lease has ended: that node may be the cause itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class FailurePoll:
         self._asked = False
 
     def is_over(self, moment: float) -> bool:
-        """Return whether the poll has ended; send it first if it was not sent.
+        """Poll the nodes and return False; at a later call, return True.
+
+        The poll delays `RootCause.stop_due`, so the coordinator calls again only after the poll.
 
         Args:
             moment: the coordinator's monotonic time.

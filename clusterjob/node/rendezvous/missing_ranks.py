@@ -24,12 +24,12 @@ class MissingRanks:
         self._first_ranks = first_ranks
         self._world_size = world_size
         self._waiting: tuple[int, int] | None = None  # node_rank and local rank that asked
-        self._unanswered: set[int] = set()  # nodes that have not answered the final question
+        self._unanswered: set[int] = set()  # nodes still to answer after a rank gave up
         self._stuck: list[Failure] = []
         self._gave_up = False
 
     def ask(self, node_rank: int, question: messages.RanksMissing) -> dict[int, list[int]]:
-        """Return the missing ranks by the node that must be asked.
+        """Return the missing ranks, grouped by their node, whose agent must be asked.
 
         Args:
             node_rank: the node of the worker that waits.
@@ -59,17 +59,18 @@ class MissingRanks:
 
     @property
     def answered(self) -> bool:
-        """Whether every node has answered the final question."""
+        """Whether every node has answered since a rank gave up waiting."""
         return not self._unanswered
 
     def note(self, failure: Failure) -> None:
-        """Record a failure: a rank that gave up waiting makes the missing ranks its cause."""
+        """Record a failure of the round; `causes` depends on ranks that gave up waiting."""
         self._gave_up |= failure.kind is FailureKind.RENDEZVOUS
 
     def causes(self) -> list[Failure]:
-        """Return, once, the ranks for which others gave up waiting.
+        """Return the failures of the ranks for which others gave up waiting, each only once.
 
-        Empty while no rank has failed because of it: the script may try again.
+        The list is empty until a rank that gave up has failed: a script may catch the error and
+        try again.
         """
         if not self._gave_up:
             return []

@@ -28,6 +28,8 @@ class _Suspect:
 class Preemption:
     """The warning of one attempt, and the workers that ended because of it.
 
+    A suspect is a worker that ended as if it had been warned, before any warning arrived.
+
     Args:
         warning: seconds between a warning and the end; None for a job that cannot be preempted.
         grace: seconds between SIGTERM and SIGKILL when workers are stopped.
@@ -113,7 +115,7 @@ class Preemption:
         return leaves or bool(known)
 
     def end_round(self, root_cause: RootCause) -> None:
-        """Count all suspects as failures; later ends are caused by the stop order."""
+        """Count all suspects as failures; the stop order causes all later ends."""
         self.release(root_cause)
         self._stopping = True
 

@@ -112,8 +112,8 @@ async def authenticate_to_coordinator(
 ) -> Channel:
     """Authenticate the coordinator at the other end of a connection; return the channel.
 
-    Only the coordinator has proved the token so far: the signature of the first message on the
-    channel proves it for this agent.
+    So far, only the coordinator has proved that it has the token. This agent proves it with the
+    signature of its first message on the channel.
 
     Args:
         reader: the reading side of the connection.

@@ -19,8 +19,8 @@ EFFECT_TIMEOUT = 0.3
 # A worker that reported an exception may still run its atexit handlers. Seconds to wait for its
 # exit and its last lines.
 EXIT_TIMEOUT = 5.0
-# The time of an early exit is when its agent noticed it. On a busy machine that is later than the
-# failures that the exit causes.
+# Seconds by which an early exit may seem later than the failures that it causes: its time is when
+# its agent noticed it, and the agent of a busy machine is slow.
 _LATE_EXIT_SECONDS = 2.0
 
 _Key = tuple[int, "int | None"]  # node_rank, local_rank
@@ -52,10 +52,12 @@ class RootCause:
         self._wait_until[source] = until
 
     def add_early_exit(self, failure: Failure, at: float) -> None:
-        """Add a rank that ended with exit code 0: the cause if all failures are effects.
+        """Add a rank that ended with exit code 0; it may be the cause of the failures.
+
+        It is the cause if every failure only names a lost peer.
 
         Args:
-            failure: the rank, without a message.
+            failure: the rank, as a failure without a message.
             at: when it ended, by the coordinator's monotonic clock.
         """
         key = (failure.node_rank, failure.local_rank)
@@ -85,7 +87,7 @@ class RootCause:
         self._stopped_at = min(at, self._stopped_at)
 
     def drop_effects(self) -> None:
-        """Remove failures that only name a lost peer: it left because of a preemption."""
+        """Remove the failures that only name a lost peer, after peers left for a preemption."""
         self._failures = {
             key: entry for key, entry in self._failures.items() if not entry.failure.effect
         }
@@ -145,7 +147,7 @@ class RootCause:
 
 
 def _completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
-    """Return a worker's own report, completed by how the worker ended.
+    """Return the failure that a worker reported, completed with the way it ended.
 
     A signal after the report is not the cause. It is the agent's stop signal, or the interpreter
     aborts while it exits (gloo's threads: "terminate called without an active exception").

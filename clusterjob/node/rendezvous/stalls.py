@@ -19,7 +19,7 @@ class Stalls:
     """Measure the times for which a process that calls `tick` regularly did not run.
 
     Args:
-        interval: seconds between two calls; a call that is late by more than another interval ends
+        interval: seconds between two calls; a call that is more than one interval late ends
             a stall.
         clock: seconds that also pass while the machine is suspended.
 

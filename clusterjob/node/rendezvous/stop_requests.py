@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from clusterjob.node.environments import scheduler
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.system import network, processes, signals
+from clusterjob.node.system import processes, signals
 
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
 # this agent may forward it.
@@ -65,7 +66,7 @@ class StopRequests:
         if self._options.lifeline:
             self._watch_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
-            self._warn(f"a warning on {network.own_name()}, while the job was starting")
+            self._warn(f"a warning on {scheduler.node_name()}, while the job was starting")
 
     def poll_job_dir(self) -> None:
         """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
@@ -82,7 +83,7 @@ class StopRequests:
             if reader is not None:  # rank 0 reads from the terminal, so Ctrl-C is for its prompt
                 processes.send_signal(reader, signal.SIGINT)
                 return
-        why = f"{processes.signal_name(number)} on {network.own_name()}"
+        why = f"{processes.signal_name(number)} on {scheduler.node_name()}"
         cancelled = ends.cancelled(self._job_dir)
         if self._options.warning is not None and (
             number == signal.SIGUSR1 or (number == signal.SIGTERM and not cancelled)

@@ -38,12 +38,12 @@ class RoundPlan:
 def plan_round(
     peers: Sequence[Peer], restart: int, topology: Topology, job: JobIdentity, *, serve_store: bool
 ) -> RoundPlan:
-    """Plan one round.
+    """Bind the store's port and compute every node's world for one round.
 
     Args:
         peers: the agents, by node_rank.
-        restart: the round.
-        topology: node 0.
+        restart: the number of the round, from 0.
+        topology: node 0's rank assignment.
         job: the job's identity.
         serve_store: whether node 0's agent serves torch's store.
 
@@ -56,10 +56,10 @@ def plan_round(
     if not serve_store:
         store.close()
     *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in peers)]
-    # Rank 0 binds one port itself, which node 0 holds as its last one.
+    # One endpoint per worker. Node 0's last one is extra: rank 0 binds it for its framework.
     held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
     endpoints = ""
-    if held and any(peer.wants_endpoints for peer in peers):  # the list grows with the job
+    if held and any(peer.wants_endpoints for peer in peers):  # a long list: make it only if needed
         of_all = [each for peer in peers for each in peer.endpoints[: peer.nproc]]
         endpoints = worker_endpoints.listed(of_all)
     worlds = [

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -115,11 +113,6 @@ def _is_address(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return True
-
-
-def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return this machine's name: set by the user, else by the scheduler, else its host name."""
-    return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_towards(host: str) -> str | None:

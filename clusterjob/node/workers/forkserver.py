@@ -23,13 +23,13 @@ from typing import Any
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import worker_endpoints
+from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import now
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.system import network, processes
+from clusterjob.node.system import processes
 from clusterjob.node.verdict import FailureKind, JobState
 from clusterjob.node.workers import (
     early_variables,
@@ -121,7 +121,8 @@ class Forkserver:
             *([] if self._options.warning is None else [signal.SIGUSR1]),
         ):
             signal.signal(number, signal.SIG_IGN)
-        # During the import this process cannot read the control socket.
+        # During the import this process cannot read EOF on the control socket: the kernel kills it
+        # if the agent dies.
         processes.die_with_parent(self._agent_pid, signal.SIGKILL)
         processes.adopt_orphans()
         self._agent_group = os.getpgid(0)
@@ -172,7 +173,7 @@ class Forkserver:
         self._reports = b""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        # select(2)'s epoll descriptor would be shared with every forked worker; poll(2) has none.
+        # Not epoll: its descriptor would be shared with every forked worker.
         self._selector = selectors.PollSelector()
         for descriptor in (self._control.fileno(), self._wake_read, self._report_read):
             self._selector.register(descriptor, selectors.EVENT_READ)
@@ -456,7 +457,7 @@ class Forkserver:
 
     def _record_end(self) -> None:
         why = (
-            f"the agent of node {self._node_rank} on {network.own_name()}"
+            f"the agent of node {self._node_rank} on {scheduler.node_name()}"
             f" (pid {self._agent_pid}) was killed"
         )
         try:

@@ -50,7 +50,7 @@ class WorkerStatus:
         self._exits[local_rank] = monotonic
 
     def early_exits(self) -> list[tuple[Failure, float]]:
-        """Return the first 8 workers that ended with exit code 0, each with the seconds since."""
+        """Return the first 8 workers that ended with exit code 0, each with its age in seconds."""
         assert self.world is not None
         moment, first = time.monotonic(), sorted(self._exits.items(), key=lambda item: item[1])
         return [

@@ -33,7 +33,8 @@ _CLONE_NEWNET = 0x40000000
 _NETNS = Path("/run/netns")
 
 
-def sh(*argv: object, **more: object) -> str:
+def checked_output(*argv: object) -> str:
+    """Run a command as root and return its stdout; fail the test if it fails."""
     done = subprocess.run(
         [str(word) for word in argv],
         capture_output=True,
@@ -45,7 +46,7 @@ def sh(*argv: object, **more: object) -> str:
     return done.stdout
 
 
-def missing() -> str:
+def skip_reason() -> str:
     """Return why the hosts cannot be created on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -61,7 +62,7 @@ def missing() -> str:
 class SshHost:
     """One host: its namespace and its sshd."""
 
-    world: World
+    ssh_network: SshNetwork
     name: str
     address: str
     port: int = 22
@@ -69,7 +70,7 @@ class SshHost:
 
     @property
     def directory(self) -> Path:
-        return self.world.directory / self.name
+        return self.ssh_network.directory / self.name
 
     @property
     def home(self) -> Path:
@@ -77,7 +78,7 @@ class SshHost:
 
     @property
     def namespace(self) -> str:
-        return f"{self.world.prefix}{self.name}"
+        return f"{self.ssh_network.prefix}{self.name}"
 
     @property
     def public_key(self) -> str:
@@ -86,7 +87,7 @@ class SshHost:
 
     @property
     def fingerprint(self) -> str:
-        return sh("ssh-keygen", "-lf", self.directory / "host_key.pub").split()[1]
+        return checked_output("ssh-keygen", "-lf", self.directory / "host_key.pub").split()[1]
 
     def start(self, **options: str) -> None:
         """Start the sshd; options replace lines of its configuration."""
@@ -94,7 +95,7 @@ class SshHost:
             "ListenAddress": "0.0.0.0", "Port": str(self.port),
             "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
             "PidFile": str(self.directory / "sshd.pid"),
-            "AuthorizedKeysFile": str(self.world.directory / "authorized_keys"),
+            "AuthorizedKeysFile": str(self.ssh_network.directory / "authorized_keys"),
             "StrictModes": "no", "PermitRootLogin": "yes", "PasswordAuthentication": "no",
             "KbdInteractiveAuthentication": "no", "SetEnv": f"HOME={self.home}", "PrintMotd": "no",
             "LogLevel": "VERBOSE", "AcceptEnv": "none", "UseDNS": "no",
@@ -155,7 +156,9 @@ class SshHost:
     def pids(self) -> list[int]:
         """Return all processes of the host except the listening sshd."""
         text = (
-            sh("ip", "netns", "pids", self.namespace) if (_NETNS / self.namespace).exists() else ""
+            checked_output("ip", "netns", "pids", self.namespace)
+            if (_NETNS / self.namespace).exists()
+            else ""
         )
         return [
             int(word)
@@ -168,7 +171,7 @@ class SshHost:
         self.run("ip", "link", "set", "eth0", state)
 
 
-class World:
+class SshNetwork:
     """All hosts, and the ssh configuration and keys of a client."""
 
     def __init__(self, directory: Path) -> None:
@@ -182,7 +185,7 @@ class World:
     def build(self, *, gpus: int = 3, inner: int = 2) -> None:
         self.remove_stale()
         Path("/run/sshd").mkdir(exist_ok=True)
-        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
+        checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key)
         shutil.copy(f"{self.key}.pub", self.directory / "authorized_keys")
         self._network("outer")
         self._network("inner")
@@ -223,18 +226,18 @@ class World:
 
     def _network(self, name: str) -> None:
         namespace = f"{self.prefix}{name}"
-        sh("ip", "netns", "add", namespace)
-        sh("ip", "-n", namespace, "link", "add", "br0", "type", "bridge")
-        sh("ip", "-n", namespace, "link", "set", "br0", "up")
+        checked_output("ip", "netns", "add", namespace)
+        checked_output("ip", "-n", namespace, "link", "add", "br0", "type", "bridge")
+        checked_output("ip", "-n", namespace, "link", "set", "br0", "up")
 
     def _join(self, name: str, network: str, address: str, interface: str) -> None:
-        sh("ip", "netns", "add", f"{self.prefix}{name}")
-        sh("ip", "-n", f"{self.prefix}{name}", "link", "set", "lo", "up")
+        checked_output("ip", "netns", "add", f"{self.prefix}{name}")
+        checked_output("ip", "-n", f"{self.prefix}{name}", "link", "set", "lo", "up")
         self._wire(name, network, address, interface)
 
     def _wire(self, name: str, network: str, address: str, interface: str) -> None:
         hub, end = f"{self.prefix}{network}", f"{self.prefix}{name}"
-        sh(
+        checked_output(
             "ip",
             "-n",
             hub,
@@ -249,14 +252,14 @@ class World:
             "netns",
             end,
         )
-        sh("ip", "-n", hub, "link", "set", f"p{name}", "master", "br0", "up")
-        sh("ip", "-n", end, "addr", "add", f"{address}/24", "dev", interface)
-        sh("ip", "-n", end, "link", "set", interface, "up")
+        checked_output("ip", "-n", hub, "link", "set", f"p{name}", "master", "br0", "up")
+        checked_output("ip", "-n", end, "addr", "add", f"{address}/24", "dev", interface)
+        checked_output("ip", "-n", end, "link", "set", interface, "up")
 
     def _add(self, name: str, network: str, address: str) -> None:
         host = SshHost(self, name, address)
         host.home.mkdir(parents=True)
-        sh(
+        checked_output(
             "ssh-keygen",
             "-q",
             "-t",
@@ -323,29 +326,29 @@ class World:
         for path in _NETNS.glob("cjt*-*") if _NETNS.is_dir() else []:
             match = re.match(r"cjt(\d+)-", path.name)
             if match and not Path(f"/proc/{match[1]}").exists():
-                for pid in sh("ip", "netns", "pids", path.name).split():
+                for pid in checked_output("ip", "netns", "pids", path.name).split():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
-                sh("ip", "netns", "del", path.name)
+                checked_output("ip", "netns", "del", path.name)
 
 
 def _remove_namespaces(prefix: str) -> None:
     for path in _NETNS.glob(f"{prefix}*"):
-        sh("ip", "netns", "del", path.name)
+        checked_output("ip", "netns", "del", path.name)
 
 
 @contextlib.contextmanager
-def world_in(directory: Path, *, gpus: int = 3, inner: int = 2) -> Iterator[World]:
-    world = World(directory)
+def ssh_network_in(directory: Path, *, gpus: int = 3, inner: int = 2) -> Iterator[SshNetwork]:
+    ssh_network = SshNetwork(directory)
     try:
-        world.build(gpus=gpus, inner=inner)
-        yield world
+        ssh_network.build(gpus=gpus, inner=inner)
+        yield ssh_network
     finally:
-        world.close()
+        ssh_network.close()
 
 
-def require() -> None:
-    why = missing()
+def require_ssh_network() -> None:
+    why = skip_reason()
     if why:
         pytest.skip(why)
 

@@ -1,0 +1,63 @@
+"""Find this node's rank assignment for an agent, or refuse an environment that gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from clusterjob.errors import PlacementError
+from clusterjob.node.environments import Finding, detect, look_up, slurm_addresses, slurm_env
+from clusterjob.node.environments.topology import Topology
+
+
+def find_node(environ: Mapping[str, str]) -> Finding:
+    """Return this node's placement in the job; one node if the environment names no job.
+
+    Raises:
+        PlacementError: the environment is incomplete or contradictory; or it belongs to one
+            process, so that each process would start a whole set of workers; or this is an
+            allocation of several Slurm nodes, outside srun.
+    """
+    finding = detect(look_up(environ)).check()
+    if isinstance(finding.placement, Topology):
+        return finding
+    if finding.placement is not None:
+        raise PlacementError(
+            "this process is already one process of a job"
+            f" ({finding.source}: {', '.join(sorted(set(finding.evidence.values())))})",
+            "run `clusterjob launch` once per node; it starts all workers of the node",
+        )
+    nodes = slurm_env.nodes_outside_a_step(environ)
+    if nodes > 1:
+        raise PlacementError(
+            f"this process runs outside srun, in an allocation of {nodes} nodes:"
+            " only one would be used",
+            "use `srun --ntasks-per-node=1 clusterjob launch ...`; to use this node only, set"
+            " CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0",
+        )
+    return replace(
+        finding,
+        placement=Topology(
+            1,
+            0,
+            nproc_per_node=None,
+            master_addr="127.0.0.1",
+            master_port=None,
+            source=finding.source,
+        ),
+    )
+
+
+def node_of(finding: Finding) -> Topology:
+    """Return the topology in a finding of `find_node`."""
+    assert isinstance(finding.placement, Topology)
+    return finding.placement
+
+
+def with_reachable_master(finding: Finding, environ: Mapping[str, str]) -> Topology:
+    """Return the topology in a finding of `find_node`, with an address of node 0 that resolves.
+
+    Raises:
+        PlacementError: node 0's name does not resolve here, and Slurm has no address for it.
+    """
+    return slurm_addresses.resolve_master_address(node_of(finding), environ)

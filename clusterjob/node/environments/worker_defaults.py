@@ -1,0 +1,67 @@
+"""Provide variables that workers get unless the user has set them: network, output, threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from clusterjob.node.system import network
+
+
+def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:
+    """Return network and output variables for the workers, except those that the user has set.
+
+    They make torch's start fast and select the network interface of gloo and NCCL.
+
+    Args:
+        environ: the environment that the workers inherit.
+        master_addr: address of torch's store; the route to it determines the interface.
+        nnodes: number of nodes of the job.
+    """
+    # torch's TCPStore does a reverse DNS query per connection, which takes seconds if no resolver
+    # answers.
+    wanted = {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"}
+    named = environ.get("MLP_IFNAME", "").strip().strip("'\"")  # the platform's choice
+    interface = (
+        named
+        if named and network.has_interface(named)
+        else network.interface_among(master_addr, nnodes)
+    )
+    if interface:
+        # gloo takes one name; NCCL takes a prefix unless the value starts with '='.
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def thread_defaults(
+    environ: Mapping[str, str], nproc: int, cpus_per_task: int | None
+) -> dict[str, str]:
+    """Return OMP_NUM_THREADS for each worker, its share of cores; empty if the user has set it.
+
+    It must be set before torch is imported: the OpenMP runtime reads it once.
+
+    Args:
+        environ: the environment that the workers inherit.
+        nproc: number of workers of this node.
+        cpus_per_task: cores per worker that the user requested; None for an even share of the
+            cores that this process may use.
+    """
+    if "OMP_NUM_THREADS" in environ:
+        return {}
+    own = len(os.sched_getaffinity(0))
+    if cpus_per_task is None:
+        cpus_per_task = (
+            own if environ.get("OMPI_MCA_orte_bound_at_launch") == "1" else _cpus_of_a_task(environ)
+        )
+    return {"OMP_NUM_THREADS": str(cpus_per_task or max(1, own // nproc))}
+
+
+def _cpus_of_a_task(environ: Mapping[str, str]) -> int | None:
+    """Return Slurm's cores per task if the step starts the workers; None if our agent does."""
+    text = environ.get("SLURM_CPUS_PER_TASK", "")
+    one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
+    return (
+        int(text)
+        if text.isascii() and text.isdigit() and 0 < len(text) < 6 and not one_each
+        else None
+    )
