@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core import jobs
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.records import Record, Records
@@ -45,15 +45,15 @@ class FunctionJob:
 
     def state(self) -> JobState:
         """Return the state of the job."""
-        return jobs.status(self._record()).state
+        return polling.status(self._record()).state
 
     def done(self) -> bool:
         """Return whether the job has ended."""
-        return jobs.status(self._record()).verdict is not None
+        return polling.status(self._record()).verdict is not None
 
     def wait(self) -> Verdict:
         """Wait for the job to end and return its verdict."""
-        return jobs.wait(self._record())
+        return polling.wait(self._record())
 
     def cancel(self) -> None:
         """Cancel the job."""
@@ -76,7 +76,7 @@ class FunctionJob:
         Raises the same exceptions as `result`.
         """
         record = self._record()
-        verdict = jobs.wait(record)
+        verdict = polling.wait(record)
         world_size = record.nodes * record.job.nproc_per_node
         return call.results(
             record.job_dir,
@@ -163,7 +163,7 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     flags.setdefault(
         "name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>")
     )
-    settings = jobs.resolve_settings(
+    settings = job_settings.resolve(
         flags, cluster, directory=Path.cwd(), use=Usage(sources=tuple(_sources(calls[0][0])))
     )
     if settings.backend in _DISTANT or settings.values.get("login"):
@@ -196,7 +196,7 @@ def _sources(function: Callable[..., Any]) -> Iterator[Path]:
 
 def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> list[Record]:
     settings = replace(settings, values={**settings.values, **more})
-    spec = jobs.make_spec(_PROGRAM, settings, directory=Path.cwd())
+    spec = job_settings.make_spec(_PROGRAM, settings, directory=Path.cwd())
     plan = jobs.plan(spec, settings)
     files = tuple(
         PlannedFile(call.call_file(plan.job_dir, index), payload)

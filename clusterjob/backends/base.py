@@ -234,6 +234,19 @@ def preferred() -> str:
     return "local"
 
 
+_loaded: dict[str, Backend] = {}
+
+
+def instance(name: str) -> Backend:
+    """Return this process's only instance of a backend.
+
+    The instance may hold connections, or the lifelines of its jobs.
+    """
+    if name not in _loaded:
+        _loaded[name] = load(name)
+    return _loaded[name]
+
+
 def load(name: str) -> Backend:
     """Import a backend and return an instance of it.
 

@@ -75,9 +75,9 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         code = app(args=None if argv is None else list(argv), standalone_mode=False)
     except AmbiguousId as error:
-        from clusterjob.core import jobs
+        from clusterjob.core import polling
 
-        return _complain(jobs.with_states(error))
+        return _complain(polling.with_states(error))
     except ClusterJobError as error:
         return _complain(error)
     except typer.Abort:

@@ -123,13 +123,13 @@ def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
     from pathlib import Path
 
     from clusterjob.cli import output
-    from clusterjob.core import jobs
+    from clusterjob.core import job_settings, jobs
     from clusterjob.core.trust import Usage
     from clusterjob.doctor.engine import CheckState
 
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.resolve_settings(flags_given(flags), cluster, directory=directory, use=Usage())
+    settings = job_settings.resolve(flags_given(flags), cluster, directory=directory, use=Usage())
     done = []
     for check in jobs.doctor_checks(settings, directory):
         done.append(check)

@@ -36,12 +36,12 @@ def register(app: typer.Typer) -> None:
 def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
     """Show the status of jobs."""
     from clusterjob.cli import output
-    from clusterjob.core import jobs
+    from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
 
     records = Records()
-    pairs = jobs.statuses([records.find(text) for text in ids]) if ids else jobs.unfinished()
+    pairs = polling.statuses([records.find(text) for text in ids]) if ids else polling.unfinished()
     if as_json:
         output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
     elif not pairs:
@@ -60,12 +60,13 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
     from clusterjob.core.records import Records
 
     if as_json:
-        from clusterjob.core import jobs
+        from clusterjob.core import polling
 
         output.print_json(
             {
                 "jobs": [
-                    output.job_json(record, now) for record, now in jobs.statuses(Records().all())
+                    output.job_json(record, now)
+                    for record, now in polling.statuses(Records().all())
                 ]
             }
         )
@@ -73,9 +74,9 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
         found = Listing(Records())
         states: list[tuple[Record, Status]] = []
         if found.open:
-            from clusterjob.core import jobs  # slow import, needed only for open jobs
+            from clusterjob.core import polling  # slow import, needed only for open jobs
 
-            states = jobs.statuses(found.open)
+            states = polling.statuses(found.open)
         output.print_jobs(found.with_states(states), together=True)
         output.print_broken(found.broken)
     return 0
@@ -88,13 +89,13 @@ def wait(job_id: Id) -> int:
     that is not 0.
     """
     from clusterjob.cli import output
-    from clusterjob.core import jobs
+    from clusterjob.core import polling
     from clusterjob.core.records import Records
     from clusterjob.node.verdict import JobState
 
     record = Records().find(job_id)
     if record.array is not None:
-        return jobs.wait_for_all([record], output.print_end)
+        return polling.wait_for_all([record], output.print_end)
     reasons: set[str] = set()
 
     def print_reason(status: Status) -> None:
@@ -102,7 +103,7 @@ def wait(job_id: Id) -> int:
             reasons.add(status.reason)
             output.print_message(f"job {record.job_id}: {status.reason}")
 
-    verdict = jobs.wait(record, print_reason)
+    verdict = polling.wait(record, print_reason)
     output.print_verdict(record, verdict)
     return verdict.exit_code
 

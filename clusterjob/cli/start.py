@@ -165,18 +165,18 @@ def launch(ctx: typer.Context) -> int:
 def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tuple[Plan, str]:
     from pathlib import Path
 
-    from clusterjob.core import jobs, trust
+    from clusterjob.core import job_settings, jobs, trust
 
     program = program_of(ctx)
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = jobs.resolve_settings(
+    settings = job_settings.resolve(
         flags_given(flags),
         cluster,
         directory=directory,
         use=trust.LOOK if dry else trust.Usage(program=program),
     )
-    spec = jobs.make_spec(program, settings, directory=directory)
+    spec = job_settings.make_spec(program, settings, directory=directory)
     return jobs.plan(spec, settings), settings.cluster
 
 

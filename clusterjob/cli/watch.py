@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from clusterjob.cli.output import LogPrinter, Progress, clear_live_lines, print_end, print_verdict
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
-from clusterjob.node.logs.log_files import LogLine, LogReader
+from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
 
@@ -51,7 +51,7 @@ class Watch:
 
     def so_far(self, tail: int | None) -> None:
         """Show the output so far, or its last `tail` lines."""
-        jobs.collect(self._record)
+        polling.collect(self._record)
         if tail is None:
             self._printer.show_all(self._reader.batches(end=True))
             return
@@ -64,7 +64,7 @@ class Watch:
     def to_the_end(self) -> int:
         """Show the output until the job ends, then print the verdict; return the exit code."""
         try:
-            verdict = jobs.follow(
+            verdict = polling.follow(
                 self._record, self._show, progress=self._progress.update, reader=self._reader
             )
         finally:
@@ -88,7 +88,7 @@ class WatchArray:
 
     def to_the_end(self) -> int:
         """Print each element's verdict until all have ended; return the first nonzero exit code."""
-        return jobs.wait_for_all([self._record], print_end)
+        return polling.wait_for_all([self._record], print_end)
 
 
 def watch(record: Record) -> Watch | WatchArray:

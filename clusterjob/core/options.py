@@ -23,7 +23,7 @@ class Target(enum.Enum):
     SPEC = enum.auto()  # the field of `JobSpec` with the option's key, if there is one
     RESOURCES = enum.auto()  # a field of `Resources`
     BACKEND = enum.auto()  # an entry of `JobSpec.options`, as if given with --set
-    OTHER = enum.auto()  # `core.jobs.make_spec` computes fields from it
+    OTHER = enum.auto()  # `core.job_settings.make_spec` computes fields from it
 
 
 @dataclass(frozen=True)

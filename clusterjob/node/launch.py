@@ -17,8 +17,8 @@ from clusterjob.node import contract
 from clusterjob.node.environments import Finding, scheduler, this_node, worker_defaults
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
-from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.logs.log_protocol import refusal
+from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.rendezvous import ports
@@ -116,24 +116,24 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     # asyncio.
     import asyncio
 
-    from clusterjob.node.agent import Agent
+    from clusterjob.node.agent.agent import Agent
     from clusterjob.node.logs.console import Console
     from clusterjob.node.workers.forkserver_client import ForkserverClient
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
     console = Console(reader if options.echo or numbered else None, numbered=numbered)
-    _log_insecurity(console.say, options, topology=topology, environ=environ)
+    _log_insecurity(console.print, options, topology=topology, environ=environ)
 
     async def live() -> Verdict:
         verdict = await agent.run()
         if topology.node_rank == 0:
-            console.say(verdict.text())
+            console.print(verdict.text())
         elif verdict.state is not JobState.SUCCEEDED:
-            console.say(f"{verdict.state}: {verdict.reason}")
+            console.print(f"{verdict.state}: {verdict.reason}")
         if temporary and verdict.state is not JobState.SUCCEEDED and not numbered:
-            console.say(f"logs: {job_dir}")
+            console.print(f"logs: {job_dir}")
         if topology.node_rank == 0:
-            console.tell(verdict)
+            console.print_verdict(verdict)
         # Before signal handlers are removed: a platform may end this node when another has ended.
         console.close()
         return verdict
@@ -199,13 +199,13 @@ def _serve_as_forkserver(agent_end: socket.socket, forkserver: Forkserver) -> No
 
 
 def _log_insecurity(
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     options: LaunchOptions,
     topology: Topology,
     environ: Mapping[str, str],
 ) -> None:
     if options.insecure_no_token and topology.nnodes > 1 and contract.read_token(environ) is None:
-        say(
+        print_line(
             f"--insecure-no-token: everyone who can connect to {topology.master_addr}"
             " can join this job or end it"
         )

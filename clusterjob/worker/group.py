@@ -11,7 +11,7 @@ from clusterjob.errors import RendezvousError, UsageError
 from clusterjob.node.environments import Finding
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import processes
-from clusterjob.worker import ending, process, rank_assignment, rendezvous, siblings
+from clusterjob.worker import ending, process, rank_assignment, rank_facts, rendezvous, siblings
 from clusterjob.worker.context import Context
 from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
 from clusterjob.worker.group_formation import GroupFormation
@@ -161,7 +161,7 @@ def _make_group(
         rendezvous_result = rendezvous.join(
             signed,
             worker,
-            own=rendezvous.own_facts(worker, device, backend=backend),
+            own=rank_facts.own_facts(worker, device, backend=backend),
             timeout=seconds,
             started=place.served,
             ask=ask,

@@ -16,8 +16,9 @@ from typing import Any
 
 from clusterjob.errors import RanksMissingError
 from clusterjob.node.environments.topology import Worker
-from clusterjob.worker import once_per_host, rendezvous
-from clusterjob.worker.rendezvous import Ask, Facts
+from clusterjob.worker import once_per_host, waiting_text
+from clusterjob.worker.rank_facts import Facts, who
+from clusterjob.worker.rendezvous import Ask
 from clusterjob.worker.signed_values import SignedStore
 from clusterjob.worker.store import another_connection
 
@@ -103,7 +104,7 @@ class GroupFormation:
             once_per_host.print_line(f"{self._stuck(store, silent)}; {self._waited():.0f} s so far")
         elif without:
             named = self._named(store, without)
-            who = (
+            waiting = (
                 f"{len(without)} of {self._worker.world_size} processes wait for each other, "
                 f"such as {named[0]} and {named[-1]}"
             )
@@ -112,7 +113,7 @@ class GroupFormation:
                 "by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
             )
             once_per_host.print_line(
-                f"the process group is not made after {self._waited():.0f} s: {who}: {hint}"
+                f"the process group is not made after {self._waited():.0f} s: {waiting}: {hint}"
             )
 
     def _final_probe(self) -> str:
@@ -150,18 +151,15 @@ class GroupFormation:
 
     def _without(self, store: Any) -> tuple[list[int], list[int]]:
         """Return the ranks without the group, and those of them that do not answer."""
-        without = rendezvous.missing_ranks(store, self._worker, key="formed")
+        without = waiting_text.missing_ranks(store, self._worker, key="formed")
         return without, [rank for rank in without if not store.check([f"there{rank}"])]
 
     def _named(self, store: Any, ranks: list[int]) -> list[str]:
         ends = [ranks[0], ranks[-1]]
-        return [
-            rendezvous.who(Facts.of(data))
-            for data in store.multi_get([f"rank{rank}" for rank in ends])
-        ]
+        return [who(Facts.of(data)) for data in store.multi_get([f"rank{rank}" for rank in ends])]
 
     def _stuck(self, store: Any, silent: list[int]) -> str:
-        return rendezvous.describe_unresponsive(
+        return waiting_text.describe_unresponsive(
             store,
             silent,
             how="joined the rendezvous, no answer while the process group is made: dead or stuck",

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import RanksMissingError, RendezvousError
-from clusterjob.node.environments import scheduler
 from clusterjob.node.environments.topology import Worker
-from clusterjob.node.system import processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.worker import once_per_host
+from clusterjob.worker.rank_facts import Facts, disagreement, who
+from clusterjob.worker.waiting_text import (
+    describe_missing,
+    describe_unresponsive,
+    missing_ranks,
+    report_clock,
+    whose,
+)
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
 _GRACE = 5.0  # seconds that the other ranks wait for rank 0 after their own timeout
@@ -31,67 +35,8 @@ _QUICK = 3.0  # maximum seconds of a normal start
 # Seconds between two polls of the overseeing rank.
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.01
 _EAGER_PAUSE = 0.002  # maximum pause during a normal start: all ranks wait for that poll
-_MAX_NAMED = 8
 _MAX_ANSWER = 4000
-_MAX_NAME = 300  # characters of a text that another process wrote
 Ask = Callable[..., None]  # (missing ranks, final=whether the caller gives up)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts that a process writes to the store in the rendezvous.
-
-    Attributes:
-        rank: its rank.
-        host, pid, boot: its host name, its pid, and the boot id of its machine.
-        world_size: its world size.
-        job: its job id; empty if it is unknown.
-        versions: versions of torch and of the backend.
-        gpu: the UUID of its GPU; empty without one.
-        time: its machine's clock, in seconds since 1970.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    boot: str
-    world_size: int
-    job: str
-    versions: str
-    gpu: str
-    time: float
-
-    @classmethod
-    def of(cls, data: bytes) -> Facts:
-        """Parse the facts of another process; texts are made safe to show on a terminal.
-
-        Raises:
-            RendezvousError: the data is not in the format that `data` returns.
-        """
-        try:
-            fields = json.loads(data)
-            for name in ("host", "boot", "job", "versions", "gpu"):
-                fields[name] = sanitize(fields[name])[:_MAX_NAME]
-            if all(type(fields[name]) is int for name in ("rank", "pid", "world_size")):
-                return cls(**fields | {"time": float(fields["time"])})
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            pass
-        raise RendezvousError(
-            "torch's store holds a value that no process of a job writes",
-            "another program uses MASTER_ADDR:MASTER_PORT",
-        )
-
-    def data(self) -> str:
-        """Return the facts in the format that `of` parses."""
-        return json.dumps(asdict(self))
-
-    def process(self) -> str:
-        """Return the process's host and pid as text."""
-        return f"{self.host} (pid {self.pid})"
-
-    def is_same_process(self, other: Facts) -> bool:
-        """Return whether both are facts of the same process."""
-        return (self.host, self.pid, self.boot) == (other.host, other.pid, other.boot)
 
 
 @dataclass(frozen=True)
@@ -103,37 +48,6 @@ class Rendezvous:
     """
 
     nodes: Sequence[int]
-
-
-def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
-    """Return this process's facts.
-
-    Args:
-        worker: its rank assignment.
-        device: its torch device.
-        backend: the backend of the process group that will be made.
-    """
-    import torch
-
-    versions = f"torch {torch.__version__}"
-    gpu = ""
-    if device.type == "cuda":
-        gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-        if backend == "nccl":
-            versions += f" with NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    job = scheduler.job_id(worker.topology.source, os.environ)
-    host, boot = socket.gethostname(), processes.boot_id() or ""
-    return Facts(
-        worker.rank,
-        host,
-        pid=os.getpid(),
-        boot=boot,
-        world_size=worker.world_size,
-        job=job,
-        versions=versions,
-        gpu=gpu,
-        time=time.time(),
-    )
 
 
 @dataclass(frozen=True)
@@ -175,7 +89,7 @@ def join(
         if not answer["refused"]:
             ahead = time.time() - float(answer["time"])
             if abs(ahead) > _FARTHEST_CLOCK and worker.rank:
-                _report_clock(
+                report_clock(
                     store,
                     own,
                     how=f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
@@ -232,42 +146,14 @@ def _enter(call: _Call) -> bool:
     if first.time - own.time > _FARTHEST_CLOCK:  # a later time may only mean a later start
         off = f"at least {first.time - own.time:.0f} s"
         if own.rank == 0:
-            _report_clock(store, first, how=f"{off} ahead of rank 0's")
+            report_clock(store, first, how=f"{off} ahead of rank 0's")
         else:
-            _report_clock(store, own, how=f"{off} behind {_whose(first)}")
+            report_clock(store, own, how=f"{off} behind {whose(first)}")
     # A refused rank writes the refusal before it is counted: when the count is full, every
     # refusal is written.
     if store.add("count", 1) == own.world_size:
         store.set("full", "")
     return first == own
-
-
-def disagreement(own: Facts, first: Facts) -> tuple[str, str]:
-    """Return why two processes cannot be in one job, and a hint; both are empty if they can.
-
-    The result is the same in both processes.
-    """
-    if own.rank < first.rank:
-        own, first = first, own
-    if own.world_size != first.world_size:
-        return (
-            f"{who(own)} counts {own.world_size} processes, {who(first)} counts {first.world_size}",
-            "WORLD_SIZE differs among them, or two jobs have the same MASTER_PORT",
-        )
-    if own.job != first.job:
-        return (
-            (
-                f"{who(own)} is of job {own.job or '(unnamed)'}, "
-                f"{who(first)} of job {first.job or '(unnamed)'}"
-            ),
-            "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
-        )
-    if own.versions != first.versions:
-        return (
-            f"{who(own)} has {own.versions}, {who(first)} has {first.versions}",
-            "all nodes need the same installation of torch",
-        )
-    return "", ""
 
 
 def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
@@ -307,7 +193,7 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
             if in_charge and waited > timeout:
                 missing = missing_ranks(store, worker)
                 call.ask(missing, final=True)
-                text = f"{_missing(call, missing)}; gave up after {waited:.0f} s"
+                text = f"{_describe(call, missing)}; gave up after {waited:.0f} s"
                 _answer(store, text, timed_out=True)
                 return
             if waited > timeout + _GRACE:
@@ -445,76 +331,23 @@ def _await_readers(store: Any, worker: Worker) -> None:
         time.sleep(_MAX_PAUSE)
 
 
+def _describe(call: _Call, missing: list[int]) -> str:
+    return describe_missing(call.store, call.worker, missing, started=call.started)
+
+
 def _print_missing(call: _Call, waited: float) -> None:
     missing = missing_ranks(call.store, call.worker)
-    once_per_host.print_line(f"{_missing(call, missing)}; {waited:.0f} s so far")
+    once_per_host.print_line(f"{_describe(call, missing)}; {waited:.0f} s so far")
     call.ask(missing, final=False)
     there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(missing)]
     now = time.time()
     for each in map(Facts.of, call.store.multi_get(there)):
         if each.time - now > _FARTHEST_CLOCK:  # it joined in the past, so its clock is ahead
-            _report_clock(
+            report_clock(
                 call.store,
                 each,
-                how=f"at least {each.time - now:.0f} s ahead of {_whose(call.own)}",
+                how=f"at least {each.time - now:.0f} s ahead of {whose(call.own)}",
             )
-
-
-def _report_clock(store: Any, of: Facts, how: str) -> None:
-    """Print that a machine's clock is off, once per machine and for up to `_MAX_NAMED` machines."""
-    if store.add(f"clock {of.host} {of.boot}", 1) == 1 and store.add("clocks", 1) <= _MAX_NAMED:
-        once_per_host.print_line(f"the clock of {of.process()}, rank {of.rank}, is {how}")
-
-
-def _whose(facts: Facts) -> str:
-    return "rank 0's" if facts.rank == 0 else f"that of {who(facts)}"
-
-
-def who(facts: Facts) -> str:
-    """Return a rank with its host and pid, as text."""
-    return f"rank {facts.rank} on {facts.process()}"
-
-
-def missing_ranks(store: Any, worker: Worker, key: str = "rank") -> list[int]:
-    """Return the ranks whose key, such as ``rank3`` for rank 3, is not in the store."""
-    return [rank for rank in range(worker.world_size) if not store.check([f"{key}{rank}"])]
-
-
-def describe_unresponsive(store: Any, ranks: list[int], how: str) -> str:
-    """Return a text about ranks that joined and do not answer any more."""
-    known = store.multi_get([f"rank{rank}" for rank in ranks[:_MAX_NAMED]])
-    named = [f"{each.rank} on {each.process()}" for each in map(Facts.of, known)]
-    return f"{_waiting_for(ranks, named)}: {how}"
-
-
-def _missing(call: _Call, missing: list[int]) -> str:
-    """Return a text about missing ranks: their nodes, hosts and probable state."""
-    store, worker = call.store, call.worker
-    size = max(1, worker.local_world_size)
-    hosts: dict[int, str] = {}
-    for node in dict.fromkeys(rank // size for rank in missing):
-        there = [
-            rank
-            for rank in range(node * size, min(worker.world_size, (node + 1) * size))
-            if rank not in missing
-        ]
-        if there:
-            hosts[node] = Facts.of(store.get(f"rank{there[0]}")).host
-    named = [
-        f"{rank} (node {rank // size}{f', {hosts[rank // size]}' if rank // size in hosts else ''})"
-        for rank in missing[:_MAX_NAMED]
-    ]
-    known = (
-        "started, and not yet at init()"
-        if call.started
-        else "not seen yet: not started, or still importing"
-    )
-    return f"{_waiting_for(missing, named)}: {known}"
-
-
-def _waiting_for(ranks: list[int], named: list[str]) -> str:
-    more = f" and {len(ranks) - len(named)} more" if len(ranks) > len(named) else ""
-    return f"waiting for rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
 
 
 def _ask_nobody(_missing: list[int], *, final: bool) -> None:

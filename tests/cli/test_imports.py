@@ -195,13 +195,13 @@ def test_node_modules_load_only_standard_library() -> None:
 
 
 def test_node_modules_load_no_third_party_modules_if_installed(startup_modules: set[str]) -> None:
-    names = "clusterjob.bootstrap, clusterjob.node.launch, clusterjob.node.agent"
+    names = "clusterjob.bootstrap, clusterjob.node.launch, clusterjob.node.agent.agent"
     modules = loaded("-c", f"import {names}\n{REPORT}") - startup_modules
     assert third_party(modules) == set()
 
 
 def test_node_modules_import_no_submission_modules() -> None:
-    names = "clusterjob.node.launch, clusterjob.node.agent, clusterjob.node.zip.main"
+    names = "clusterjob.node.launch, clusterjob.node.agent.agent, clusterjob.node.zip.main"
     code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); import {names}\n{REPORT}"
     modules = {name for name in loaded("-I", "-S", "-c", code) if name.startswith("clusterjob")}
     allowed = ("clusterjob.node", "clusterjob.errors")

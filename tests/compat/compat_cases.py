@@ -47,7 +47,7 @@ CASES = [
     _script("ddp_in_function.py", quick=True, starts=BOTH),
     _script("ddp_in_function.py", id="ddp_in_function-2-nodes", nodes=2),
     _script("ddp_freed_first.py"),
-    _script("ddp_never_destroyed.py", quick=True, starts=BOTH),
+    _script("ddp_never_destroyed.py", starts=BOTH),
     _script("ddp_at_module_level.py", "--max_iters=3", "--learning_rate=0.1"),
     _script("groups_of_ranks.py", nproc=4),
     _script(

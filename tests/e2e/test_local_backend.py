@@ -32,8 +32,9 @@ from procs import (
 )
 from verdicts import wait_for_verdict
 
+from clusterjob.backends import base
 from clusterjob.backends.local.backend import LocalBackend
-from clusterjob.core import jobs
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.config import Settings
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Handle, Record, Records
@@ -76,12 +77,14 @@ class Project:
 
     def plan(self, program: Program, **flags: Any) -> Plan:
         flags = {"nodes": 2, "python": str(self.python), **flags}
-        settings: Settings = jobs.resolve_settings(
+        settings: Settings = job_settings.resolve(
             {key: value for key, value in flags.items() if value is not None},
             "local",
             directory=self.directory,
         )
-        return jobs.plan(jobs.make_spec(program, settings, directory=self.directory), settings)
+        return jobs.plan(
+            job_settings.make_spec(program, settings, directory=self.directory), settings
+        )
 
     def submit(self, text: str, *args: str, **flags: Any) -> Record:
         """Submit a script with this text as a detached job, like ``clusterjob submit``."""
@@ -148,11 +151,11 @@ def test_job_is_pending_then_running_then_succeeded(project: Project) -> None:
         """,
         setup="while [ ! -e go ]; do sleep 0.02; done",
     )
-    before = jobs.status(record)
+    before = polling.status(record)
     assert (before.state, before.verdict, before.started_at) == (JobState.PENDING, None, None)
     project.path("go").touch()
     project.wait_for("up0", "up1")
-    during = jobs.status(record)
+    during = polling.status(record)
     assert (during.state, during.verdict, during.restarts) == (JobState.RUNNING, None, 0)
     assert Records().find(record.job_id).end is None
     project.path("leave").touch()
@@ -192,6 +195,8 @@ def test_submitted_files_and_commands_equal_plan(project: Project) -> None:
     logs = {f"logs/node{node}{name}" for node in (0, 1) for name in ("", "/agent.log")}
     assert found == planned | logs | {"token", "logs", "ends", "detached"}
     for pid, command in zip(agents_of(record), plan.commands, strict=True):
+        # During exec, after Popen returns, both are empty for a moment.
+        wait_until(Path(f"/proc/{pid}/environ").read_bytes, END_TIMEOUT)
         assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1] == [
             word.encode() for word in command.argv
         ]
@@ -232,7 +237,7 @@ def test_follow_returns_lines_by_rank_and_stream(project: Project) -> None:
         nproc_per_node="2",
     )
     lines: list[Any] = []
-    verdict = jobs.follow(
+    verdict = polling.follow(
         record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=lambda _: None
     )
     assert verdict.state is JobState.SUCCEEDED
@@ -558,8 +563,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("guilty", [1, 2])
-@pytest.mark.parametrize("end", ENDS)
+# Rank 1 runs on the coordinator's node, rank 2 on the other; each end occurs on one of the two.
+@pytest.mark.parametrize(("end", "guilty"), list(zip(ENDS, (1, 2, 1, 2), strict=True)))
 def test_dead_worker_ends_both_nodes(project: Project, end: str, guilty: int) -> None:
     statement, code, signal_name = ENDS[end]
     record = project.submit(
@@ -664,9 +669,9 @@ def test_failed_workers_are_restarted(project: Project) -> None:
     )
     verdict = wait_for_verdict(record)
     assert (verdict.state, verdict.exit_code, verdict.restarts) == (JobState.SUCCEEDED, 0, 1)
-    assert jobs.status(Records().find(record.job_id)).restarts == 1
+    assert polling.status(Records().find(record.job_id)).restarts == 1
     lines: list[Any] = []
-    jobs.follow(
+    polling.follow(
         record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=lambda _: None
     )
     assert [line.text for line in lines if line.rank == 1] == ["attempt 0 2", "attempt 1 2"]
@@ -780,12 +785,12 @@ def test_running_job_is_cancelled_once(project: Project) -> None:
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
     wait_for_no_processes(END_TIMEOUT)
     print(f"cancel took {time.monotonic() - begin:.2f} s")
-    status = jobs.status(record)
+    status = polling.status(record)
     assert status.state is JobState.CANCELLED
     assert status.verdict is not None
     assert (status.verdict.exit_code, status.verdict.failure) == (143, None)
     assert [was_running for _, was_running in jobs.cancel([record])] == [False]
-    assert jobs.status(Records().find(record.job_id)).state is JobState.CANCELLED
+    assert polling.status(Records().find(record.job_id)).state is JobState.CANCELLED
 
 
 def test_cancelled_workers_have_grace_to_save(project: Project) -> None:
@@ -806,7 +811,7 @@ def test_cancelled_workers_have_grace_to_save(project: Project) -> None:
     jobs.cancel([record])
     assert project.path("saved0").exists()
     assert project.path("saved1").exists()
-    assert jobs.status(record).state is JobState.CANCELLED
+    assert polling.status(record).state is JobState.CANCELLED
 
 
 def test_cancelled_worker_that_ignores_sigterm_is_killed_after_grace(project: Project) -> None:
@@ -825,7 +830,7 @@ def test_cancelled_worker_that_ignores_sigterm_is_killed_after_grace(project: Pr
     took = time.monotonic() - begin + wait_for_no_processes(END_TIMEOUT)
     print(f"workers that ignore SIGTERM were gone {took:.2f} s after cancel, with a grace of 0.5 s")
     assert 0.4 < took < END_TIMEOUT
-    assert jobs.status(record).state is JobState.CANCELLED
+    assert polling.status(record).state is JobState.CANCELLED
 
 
 def test_job_can_be_cancelled_at_any_time_of_start(project: Project) -> None:
@@ -835,7 +840,7 @@ def test_job_can_be_cancelled_at_any_time_of_start(project: Project) -> None:
         record = project.submit(SLEEPER)
         time.sleep(milliseconds / 1000)
         jobs.cancel([record])
-        status = jobs.status(record)
+        status = polling.status(record)
         states[milliseconds] = (
             str(status.state),
             status.verdict.exit_code if status.verdict else None,
@@ -847,12 +852,12 @@ def test_job_can_be_cancelled_at_any_time_of_start(project: Project) -> None:
 def test_job_is_cancelled_during_setup(project: Project) -> None:
     record = project.submit(SLEEPER, setup='touch "in$CLUSTERJOB_NODE_RANK"; sleep 1000')
     project.wait_for("in0", "in1")
-    assert jobs.status(record).state is JobState.PENDING
+    assert polling.status(record).state is JobState.PENDING
     begin = time.monotonic()
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
     wait_for_no_processes(END_TIMEOUT)
     print(f"cancel during setup took {time.monotonic() - begin:.2f} s")
-    status = jobs.status(record)
+    status = polling.status(record)
     assert status.state is JobState.CANCELLED, status
     assert status.verdict is not None
     assert status.verdict.exit_code == 143
@@ -867,14 +872,14 @@ def test_cancelled_setup_line_that_ignores_sigterm_is_killed(
     project.wait_for("in0", "in1")
     jobs.cancel([record])
     wait_for_no_processes(END_TIMEOUT)
-    assert jobs.status(record).state is JobState.CANCELLED
+    assert polling.status(record).state is JobState.CANCELLED
 
 
 def test_ended_job_is_not_cancelled(project: Project) -> None:
     record = project.submit("")
     wait_for_verdict(record)
     assert [was_running for _, was_running in jobs.cancel([record])] == [False]
-    assert jobs.status(record).state is JobState.SUCCEEDED
+    assert polling.status(record).state is JobState.SUCCEEDED
 
 
 # -- deleted directories and stale records ---------------------------------------------------------
@@ -885,12 +890,12 @@ def test_running_job_with_deleted_directory_is_cancelled(project: Project) -> No
     project.wait_for("up0", "up1")
     # rename is atomic; a writer could create files again during rmtree
     shutil.rmtree(record.job_dir.rename(project.path("deleted")))
-    assert jobs.status(record).state in (JobState.RUNNING, JobState.UNKNOWN), (
+    assert polling.status(record).state in (JobState.RUNNING, JobState.UNKNOWN), (
         "it was started: it cannot be pending"
     )
     assert [was_running for _, was_running in jobs.cancel([record])] == [True]
     wait_for_no_processes(END_TIMEOUT)
-    status = jobs.status(record)
+    status = polling.status(record)
     assert status.state in (JobState.CANCELLED, JobState.LOST)
     assert status.verdict is not None
     assert status.verdict.exit_code != 0
@@ -923,12 +928,14 @@ def test_ended_job_with_deleted_directory_keeps_recorded_state(project: Project)
     wait_until(lambda: not any(map(alive, agents_of(unasked))), END_TIMEOUT)
     shutil.rmtree(known.job_dir)
     shutil.rmtree(unasked.job_dir)
-    assert jobs.status(Records().find(known.job_id)).state is JobState.SUCCEEDED, (
+    assert polling.status(Records().find(known.job_id)).state is JobState.SUCCEEDED, (
         "its end was noted in the record"
     )
-    assert jobs.status(Records().find(unasked.job_id)).state is JobState.LOST
+    assert polling.status(Records().find(unasked.job_id)).state is JobState.LOST
     assert (
-        jobs.follow(Records().find(known.job_id), lambda _: None, progress=lambda _: None).exit_code
+        polling.follow(
+            Records().find(known.job_id), lambda _: None, progress=lambda _: None
+        ).exit_code
         == 0
     )
 
@@ -945,7 +952,7 @@ def test_job_of_previous_boot_is_lost(project: Project) -> None:
         ),
     )
     agents = agents_of(record)
-    assert jobs.status(stale).state is JobState.LOST
+    assert polling.status(stale).state is JobState.LOST
     assert [was_running for _, was_running in jobs.cancel([stale])] == [False]
     assert all(alive(agent) for agent in agents), (
         "the processes with these pids belong to another job on this boot"
@@ -973,7 +980,7 @@ def test_reused_pid_is_not_taken_for_agent(project: Project, ticks: str) -> None
             end=None,
             handle=replace(record.handle, data={**record.handle.data, "agents": agents}),
         )
-        assert jobs.status(stale).state is JobState.LOST
+        assert polling.status(stale).state is JobState.LOST
         jobs.cancel([stale])
         assert bystander.poll() is None
         assert alive(bystander.pid)
@@ -1004,7 +1011,7 @@ def test_job_of_another_host_is_unknown_and_not_cancelled(project: Project, tmp_
         handle=handle,
     )
     Records().save(record)
-    status = jobs.status(record)
+    status = polling.status(record)
     assert (status.state, status.verdict) == (JobState.UNKNOWN, None)
     assert "elsewhere" in status.reason
     with pytest.raises(ClusterJobError, match="job x-222222 runs on elsewhere") as caught:
@@ -1037,7 +1044,7 @@ def test_job_during_submission_is_pending(
             subprocess.run(listing, capture_output=True, timeout=TEST_TIMEOUT, check=True).stdout
         )
     )
-    monkeypatch.setitem(jobs._loaded, "local", backend)
+    monkeypatch.setitem(base._loaded, "local", backend)
     record = project.submit(SLEEPER)
     project.wait_for("up0", "up1")
     jobs.cancel([record])
@@ -1048,10 +1055,10 @@ def test_status_of_stale_record_does_not_overwrite_handle(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = PolledDuringSubmit(lambda: Records().all())
-    monkeypatch.setitem(jobs._loaded, "local", backend)
+    monkeypatch.setitem(base._loaded, "local", backend)
     record = project.submit(SLEEPER)
     project.wait_for("up0", "up1")
-    jobs.statuses(backend.seen)  # another terminal evaluates the records that it read earlier
+    polling.statuses(backend.seen)  # another terminal evaluates the records that it read earlier
     again = Records().find(record.job_id)
     jobs.cancel([record])
     assert again.handle == record.handle, (
@@ -1068,4 +1075,4 @@ def test_job_is_outside_process_group_of_submitter(project: Project) -> None:
     assert groups
     assert own_group not in groups
     jobs.cancel([record])
-    assert jobs.status(record).reason == "cancelled"
+    assert polling.status(record).reason == "cancelled"

@@ -17,11 +17,13 @@ from procs import TEST_TIMEOUT
 from slurm_user import User
 from sshsite import Site
 
+# Jobs start workers by exec, so that nothing imports torch.
 OUTER = """
     import os, subprocess, sys
     if os.environ["RANK"] == "0":
         command = [sys.executable, "-m", "clusterjob", "run", "--cluster", sys.argv[1]]
-        sys.exit(subprocess.run([*command, "--nodes", "2", "inner.py"]).returncode)
+        options = ["--start", "exec", "--nodes", "2"]
+        sys.exit(subprocess.run([*command, *options, "inner.py"]).returncode)
 """
 INNER = """
     import os, clusterjob
@@ -64,6 +66,8 @@ def test_local_job_runs_local_job(tmp_path: Path) -> None:
         "run",
         "--cluster",
         "local",
+        "--start",
+        "exec",
         "--nodes",
         "2",
         "outer.py",
@@ -88,7 +92,8 @@ def test_local_job_runs_local_job(tmp_path: Path) -> None:
 
 def test_job_submits_function(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(textwrap.dedent(SUBMITS_FUNCTION))
-    command = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local", "outer.py"]
+    options = ["--cluster", "local", "--start", "exec"]
+    command = [sys.executable, "-m", "clusterjob", "run", *options, "outer.py"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT * 2
     )
@@ -100,7 +105,7 @@ def test_job_submits_function(tmp_path: Path) -> None:
 def test_slurm_job_runs_job(user: User, inner: str) -> None:
     user.patch.setenv("CLUSTERJOB_PYTHON", sys.executable)
     write(user.directory)
-    options = ("--gpus-per-node", "0", "--nodes", "1", "--nproc-per-node", "2")
+    options = ("--gpus-per-node", "0", "--nodes", "1", "--nproc-per-node", "2", "--start", "exec")
     done = user("run", "--cluster", "slurm", *options, "outer.py", inner, timeout=TEST_TIMEOUT * 3)
     assert expected(done.stdout) == [
         "inner 0 2 clusterjob-node.pyz",
@@ -113,6 +118,8 @@ def test_ssh_job_runs_local_job(site: Site) -> None:
     process = site.command(
         "run",
         *site.options(hosts="gpu1", python=sys.executable, nproc_per_node="2"),
+        "--start",
+        "exec",
         "outer.py",
         "local",
     )

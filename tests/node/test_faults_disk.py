@@ -22,7 +22,7 @@ import pytest
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 
 import clusterjob
-from clusterjob.core import jobs
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import RecordError
 from clusterjob.node.logs import ends
@@ -238,9 +238,9 @@ def test_agents_end_when_handle_cannot_be_saved(mount: Mount, work: Path) -> Non
     home = Path(os.environ["CLUSTERJOB_HOME"])
     disk = mount(f"size={2 * PAGE}", home / "records")
     fill(disk, PAGE)
-    settings = jobs.resolve_settings({"setup": "sleep 1000"}, "local", directory=work)
+    settings = job_settings.resolve({"setup": "sleep 1000"}, "local", directory=work)
     plan = jobs.plan(
-        jobs.make_spec(Program("script", "script.py"), settings, directory=work), settings
+        job_settings.make_spec(Program("script", "script.py"), settings, directory=work), settings
     )
     with pytest.raises(RecordError, match="No space left"):
         jobs.submit(plan, "local", detach=True)
@@ -506,7 +506,7 @@ def test_status_is_shown_when_end_of_job_cannot_be_recorded(mount: Mount, work: 
     )
     Records().save(record)
     fill(disk, 0)
-    assert jobs.status(record).state is JobState.LOST
+    assert polling.status(record).state is JobState.LOST
     assert Records().find(record.job_id).end is None
 
 

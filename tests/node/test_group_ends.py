@@ -39,7 +39,7 @@ FREED_LATE = """
 """
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 def test_models_freed_after_their_groups_neither_hang_nor_abort(tmp_path: Path, mode: str) -> None:
     ended = launch(mode, 3, [script(tmp_path, FREED_LATE)], tmp_path)
     assert ended.code == 0, ended.err

@@ -69,7 +69,13 @@ ROOT_MPI = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("given", [False, True], ids=["no master", "master given"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(False, id="no master"),
+        pytest.param(True, id="master given", marks=pytest.mark.slow),
+    ],
+)
 def test_bootstrap_under_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
     extra = ROOT_MPI | (
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {}
@@ -84,7 +90,13 @@ def test_bootstrap_under_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "inside a shell"])
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        pytest.param(False, id="plain", marks=pytest.mark.slow),
+        pytest.param(True, id="inside a shell"),
+    ],
+)
 def test_bootstrap_under_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
     path = script(tmp_path, TRAIN)
     command = (

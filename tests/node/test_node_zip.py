@@ -169,7 +169,7 @@ def test_node_zip_holds_only_modules_that_jobs_need() -> None:
         assert [node.lineno for node in statements(source)] == [
             node.lineno for node in statements(packed)
         ], name
-    assert b"\n    # " not in texts["clusterjob/node/agent.py"]
+    assert b"\n    # " not in texts["clusterjob/node/agent/agent.py"]
     assert texts["__main__.py"] == (PACKAGE / "node" / "zip" / "main.py").read_bytes()
 
 
@@ -318,7 +318,7 @@ def test_unknown_option_is_reported_without_traceback(zip_file: Path) -> None:
 def test_zip_on_pythonpath_is_imported_before_installed_package(
     zip_file: Path, tmp_path: Path
 ) -> None:
-    code = "import clusterjob, clusterjob.node.agent, clusterjob.core.spec, json\n"
+    code = "import clusterjob, clusterjob.node.agent.agent, clusterjob.core.spec, json\n"
     code += "print(json.dumps([clusterjob.__file__, clusterjob.__version__]))"
     environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
     for flags in ([], ["-S"]):

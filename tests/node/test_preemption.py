@@ -809,7 +809,9 @@ def test_failure_kind_is_terminated_only_for_end_by_sigterm(
 # -- real training ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_training_workers_leave_in_middle_of_step_after_warning(
     make_job: MakeJob, number: signal.Signals
 ) -> None:

@@ -94,7 +94,7 @@ def launch(
 ENTRY = (sys.executable, "-m", "clusterjob", "launch")
 
 
-@pytest.mark.parametrize(("count", "gpus"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("count", "gpus"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_nodes_train_with_platform_variables_only(
     four: list[Machine], tmp_path: Path, count: int, gpus: int
 ) -> None:

@@ -202,7 +202,7 @@ def test_cancel_ends_all_processes_of_worker(volc: Platform, tmp_path: Path) -> 
         "both sleep",
     )
     # The shell has time to print; the sleep that ignores SIGTERM is killed afterwards.
-    volc.set(kill_grace=15.0)
+    volc.set(kill_grace=5.0)
     done = volc.volc("ml_task", "cancel", "--id", task)
     assert (done.returncode, done.stdout) == (0, "cancel success\n")
     volc.wait_for_line(task, "terminated")

@@ -17,12 +17,12 @@ from procs import TEST_TIMEOUT
 
 from clusterjob.backends import shared
 from clusterjob.backends.batch_command.log_stream import LogStream
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.listing import Listing
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import read_events
-from clusterjob.node.logs.log_files import LogReader
+from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 VERDICT = Verdict(
@@ -54,7 +54,7 @@ RECORD = Record(
 
 def listed_job_ids() -> list[str]:
     found = Listing(Records())
-    return [row.job_id for row in found.with_states(jobs.statuses(found.open))]
+    return [row.job_id for row in found.with_states(polling.statuses(found.open))]
 
 
 # -- any content ---------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object) 
     for name in ("x-222222_0", "x-222222_1"):
         (records.directory / f"{name}.json").unlink(missing_ok=True)
     assert "good-222222" in listed_job_ids()
-    assert "good-222222" in [record.job_id for record, _ in jobs.statuses(records.all())]
+    assert "good-222222" in [record.job_id for record, _ in polling.statuses(records.all())]
 
 
 @fuzz(
@@ -118,7 +118,7 @@ def test_job_directory_of_any_content_has_a_status(
         spec={},
         handle=HANDLE,
     )
-    ((_, status),) = jobs.statuses([record])
+    ((_, status),) = polling.statuses([record])
     assert status.state.final or status.state in (JobState.PREEMPTED, JobState.UNKNOWN)
     ends.has_result(tmp_path, 0)
 

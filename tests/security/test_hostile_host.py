@@ -16,7 +16,7 @@ from procs import TEST_TIMEOUT
 from sshsite import Site
 from verdicts import wait_for_verdict
 
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
@@ -113,14 +113,14 @@ def introduction():
 @pytest.fixture
 def record(site: Site) -> Record:
     """Return a job whose end has not been polled."""
-    return site.submit("", hosts="gpu1", set={"connect_timeout": "4"})
+    return site.submit("", hosts="gpu1", set={"connect_timeout": "2"})
 
 
 def assert_unknown(record: Record, name: str, *, seconds: float) -> None:
     """Poll the status: it is UNKNOWN, names the host, and writes nothing from the host."""
     before = sorted(record.job_dir.rglob("*"))
     begin = time.monotonic()
-    status = jobs.status(record)
+    status = polling.status(record)
     assert time.monotonic() - begin < seconds, name
     assert status.state is JobState.UNKNOWN, name
     assert status.reason.startswith("gpu1: "), name

@@ -11,8 +11,9 @@ from hostile_host import hostile, run
 from procs import TEST_TIMEOUT
 from sshsite import Site
 
+from clusterjob.backends import base
 from clusterjob.backends.slurm.login_host import Login
-from clusterjob.core import jobs
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.plans import new_id
 from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.errors import ClusterJobError
@@ -73,9 +74,14 @@ GONE_LOG = _ENDLESS.format(
 
 
 @pytest.fixture
-def record(site: Site) -> Record:
+def connect_timeout() -> str:
+    return "3"
+
+
+@pytest.fixture
+def record(site: Site, connect_timeout: str) -> Record:
     """Return a job of a Slurm cluster whose login host is gpu1."""
-    set_ = {"ssh_config": str(site.ssh_network.config), "connect_timeout": "3"}
+    set_ = {"ssh_config": str(site.ssh_network.config), "connect_timeout": connect_timeout}
     job_id = new_id("train")
     handle = Handle(
         "slurm",
@@ -125,7 +131,7 @@ def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
 
 def drop_connection() -> None:
     """Drop the cached connection, as a new process has none."""
-    backend: Any = jobs._loaded.pop("slurm", None)
+    backend: Any = base._loaded.pop("slurm", None)
     if backend is not None:
         backend.close()
 
@@ -145,8 +151,8 @@ def test_logs_end_when_login_host_sends_without_end(
     play(code)
     _, _, err = run(site, "logs", record.job_id)
     assert "Traceback" not in err
-    jobs.collect(record)
-    status = jobs.status(record)
+    polling.collect(record)
+    status = polling.status(record)
     assert (status.state, f"gpu1: {why}" in status.reason) == (JobState.UNKNOWN, True), status
 
 
@@ -212,12 +218,6 @@ def polled(request):
     files = [{"path": "ends/srun.0", "stamp": "1", "size": 6000}]
     return {"jobs": [{"known": True, "files": files, "more": False}]}, data
 """,
-    "one byte per second": """
-def ran(argv):
-    for byte in b'{"size": 5, "code": 0, "out": 5}':
-        say(bytes([byte]))
-        time.sleep(1)
-""",
     "still running": """
 def answer(request):
     if request["type"] in ("RunCommand", "ReapCommand"):
@@ -231,20 +231,28 @@ def command(argv):
     return "7\\n"
 """,
 }
+ONE_BYTE_PER_SECOND = """
+def ran(argv):
+    for byte in b'{"size": 5, "code": 0, "out": 5}':
+        say(bytes([byte]))
+        time.sleep(1)
+"""
 
 
 def submit(site: Site, record: Record) -> None:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = jobs.resolve_settings(
+    settings = job_settings.resolve(
         {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
     )
-    spec = jobs.make_spec(Program("script", site.script("")), settings, directory=site.directory)
+    spec = job_settings.make_spec(
+        Program("script", site.script("")), settings, directory=site.directory
+    )
     jobs.submit(jobs.plan(spec, settings), "hpc", detach=True)
 
 
 def run_doctor_checks(site: Site, record: Record) -> list[str]:
     options = [f"{key}={value}" for key, value in record.spec["options"].items()]
-    settings = jobs.resolve_settings(
+    settings = job_settings.resolve(
         {"login": "gpu1", "set": options, "python": site.python}, None, directory=site.directory
     )
     return [str(check) for check in jobs.doctor_checks(settings, site.directory)]
@@ -254,12 +262,24 @@ def run_doctor_checks(site: Site, record: Record) -> list[str]:
 def test_invalid_slurm_answer_of_login_host_gives_bounded_status_or_error(
     site: Site, record: Record, play: Callable[[str], None], name: str
 ) -> None:
-    """Each command ends in time, with a short status or a short ClusterJobError."""
     play(COMMANDS[name])
+    assert_commands_are_bounded(site, record)
+
+
+@pytest.mark.parametrize("connect_timeout", ["1"])
+def test_login_host_that_answers_one_byte_per_second_is_given_up(
+    site: Site, record: Record, play: Callable[[str], None]
+) -> None:
+    play(ONE_BYTE_PER_SECOND)
+    assert_commands_are_bounded(site, record)
+
+
+def assert_commands_are_bounded(site: Site, record: Record) -> None:
+    """Run each command: it ends in time, with a short status or a short ClusterJobError."""
     calls: dict[str, Callable[[], Any]] = {
-        "status": lambda: jobs.status(Records().find(record.job_id)).reason,
+        "status": lambda: polling.status(Records().find(record.job_id)).reason,
         "cancel": lambda: jobs.cancel([Records().find(record.job_id)]),
-        "logs": lambda: jobs.collect(Records().find(record.job_id)),
+        "logs": lambda: polling.collect(Records().find(record.job_id)),
         "doctor": lambda: run_doctor_checks(site, record),
         "submit": lambda: submit(site, record),
     }

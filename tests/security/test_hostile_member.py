@@ -16,7 +16,7 @@ from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, wait_for_lin
 from verdicts import wait_for_verdict
 
 from clusterjob.backends.ssh import status
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import HostError
 from clusterjob.node.verdict import JobState
@@ -40,16 +40,16 @@ def test_success_claimed_by_one_node_does_not_end_the_job(site: Site) -> None:
     wait_for_lines(record, "up 0", "up 1")
     coordinator = site.ssh_network.hosts["gpu1"]
     with hostile(site.ssh_network.hosts["gpu2"], CLAIMS):
-        assert jobs.status(Records().find(record.job_id)).state is JobState.RUNNING
+        assert polling.status(Records().find(record.job_id)).state is JobState.RUNNING
         assert (record.job_dir / "ends" / "node1.json").exists(), "the claim has arrived"
         coordinator.stop()
         close_connections()
-        jobs.status(Records().find(record.job_id))
+        polling.status(Records().find(record.job_id))
         noted = Records().find(record.job_id)
         assert (noted.end is None) or noted.may_be_corrected, "node 0 has not been polled"
         coordinator.start()
         close_connections()
-        assert jobs.status(Records().find(record.job_id)).state is JobState.RUNNING
+        assert polling.status(Records().find(record.job_id)).state is JobState.RUNNING
         for pid in workers_on(coordinator):
             with contextlib.suppress(ProcessLookupError):  # the first signal may end it
                 os.kill(pid, signal.SIGTERM)

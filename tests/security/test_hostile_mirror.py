@@ -13,7 +13,7 @@ from hostile_host import hostile, run
 from procs import TEST_TIMEOUT
 from sshsite import Site
 
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.records import Record
 from clusterjob.node.verdict import JobState
 from clusterjob.remote import mirror
@@ -75,8 +75,8 @@ def test_logs_end_when_host_sends_the_same_file_without_end(
     play(code)
     _, _, err = run(site, "logs", record.job_id)
     assert "Traceback" not in err
-    jobs.collect(record)
-    status = jobs.status(record)
+    polling.collect(record)
+    status = polling.status(record)
     assert status.state is JobState.UNKNOWN
     assert f"gpu1: {why}" in status.reason
 
@@ -87,12 +87,12 @@ def test_logs_that_grow_without_end_stop_at_size_limit(
     """The test lowers the limit of 16 GB to 64 MiB."""
     monkeypatch.setattr(mirror, "MAX_TOTAL_BYTES", 64 << 20)
     play(GROWING_LOG)
-    jobs.collect(record)
+    polling.collect(record)
     assert (
         sum(path.stat().st_size for path in (record.job_dir / "logs" / "node0").iterdir())
         <= 64 << 20
     )
-    status = jobs.status(record)
+    status = polling.status(record)
     assert (status.state, "gpu1: it sends more than 67.1 MB of one job" in status.reason) == (
         JobState.UNKNOWN,
         True,
@@ -104,7 +104,7 @@ def test_status_refuses_log_that_it_did_not_request(
 ) -> None:
     play(UNASKED_LOG)
     begin = time.monotonic()
-    status = jobs.status(record)
+    status = polling.status(record)
     assert "gpu1: it sends a file that was not asked for: 'logs/node0/rank0.out'" in status.reason
     assert time.monotonic() - begin < TEST_TIMEOUT
     assert not (record.job_dir / "logs" / "node0" / "rank0.out").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 from sshsite import Site
 from verdicts import wait_for_verdict
 
-from clusterjob.core import jobs
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.records import Records
 from clusterjob.core.trust import Usage
 from clusterjob.node.program import Program
@@ -25,30 +25,28 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
         f'[clusters.lab]\nbackend = "ssh"\nhosts = "gpu1"\npython = "{site.python}"\n'
         'set = { ssh_config = "ssh_config", need_torch = false }\n'
     )
-    settings = jobs.resolve_settings(
-        {}, "lab", directory=site.directory, use=Usage(program=program)
-    )
+    settings = job_settings.resolve({}, "lab", directory=site.directory, use=Usage(program=program))
     kept = Path(settings.values["set"]["ssh_config"])
     assert kept != ours
     assert kept.stat().st_mode & 0o777 == 0o600
-    assert jobs.resolve_settings(
+    assert job_settings.resolve(
         {}, "lab", directory=site.directory, use=Usage(program=program)
     ).values["set"]["ssh_config"] == str(kept), "one copy for each content"
     record = jobs.submit(
-        jobs.plan(jobs.make_spec(program, settings, directory=site.directory), settings),
+        jobs.plan(job_settings.make_spec(program, settings, directory=site.directory), settings),
         "lab",
         detach=True,
     )
     ours.write_text(f"Match exec \"touch '{mark}'\"\n" + ours.read_text())
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
-    jobs.collect(Records().find(record.job_id))
+    polling.collect(Records().find(record.job_id))
     assert not mark.exists()
 
 
 def test_ssh_configuration_of_user_is_not_copied(site: Site) -> None:
     site.script("", "train.py")
     flags = {"hosts": "gpu1", "set": [f"ssh_config={site.ssh_network.config}"]}
-    settings = jobs.resolve_settings(
+    settings = job_settings.resolve(
         flags, "ssh", directory=site.directory, use=Usage(program=Program("script", "train.py"))
     )
     assert settings.values["set"]["ssh_config"] == str(site.ssh_network.config)

@@ -222,7 +222,7 @@ def test_worker_reports_before_rendezvous_completes_do_not_break_coordinator(
     make_job: MakeJob,
 ) -> None:
     job = make_job(3)
-    job.start(0, "--join-timeout", "8", job.script("print('ran')"))
+    job.start(0, "--join-timeout", "4", job.script("print('ran')"))
     asyncio.run(
         asyncio.wait_for(
             join_and_send(job, coordinator_port(job), *PROGRESS, nnodes=3), TEST_TIMEOUT

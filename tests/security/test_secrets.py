@@ -21,7 +21,7 @@ from sshsite import Site, output_lines
 from verdicts import wait_for_verdict
 from volc_platform import Platform
 
-from clusterjob.core import jobs
+from clusterjob.core import job_settings
 from clusterjob.core.job_secrets import Secret, packed
 from clusterjob.errors import SpecError
 from clusterjob.node import contract
@@ -241,7 +241,7 @@ def test_env_option_with_name_only_copies_value_of_caller(
 def test_secret_path_in_config_file_is_relative_to_that_file(work: Path) -> None:
     (work / "clusterjob.toml").write_text('[defaults]\nsecret = ["HF_TOKEN=../token-of-mine"]\n')
     (work / "below").mkdir()
-    settings = jobs.resolve_settings({}, "local", directory=work / "below")
+    settings = job_settings.resolve({}, "local", directory=work / "below")
     assert settings.values["secret"] == (Secret("HF_TOKEN", work / "../token-of-mine"),)
 
 

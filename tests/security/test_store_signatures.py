@@ -16,7 +16,7 @@ from procs import WITH_TORCH, Job, wait_until
 from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
-from clusterjob.worker.rendezvous import Facts
+from clusterjob.worker.rank_facts import Facts
 from clusterjob.worker.signed_values import SignedStore
 
 MakeJob = Callable[..., Job]

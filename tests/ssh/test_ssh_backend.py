@@ -30,7 +30,7 @@ from sshsite import (
 )
 from verdicts import wait_for_verdict
 
-from clusterjob.core import jobs, node_zip
+from clusterjob.core import job_settings, jobs, node_zip, polling
 from clusterjob.core.hosts import Host
 from clusterjob.core.records import Records
 from clusterjob.errors import ClusterJobError, HostError, SpecError
@@ -63,7 +63,7 @@ def test_job_runs_with_its_code_on_every_host_and_output_returns(site: Site) -> 
         [f"{rank} out {rank} 4 gpu{1 + rank // 2} 10.77.0.1 déjà vu" for rank in range(4)]
         + [f"{rank} err to stderr" for rank in range(4)]
     )
-    assert jobs.status(Records().find(record.job_id)).state is JobState.SUCCEEDED
+    assert polling.status(Records().find(record.job_id)).state is JobState.SUCCEEDED
 
 
 def test_job_files_on_host_are_private_and_token_is_not_exposed(site: Site) -> None:
@@ -169,7 +169,7 @@ def test_killed_run_leaves_job_running_and_reachable(site: Site) -> None:
     run.communicate(timeout=TEST_TIMEOUT)
     (record,) = Records().all()
     time.sleep(1)
-    assert jobs.status(record).state is JobState.RUNNING
+    assert polling.status(record).state is JobState.RUNNING
     wait_for_lines(record, "up 0", "up 1")
     jobs.cancel([record])
     assert not site.running()
@@ -183,7 +183,7 @@ def test_killed_submit_leaves_nothing_or_job_that_its_record_finds(site: Site) -
         submitted.kill()
         submitted.communicate(timeout=TEST_TIMEOUT)
         for record in Records().all():
-            status = jobs.status(record)
+            status = polling.status(record)
             # An agent without its peer gives up after 3 s, which may be over already.
             assert status.state in (
                 JobState.LOST,
@@ -453,7 +453,7 @@ def test_ctrl_c_during_submit_leaves_nothing_on_hosts(site: Site) -> None:
         "the end of what was put there",
     )
     for record in Records().all():
-        assert jobs.status(record).state in (JobState.CANCELLED, JobState.LOST)
+        assert polling.status(record).state in (JobState.CANCELLED, JobState.LOST)
 
 
 def test_failed_setup_line_is_named(site: Site) -> None:
@@ -502,9 +502,10 @@ def test_profile_sets_hosts_python_and_options(site: Site) -> None:
         remote_home = "~/elsewhere"
         """
     )
-    settings = jobs.resolve_settings({}, "lab", directory=site.directory)
+    settings = job_settings.resolve({}, "lab", directory=site.directory)
     plan = jobs.plan(
-        jobs.make_spec(Program("script", "train.py"), settings, directory=site.directory), settings
+        job_settings.make_spec(Program("script", "train.py"), settings, directory=site.directory),
+        settings,
     )
     assert [str(host) for host in plan.spec.hosts] == ["gpu1", "gpu2", "root@gpu3:22"]
     record = jobs.submit(plan, "lab", detach=True)
@@ -515,13 +516,15 @@ def test_profile_sets_hosts_python_and_options(site: Site) -> None:
 def test_local_and_slurm_clusters_refuse_hosts(site: Site) -> None:
     site.script("")
     for backend in ("local", "slurm"):
-        settings = jobs.resolve_settings(site.flags(set={}), backend, directory=site.directory)
+        settings = job_settings.resolve(site.flags(set={}), backend, directory=site.directory)
         settings = replace(
             settings, values={key: value for key, value in settings.values.items() if key != "set"}
         )
         with pytest.raises(SpecError, match=f"the {backend} cluster takes no hosts"):
             jobs.plan(
-                jobs.make_spec(Program("script", "script.py"), settings, directory=site.directory),
+                job_settings.make_spec(
+                    Program("script", "script.py"), settings, directory=site.directory
+                ),
                 settings,
             )
 
@@ -607,7 +610,7 @@ def test_sshd_restart_does_not_affect_running_job(site: Site) -> None:
         host.stop()
         # A restart of the whole service ends the sessions, too.
         kill_all([pid for pid in host.pids() if "sshd" in command_line(pid)])
-    status = jobs.status(record)
+    status = polling.status(record)
     assert status.verdict is None
     assert status.state in (JobState.UNKNOWN, JobState.RUNNING)
     for name in ("gpu1", "gpu2"):
@@ -648,7 +651,7 @@ def test_removed_local_job_directory_is_mirrored_again(site: Site) -> None:
     shutil.rmtree(record.job_dir)
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
     close_connections()
-    jobs.collect(record)
+    polling.collect(record)
     assert (record.job_dir / "logs" / "node1" / "rank1.out").read_text() == "out\n"
 
 
@@ -656,7 +659,7 @@ def test_removed_local_job_directory_is_mirrored_again(site: Site) -> None:
 def test_malformed_verdict_file_is_ignored(site: Site, text: str) -> None:
     record = site.submit(SLEEPER, hosts="gpu1")
     (site.remote_dir(record, "gpu1") / "result.json").write_text(text)
-    assert jobs.status(record).verdict is None
+    assert polling.status(record).verdict is None
     jobs.cancel([record])
 
 
@@ -713,7 +716,7 @@ def test_collect_ignores_files_that_client_did_not_request(site: Site) -> None:
     logs = site.remote_dir(record, "gpu2") / "logs" / "node1"
     (logs / "..evil").write_text("x")
     (logs / "rank1.out").write_text("y" * 100)
-    jobs.collect(record)
+    polling.collect(record)
     assert not list(record.job_dir.rglob("*evil*"))
 
 

@@ -9,7 +9,7 @@ from procs import kill_all, wait_until
 from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, wait_for_lines, workers_on
 from verdicts import wait_for_verdict
 
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.records import Record, Records
 from clusterjob.node.logs import events
 from clusterjob.node.verdict import JobState, Verdict
@@ -29,7 +29,7 @@ def test_job_lost_with_node_0_gets_real_verdict_after_link_heals(site: Site) -> 
         assert guessed.state is JobState.LOST
         assert "gpu1" in guessed.reason
         recorded = Records().find(record.job_id)
-        assert (recorded.provisional, jobs.status(recorded).state) == (True, JobState.LOST)
+        assert (recorded.provisional, polling.status(recorded).state) == (True, JobState.LOST)
         wait_until(
             lambda: not workers_on(cut), CUT_OFF, "the end of the job on the host that is cut off"
         )
@@ -40,7 +40,7 @@ def test_job_lost_with_node_0_gets_real_verdict_after_link_heals(site: Site) -> 
     close_connections()
     reported = json.loads((site.remote_dir(record, "gpu1") / "result.json").read_text())
     assert reported["state"] != "LOST", "node 0 knows why it ended"
-    status = jobs.status(Records().find(record.job_id))
+    status = polling.status(Records().find(record.job_id))
     assert status.verdict is not None
     assert status.verdict.to_json() == reported
     recorded = Records().find(record.job_id)

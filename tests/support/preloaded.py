@@ -25,7 +25,14 @@ from typing import Any, TextIO
 from launching import Run, environment, finish
 
 SCRIPT_MODULES = ("torch.distributed.nn.functional", "torch.utils.data")
-COMMAND_MODULES = ("clusterjob.cli", "clusterjob.core.jobs", "clusterjob.backends.local", "jinja2")
+COMMAND_MODULES = (
+    "clusterjob.cli",
+    "clusterjob.cli.output",
+    "clusterjob.cli.watch",
+    "clusterjob.backends.local.backend",
+    "jinja2.sandbox",
+    "platformdirs",
+)
 
 
 class ForkedProgram:

@@ -14,12 +14,13 @@ import pytest
 from procs import wait_until
 from ssh_network import SshHost, SshNetwork, checked_output, python_without_torch
 
-from clusterjob.core import jobs
+from clusterjob.backends import base
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.config import Settings
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import SubmitError
-from clusterjob.node.logs.log_files import LogLine
+from clusterjob.node.logs.log_reader import LogLine
 from clusterjob.node.program import Program
 
 TEST_TIMEOUT = 90.0  # seconds; all of these jobs need much less
@@ -63,11 +64,13 @@ class Site:
         return {key: value for key, value in given.items() if value is not None}
 
     def plan(self, program: Program, **flags: Any) -> Plan:
-        settings: Settings = jobs.resolve_settings(
+        settings: Settings = job_settings.resolve(
             self.flags(**flags), None, directory=self.directory
         )
         assert settings.backend == "ssh"
-        return jobs.plan(jobs.make_spec(program, settings, directory=self.directory), settings)
+        return jobs.plan(
+            job_settings.make_spec(program, settings, directory=self.directory), settings
+        )
 
     def submit(self, text: str, *args: str, **flags: Any) -> Record:
         plan = self.plan(Program("script", self.script(text), args=args), **flags)
@@ -123,14 +126,14 @@ def site(ssh_network: SshNetwork, tmp_path: Path) -> Iterator[Site]:
 
 def close_connections() -> None:
     """Close all connections to hosts, so that the next command opens new ones."""
-    backend: Any = jobs._loaded.pop("ssh", None)
+    backend: Any = base._loaded.pop("ssh", None)
     if backend is not None:
         backend.close()
 
 
 def output_lines(record: Record) -> list[str]:
     shown: list[LogLine] = []
-    verdict = jobs.follow(
+    verdict = polling.follow(
         record, lambda batches: shown.extend(chain.from_iterable(batches)), progress=lambda _: None
     )
     assert verdict.state.final
@@ -141,8 +144,8 @@ def wait_for_lines(record: Record, *wanted: str) -> None:
     """Wait until the workers' stdout contains these texts."""
 
     def lines_exist() -> bool:
-        jobs.status(record)
-        jobs.collect(record)
+        polling.status(record)
+        polling.collect(record)
         text = "\n".join(path.read_text() for path in (record.job_dir / "logs").rglob("rank*.out"))
         return all(line in text for line in wanted)
 

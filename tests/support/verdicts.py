@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from procs import TEST_TIMEOUT, wait_until
 
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.records import Record
 from clusterjob.node.verdict import Verdict
 
@@ -12,7 +12,7 @@ from clusterjob.node.verdict import Verdict
 def wait_for_verdict(record: Record, timeout: float = TEST_TIMEOUT) -> Verdict:
     """Wait for the verdict of a job and return it; fail the test at the timeout."""
     verdict = wait_until(
-        lambda: jobs.status(record).verdict, timeout, f"the end of {record.job_id}"
+        lambda: polling.status(record).verdict, timeout, f"the end of {record.job_id}"
     )
     assert verdict is not None
     return verdict

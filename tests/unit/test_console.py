@@ -18,7 +18,8 @@ from clusterjob.node.logs import log_protocol
 CONSOLE_SCRIPT = """
 import sys, time
 from pathlib import Path
-from clusterjob.node.logs.log_files import LogReader, Timeline
+from clusterjob.node.logs.log_files import Timeline
+from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.logs.console import Console
 directory = Path("logs/node0")
@@ -28,7 +29,7 @@ console = Console(reader, numbered="numbered" in sys.argv)
 for number in range(int(sys.argv[1])):
     (directory / "rank0.out").open("a").write(f"line {number} " + "x" * 90 + chr(10))
     begin = time.monotonic()
-    console.say(f"word {number}")
+    console.print(f"word {number}")
     console.show()
     Timeline(directory).note()
     assert time.monotonic() - begin < 10, "the agent waits for a reader"
@@ -36,8 +37,8 @@ for number in range(int(sys.argv[1])):
 Path("told").touch()
 (directory / "rank1.err").write_bytes(b"\\xff snow \\xe2\\x98\\x83")
 console.finish()
-console.say("over\\nand out")
-console.tell(Verdict(JobState.SUCCEEDED, 0))
+console.print("over\\nand out")
+console.print_verdict(Verdict(JobState.SUCCEEDED, 0))
 console.close()
 sys.exit(7)
 """
@@ -75,7 +76,8 @@ def test_messages_and_output_keep_order_and_unterminated_last_line(
 def test_equal_lines_of_ranks_in_one_poll_are_folded(tmp_path: Path) -> None:
     program = """
 from pathlib import Path
-from clusterjob.node.logs.log_files import LogReader, Timeline
+from clusterjob.node.logs.log_files import Timeline
+from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.logs.console import Console
 directory = Path("logs/node0")
 directory.mkdir(parents=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node.logs.folding import Folded, Folder, fold
-from clusterjob.node.logs.log_files import LogLine
+from clusterjob.node.logs.log_reader import LogLine
 
 
 def log_line(seconds: float, rank: int, text: str) -> LogLine:

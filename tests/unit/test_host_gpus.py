@@ -18,7 +18,7 @@ from procs import TEST_TIMEOUT, wait_until
 from sshsite import Site, wait_for_lines
 from verdicts import wait_for_verdict
 
-from clusterjob.core import jobs
+from clusterjob.core import jobs, polling
 from clusterjob.errors import SpecError
 from clusterjob.node.host_server import gpus
 from clusterjob.node.program import Program
@@ -301,8 +301,8 @@ def test_too_few_gpus_give_cpu_rehearsal_unless_required(
         gpus_per_node=2,
         nproc_per_node=1,
     )
-    wait_until(lambda: jobs.status(record).verdict, TEST_TIMEOUT, "its end")
-    jobs.collect(record)
+    wait_until(lambda: polling.status(record).verdict, TEST_TIMEOUT, "its end")
+    polling.collect(record)
     assert (record.job_dir / "logs" / "node0" / "rank0.out").read_text() == "''\n"
     assert "gpu1: 0 GPUs where 2 are asked for: a rehearsal" in caplog.text
     error = submit_error(site, gpus_per_node=2, require_gpus="true")

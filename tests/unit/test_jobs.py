@@ -22,7 +22,7 @@ from procs import TEST_TIMEOUT, alive, all_pids, kill_all, wait_until
 from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.backends.local.backend import LocalBackend
-from clusterjob.core import jobs
+from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.config import Settings
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Records
@@ -34,7 +34,7 @@ from clusterjob.errors import (
     SubmitInDoubtError,
     UnknownCluster,
 )
-from clusterjob.node.logs.log_files import LogLine
+from clusterjob.node.logs.log_reader import LogLine
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
@@ -60,8 +60,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_plan(work: Path) -> Iterator[MakePlan]:
     def make(text: str = "print('hello')\n", **flags: Any) -> Plan:
         (work / "script.py").write_text(text)
-        settings = jobs.resolve_settings(flags, "local", directory=work)
-        return jobs.plan(jobs.make_spec(SCRIPT, settings, directory=work), settings)
+        settings = job_settings.resolve(flags, "local", directory=work)
+        return jobs.plan(job_settings.make_spec(SCRIPT, settings, directory=work), settings)
 
     yield make
     wanted = f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}".encode()
@@ -83,7 +83,9 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def spec_of(directory: Path, **values: Any) -> JobSpec:
-    return jobs.make_spec(SCRIPT, Settings("local", "local", values=values), directory=directory)
+    return job_settings.make_spec(
+        SCRIPT, Settings("local", "local", values=values), directory=directory
+    )
 
 
 # -- settings and specs ----------------------------------------------------------------------------
@@ -116,11 +118,11 @@ def test_command_inside_job_without_cluster_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PlacementError) as caught:
-        jobs.resolve_settings({}, None, directory=work)
+        job_settings.resolve({}, None, directory=work)
     assert caught.value.exit_code == 2
     assert all(part in caught.value.message for part in parts)
     assert "clusterjob launch" in caught.value.hint
-    assert jobs.resolve_settings({}, "local", directory=work).backend == "local"
+    assert job_settings.resolve({}, "local", directory=work).backend == "local"
 
 
 def test_settings_are_converted_to_spec(work: Path) -> None:
@@ -175,14 +177,18 @@ def test_default_python_is_interpreter_of_active_environment(tmp_path: Path) -> 
     for name in ("venv", "conda"):
         (tmp_path / name / "bin" / "python").touch()
     venv, conda, empty = (str(tmp_path / name) for name in ("venv", "conda", "empty"))
-    assert jobs.default_python({"VIRTUAL_ENV": venv, "CONDA_PREFIX": conda}) == f"{venv}/bin/python"
-    assert jobs.default_python({"CONDA_PREFIX": conda}) == f"{conda}/bin/python"
     assert (
-        jobs.default_python({"VIRTUAL_ENV": empty, "CONDA_PREFIX": conda}) == f"{conda}/bin/python"
+        job_settings.default_python({"VIRTUAL_ENV": venv, "CONDA_PREFIX": conda})
+        == f"{venv}/bin/python"
     )
-    assert jobs.default_python({"VIRTUAL_ENV": empty}) == sys.executable
-    assert jobs.default_python({"VIRTUAL_ENV": ""}) == sys.executable
-    assert jobs.default_python({}) == sys.executable
+    assert job_settings.default_python({"CONDA_PREFIX": conda}) == f"{conda}/bin/python"
+    assert (
+        job_settings.default_python({"VIRTUAL_ENV": empty, "CONDA_PREFIX": conda})
+        == f"{conda}/bin/python"
+    )
+    assert job_settings.default_python({"VIRTUAL_ENV": empty}) == sys.executable
+    assert job_settings.default_python({"VIRTUAL_ENV": ""}) == sys.executable
+    assert job_settings.default_python({}) == sys.executable
 
 
 def test_default_python_is_not_interpreter_of_pipx_installation(
@@ -194,9 +200,9 @@ def test_default_python_is_not_interpreter_of_pipx_installation(
     (tmp_path / "pipx_metadata.json").touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert jobs.default_python({}) == str(tmp_path / "bin" / "python3")
+    assert job_settings.default_python({}) == str(tmp_path / "bin" / "python3")
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert jobs.default_python({}) == sys.executable
+    assert job_settings.default_python({}) == sys.executable
 
 
 def test_backend_names_include_local_and_unknown_name_is_error() -> None:
@@ -234,7 +240,7 @@ def test_submitted_job_has_record_with_handle(make_plan: MakePlan) -> None:
     assert record.handle is not None
     assert (record.handle.backend, record.handle.id) == ("local", plan.job_id)
     assert [agent["node_rank"] for agent in record.handle.data["agents"]] == [0, 1]
-    assert jobs.wait(record).state is JobState.SUCCEEDED
+    assert polling.wait(record).state is JobState.SUCCEEDED
 
 
 def test_follow_returns_lines_and_verdict_of_job(make_plan: MakePlan) -> None:
@@ -243,7 +249,7 @@ def test_follow_returns_lines_and_verdict_of_job(make_plan: MakePlan) -> None:
     )
     lines: list[LogLine] = []
     updates: list[Status] = []
-    verdict = jobs.follow(
+    verdict = polling.follow(
         record, lambda batches: lines.extend(chain.from_iterable(batches)), progress=updates.append
     )
     assert [(line.rank, line.stream, line.text) for line in lines] == [
@@ -253,14 +259,14 @@ def test_follow_returns_lines_and_verdict_of_job(make_plan: MakePlan) -> None:
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 3)
     assert [update.state for update in updates if update.state.final] == []
     lines.clear()
-    again = jobs.follow(
+    again = polling.follow(
         Records().find(record.job_id),
         lambda batches: lines.extend(chain.from_iterable(batches)),
         progress=updates.append,
     )
     assert again == verdict, "and again, on another day"
     assert [line.text for line in lines] == ["one", "two"]
-    assert jobs.wait(record) == verdict
+    assert polling.wait(record) == verdict
 
 
 def test_statuses_returns_ends_in_order_of_records(make_plan: MakePlan) -> None:
@@ -270,8 +276,8 @@ def test_statuses_returns_ends_in_order_of_records(make_plan: MakePlan) -> None:
         for code in (0, 1, 2)
     ]
     for record in records:
-        jobs.wait(record)
-    pairs = jobs.statuses([*records, records[1]])
+        polling.wait(record)
+    pairs = polling.statuses([*records, records[1]])
     assert [status.verdict.exit_code if status.verdict else None for _, status in pairs] == [
         0,
         1,
@@ -282,7 +288,7 @@ def test_statuses_returns_ends_in_order_of_records(make_plan: MakePlan) -> None:
         record.job_id for record in (*records, records[1])
     ]
     assert all(record.end is not None for record, _ in pairs)
-    assert jobs.statuses([]) == []
+    assert polling.statuses([]) == []
 
 
 def test_concurrent_waits_for_job_return_same_exit_code(make_plan: MakePlan, work: Path) -> None:
@@ -298,7 +304,8 @@ def test_concurrent_waits_for_job_return_same_exit_code(make_plan: MakePlan, wor
     )
     codes: list[int] = []
     waiting = [
-        threading.Thread(target=lambda: codes.append(jobs.wait(record).exit_code)) for _ in range(4)
+        threading.Thread(target=lambda: codes.append(polling.wait(record).exit_code))
+        for _ in range(4)
     ]
     for thread in waiting:
         thread.start()
@@ -327,11 +334,11 @@ def test_ctrl_c_during_submit_cancels_job(
             raise KeyboardInterrupt
 
     plan = make_plan()
-    monkeypatch.setitem(jobs._loaded, "local", Interrupted())
+    monkeypatch.setitem(base._loaded, "local", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         jobs.submit(plan, "local", detach=True)
     gone = replace(Records().find(plan.job_id), submitter=None)
-    assert jobs.status(gone).state is JobState.CANCELLED
+    assert polling.status(gone).state is JobState.CANCELLED
 
 
 def test_submit_in_doubt_error_names_job(
@@ -342,7 +349,7 @@ def test_submit_in_doubt_error_names_job(
             raise SubmitInDoubtError("nobody knows")
 
     plan = make_plan()
-    monkeypatch.setitem(jobs._loaded, "local", InDoubt())
+    monkeypatch.setitem(base._loaded, "local", InDoubt())
     with pytest.raises(SubmitInDoubtError) as caught:
         jobs.submit(plan, "local", detach=True)
     assert f"`clusterjob status {plan.job_id}`" in caught.value.hint
@@ -355,4 +362,4 @@ def test_second_submit_of_plan_is_refused(make_plan: MakePlan) -> None:
     with pytest.raises(RecordError, match="cannot be made: File exists"):
         jobs.submit(plan, "local", detach=True)
     assert Records().find(plan.job_id).handle == record.handle, "the first is untouched"
-    assert jobs.wait(record).state is JobState.SUCCEEDED
+    assert polling.wait(record).state is JobState.SUCCEEDED

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob.core import jobs
+from clusterjob.core import polling
 from clusterjob.core.listing import Listing, ListRow
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import events
@@ -31,7 +31,7 @@ def records(tmp_path: Path) -> Records:
 
 def listed() -> tuple[list[ListRow], list[str]]:
     found = Listing(Records())
-    return found.with_states(jobs.statuses(found.open)), found.broken
+    return found.with_states(polling.statuses(found.open)), found.broken
 
 
 def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Record:

@@ -24,7 +24,7 @@ from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_protocol
 from clusterjob.node.logs.folding import Folded, ranges
-from clusterjob.node.logs.log_files import LogLine, LogReader
+from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
@@ -103,7 +103,7 @@ class Printed:
                 self._expect(f"{name}{self._mark}.{stream}", text)
 
     def message(self, text: str) -> None:
-        self._print(self._writer.words(text))
+        self._print(self._writer.message(text))
         for line in text.split("\n"):
             self._expect("agent.log", f"clusterjob: {line}")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.folding import Folded, fold, ranges
-from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, last_lines
+from clusterjob.node.logs.log_files import Timeline, last_lines
+from clusterjob.node.logs.log_reader import LogLine, LogReader
 
 
 class Node:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterjob.backends.mlp import backend, task
-from clusterjob.core import config, jobs, node_zip, render
+from clusterjob.core import config, job_settings, jobs, node_zip, render
 from clusterjob.core.options import read_setting
 from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec, Resources
@@ -318,9 +318,10 @@ def test_lists_and_tables_of_cluster_configuration_are_options(tmp_path: Path) -
         "RetryOptions.IntervalSeconds = 9\n"
     )
     (tmp_path / "train.py").write_text("")
-    found = jobs.resolve_settings({"gpus_per_node": "8"}, "vemlp", directory=tmp_path)
+    found = job_settings.resolve({"gpus_per_node": "8"}, "vemlp", directory=tmp_path)
     plan = jobs.plan(
-        jobs.make_spec(Program("script", "train.py", args=()), found, directory=tmp_path), found
+        job_settings.make_spec(Program("script", "train.py", args=()), found, directory=tmp_path),
+        found,
     )
     fields = planned(plan)
     assert (

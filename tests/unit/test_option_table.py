@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from clusterjob.cli import job_options
-from clusterjob.core import jobs
+from clusterjob.core import job_settings
 from clusterjob.core.options import OPTIONS, Option, Target
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.node.options import LaunchOptions, parse
@@ -33,8 +33,8 @@ def colour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(directory: Path, **flags: str) -> JobSpec:
-    settings = jobs.resolve_settings(flags, "local", directory)
-    return jobs.make_spec(Program("command", "true"), settings, directory=directory)
+    settings = job_settings.resolve(flags, "local", directory)
+    return job_settings.make_spec(Program("command", "true"), settings, directory=directory)
 
 
 @pytest.mark.usefixtures("colour")

@@ -31,7 +31,7 @@ from preloaded import ForkedProgram, Preloaded
 from procs import wait_until
 
 from clusterjob.errors import PlacementError
-from clusterjob.worker.rendezvous import Facts, disagreement
+from clusterjob.worker.rank_facts import Facts, disagreement
 
 INIT = """
     import os, time
@@ -320,10 +320,10 @@ RANK_1_DEAD_BEFORE_RANK_0 = """
     import torch.distributed as dist
     from clusterjob.errors import RendezvousError
     from clusterjob.node.environments.topology import Topology, Worker
-    from clusterjob.worker import rendezvous
+    from clusterjob.worker import rank_facts, rendezvous
 
     def facts(rank, joined_at):
-        return rendezvous.Facts(rank, "h", 10 + rank, "boot", 2, "job", "torch", "", joined_at)
+        return rank_facts.Facts(rank, "h", 10 + rank, "boot", 2, "job", "torch", "", joined_at)
 
     store = dist.HashStore()
     for key in ("first", "rank1"):  # the keys that rank 1 has set
@@ -440,7 +440,7 @@ WITHOUT_RANK_0 = """
     from dataclasses import replace
     from datetime import timedelta
     import torch.distributed as dist
-    from clusterjob.worker import rendezvous
+    from clusterjob.worker import rank_facts, rendezvous
     from clusterjob.errors import RendezvousError
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
@@ -455,7 +455,7 @@ WITHOUT_RANK_0 = """
     def join(rank):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         worker = Worker(Topology(2, 0, 2, "127.0.0.1", port, "clusterjob"), rank, rank % 2, 4, 2)
-        facts = rendezvous.Facts(
+        facts = rank_facts.Facts(
             rank, f"h{rank // 2}", rank, "boot", 4, "job", "torch 2", f"GPU-{rank}", time.time())
         if rank == 3:
             facts = replace(facts, **FAULT)
@@ -519,7 +519,7 @@ SIMULATED = """
     import resource, sys, threading, time
     from datetime import timedelta
     import torch.distributed as dist
-    from clusterjob.worker import rendezvous
+    from clusterjob.worker import rank_facts, rendezvous
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
 
@@ -539,7 +539,7 @@ SIMULATED = """
         host = rank % (WORLD // EACH)  # cyclic distribution of ranks
         topology = Topology(WORLD // EACH, 0, EACH, "127.0.0.1", port, "openmpi")
         worker = Worker(topology, rank, 0, WORLD, EACH)
-        facts = rendezvous.Facts(
+        facts = rank_facts.Facts(
             rank, f"h{host}", rank, "boot", WORLD, "job", "torch", "", time.time())
         store = dist.PrefixStore("rendezvous", stores[rank])
         nodes[rank] = rendezvous.join(store, worker, facts, 90, started=False).nodes[rank]

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 from clusterjob.node.logs.folding import Folded, Folder, as_text, label
 from clusterjob.node.logs.live_lines import LiveLines
-from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.logs.log_protocol import Writer
+from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 
@@ -43,14 +43,14 @@ class Console:
         self._thread = threading.Thread(target=self._run, name="clusterjob-console", daemon=True)
         self._thread.start()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Write a message; a submitted job has it in agent.log."""
-        self._queue.put(("say", text))
+        self._queue.put(("message", text))
 
-    def tell(self, verdict: Verdict) -> None:
+    def print_verdict(self, verdict: Verdict) -> None:
         """Write the verdict as JSON if lines are numbered; for people, the messages contain it."""
         if self._writer is not None:
-            self._queue.put(("tell", verdict.to_json()))
+            self._queue.put(("verdict", verdict.to_json()))
 
     def show(self) -> None:
         """Show the workers' output since the last call."""
@@ -72,32 +72,32 @@ class Console:
             what, value = self._queue.get()
             if what == "close":
                 return
-            if what == "say":
-                self._say(value)
-            elif what == "tell" and self._writer is not None:
+            if what == "message":
+                self._print_message(value)
+            elif what == "verdict" and self._writer is not None:
                 _write(sys.stdout, self._writer.verdict(value))
             elif self._reader is not None:
                 self._show_queued = False
                 self._show(self._reader, end=what == "finish")
 
-    def _say(self, text: str) -> None:
+    def _print_message(self, text: str) -> None:
         self._live.clear()
         if self._writer is None:
             _write(sys.stderr, sanitize(f"clusterjob: {text}\n", lines=True))
         else:
-            _write(sys.stdout, self._writer.words(text))
+            _write(sys.stdout, self._writer.message(text))
 
     def _show(self, reader: LogReader, *, end: bool) -> None:
         folder, has_grown = Folder(), False
         # Each batch is from one file, so one `Folder` must get all batches to fold their lines.
         for lines in reader.batches(end=end):
             has_grown = True
-            self._print(folder.add(lines))
-        self._print(folder.flush())
+            self._print_lines(folder.add(lines))
+        self._print_lines(folder.flush())
         if has_grown and self._live.has_terminal:
             self._live.show([f"[{label(line)}] {line.text}" for line in reader.open_lines()])
 
-    def _print(self, lines: Iterable[Folded]) -> None:
+    def _print_lines(self, lines: Iterable[Folded]) -> None:
         if self._writer is not None:
             _write(sys.stdout, self._writer.output(list(lines), time.time()))
             return

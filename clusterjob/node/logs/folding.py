@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from clusterjob.node.logs.log_files import LogLine
+from clusterjob.node.logs.log_reader import LogLine
 
 WINDOW = 2.0  # seconds within which equal lines of several ranks are folded
 # Lines of one rank that may be shown early, so that a later line of the rank can be folded.
@@ -26,7 +26,7 @@ class Folded(NamedTuple):
         label: the ranks that wrote it, or the nodes whose torchrun did.
         stream: ``out`` or ``err``.
         text: the line without its newline.
-        ended: whether it has a newline; see `clusterjob.node.logs.log_files.LogLine`.
+        ended: whether it has a newline; see `clusterjob.node.logs.log_reader.LogLine`.
     """
 
     label: str

@@ -80,7 +80,7 @@ class Writer:
             stamp = ""
         return "".join(parts)
 
-    def words(self, text: str) -> str:
+    def message(self, text: str) -> str:
         """Return the lines of an agent's message with their numbers."""
         return "".join(self._line("clusterjob:", line) for line in text.split("\n"))
 

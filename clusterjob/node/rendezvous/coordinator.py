@@ -25,8 +25,6 @@ from clusterjob.node.rendezvous.stragglers import Stragglers
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
-_MAX_CONSEQUENCES = 256  # failures after the first that a verdict lists
-_MAX_MESSAGE = 200  # characters of the message of such a failure
 # Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
 _FAILURE_GRACE = 0.5
 _NOTICE_INTERVAL = 5.0  # seconds between two notices about missing nodes
@@ -43,7 +41,7 @@ class Coordinator:
         options: the node's options.
         job: the job's identity and secret.
         job_dir: the directory for events and the verdict.
-        say: prints one line for the user.
+        print_line: prints one line for the user.
         watch: reports the error of a background task.
 
     Attributes:
@@ -56,14 +54,14 @@ class Coordinator:
         options: LaunchOptions,
         job: JobIdentity,
         job_dir: Path,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._topology = topology
         self._options = options
         self._job = job
         self._job_dir = job_dir
-        self._say = say
+        self._print_line = print_line
         self._watch = watch
         self._events = EventLog(job_dir / EVENTS)
         self.membership = Membership(topology.nnodes, options, job=job, events=self._events)
@@ -114,7 +112,7 @@ class Coordinator:
         for task in self.membership.tasks:
             self._watch(task)
         if self._job.attempt:
-            self._say(f"attempt {self._job.attempt}: the job was queued again")
+            self._print_line(f"attempt {self._job.attempt}: the job was queued again")
         try:
             end = await self._wait_for_nodes()
             while end is None:
@@ -145,7 +143,7 @@ class Coordinator:
 
     def _note_restart(self, end: Outcome) -> None:
         self._restarts += 1
-        self._say(f"restart {self._restarts} of {self._options.max_restarts}: {end.reason}")
+        self._print_line(f"restart {self._restarts} of {self._options.max_restarts}: {end.reason}")
         self._events.add("restart", restart=self._restarts, why=end.reason)
 
     def _may_restart(self, end: Outcome) -> bool:
@@ -196,7 +194,7 @@ class Coordinator:
         if waited > self._options.join_timeout:
             text = f"{names} never joined within {self._options.join_timeout:g} s"
             return outcome.failed(Failure.of_node(missing[0], "unknown", message=text))
-        self._say(f"waiting for {names}, {waited:.0f} s so far")
+        self._print_line(f"waiting for {names}, {waited:.0f} s so far")
         self._events.add("waiting", missing=missing, seconds=round(waited, 1))
         return None
 
@@ -406,7 +404,7 @@ class Coordinator:
         if not self._preemption.warn(why, time.monotonic()):
             return
         seconds = self._preemption.seconds
-        self._say(f"warning: {why}: the workers have {seconds:g} s to leave")
+        self._print_line(f"warning: {why}: the workers have {seconds:g} s to leave")
         self._events.add("warned", attempt=self._job.attempt, why=why, seconds=seconds)
         self.membership.broadcast(messages.Warn())
 
@@ -420,28 +418,17 @@ class Coordinator:
         self._unstopped.discard(peer.node_rank)
         why = sanitize(message.why)
         self._events.add("lost", node_rank=peer.node_rank, host=peer.host, why=why)
-        failure = self._loss(peer, why, by_agent=isinstance(message, messages.CoordinatorLost))
+        failure = outcome.node_loss(
+            peer,
+            self._peers[0],
+            why=why,
+            by_agent=isinstance(message, messages.CoordinatorLost),
+            stalled=self.membership.stalls.recent(self._options.lease),
+        )
         if self._preemption.reason and self._root() is None:
             return self._preempted(failure.message)  # the scheduler has taken the node
         self._root_cause.add(failure, time.monotonic(), exited=True)
         return outcome.failed(self._root_cause.root() or failure)
-
-    def _loss(self, peer: Peer, why: str, *, by_agent: bool) -> Failure:
-        """Return the failure of the node at fault when two agents have lost each other."""
-        agent = f"the agent on {peer.host} (pid {peer.pid})"
-        if not by_agent:
-            text = f"{agent} was lost: {why}"
-            return Failure.of_node(peer.node_rank, peer.host, message=text)
-        stalled = self.membership.stalls.recent(self._options.lease)
-        if not stalled:
-            text = f"{agent} lost node 0, which still hears it: {why}"
-            return Failure.of_node(peer.node_rank, peer.host, message=text)
-        own = self._peers[0]
-        text = (
-            f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped,"
-            f" suspended or without a CPU), and node {peer.node_rank} lost it"
-        )
-        return Failure.of_node(0, own.host, message=text)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -471,36 +458,24 @@ class Coordinator:
                 continue
             for peer in map(self._peers.__getitem__, sorted(self._unstopped)):
                 peer.lost = True
-                self._say(f"node {peer.node_rank} on {peer.host} does not answer the stop order")
+                self._print_line(
+                    f"node {peer.node_rank} on {peer.host} does not answer the stop order"
+                )
             self._unstopped.clear()
         return cancelled
 
     def _give_verdict(self, end: Outcome) -> Verdict:
-        if end.failure is not None and end.failure.rank is not None:
-            # A report that arrived during the stop may be older, or more complete.
-            end = outcome.failed(self._root_cause.root() or end.failure)
-        # Every worker has its own log; the messages of a thousand ranks do not fit into one message
-        # between agents.
-        others = [item for item in self._root_cause.consequences() if item != end.failure]
-        consequences = tuple(
-            replace(item, last_lines=(), message=item.message[:_MAX_MESSAGE])
-            for item in others[:_MAX_CONSEQUENCES]
-        )
-        verdict = Verdict(
-            end.state,
-            end.exit_code,
-            reason=end.reason,
-            failure=end.failure,
-            consequences=consequences if end.failure else (),
+        verdict = outcome.final_verdict(
+            end,
+            self._root_cause,
             restarts=self._restarts,
             attempt=self._job.attempt,
             started_at=self._started_at,
-            ended_at=now(),
         )
         try:
             ends.write_result(self._job_dir, verdict)
         except OSError as error:
-            self._say(f"the verdict cannot be written to {self._job_dir}: {error.strerror}")
+            self._print_line(f"the verdict cannot be written to {self._job_dir}: {error.strerror}")
             reason = f"{verdict.reason} (not recorded: {error.strerror})".strip()
             verdict = replace(verdict, reason=reason)
         self._events.add(

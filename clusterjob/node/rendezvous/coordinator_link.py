@@ -132,7 +132,7 @@ async def connect(
     options: LaunchOptions,
     job: JobIdentity,
     hello: messages.Hello,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     refusal: Callable[[], str],
 ) -> RemoteLink:
     """Join the coordinator; retry until it listens or --join-timeout has passed.
@@ -142,7 +142,7 @@ async def connect(
         options: the join timeout, the heartbeat interval and the lease, in seconds.
         job: the job's identity, with the candidate ports.
         hello: the first message of this agent.
-        say: prints one line for the user.
+        print_line: prints one line for the user.
         refusal: returns why node 0 will never start; empty while it may.
 
     Raises:
@@ -166,7 +166,7 @@ async def connect(
     async def notify() -> None:
         await asyncio.sleep(_FIRST_NOTICE)
         while True:
-            say(f"{describe()}; {time.monotonic() - begin:.0f} s so far")
+            print_line(f"{describe()}; {time.monotonic() - begin:.0f} s so far")
             await asyncio.sleep(_NOTICE_INTERVAL)
 
     notifying = asyncio.create_task(notify())

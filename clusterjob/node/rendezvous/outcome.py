@@ -1,17 +1,24 @@
-"""The outcome of one round of workers."""
+"""The outcome of one round of workers, and the verdict that follows from the last one."""
 
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from clusterjob.node.logs.events import now
+from clusterjob.node.rendezvous.membership import Peer
+from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import (
     CANCELLED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
     TIMEOUT_EXIT_CODE,
     Failure,
     JobState,
+    Verdict,
 )
+
+_MAX_CONSEQUENCES = 256  # failures after the first that a verdict lists
+_MAX_MESSAGE = 200  # characters of the message of such a failure
 
 
 @dataclass(frozen=True)
@@ -54,3 +61,62 @@ def cancelled(reason: str, *, interrupt: bool) -> Outcome:
     """Return the outcome of a round that the user cancelled, or interrupted with Ctrl-C."""
     number = signal.SIGINT if interrupt else signal.SIGTERM
     return Outcome(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=reason, signal=number)
+
+
+def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float) -> Failure:
+    """Return the failure of the node at fault when two agents have lost each other.
+
+    Args:
+        peer: the other agent.
+        own: node 0's agent.
+        why: why one of them counts the other as lost.
+        by_agent: whether the other agent has lost node 0, which still hears it.
+        stalled: seconds for which this process did not run; 0 if it ran.
+    """
+    agent = f"the agent on {peer.host} (pid {peer.pid})"
+    if not by_agent:
+        text = f"{agent} was lost: {why}"
+        return Failure.of_node(peer.node_rank, peer.host, message=text)
+    if not stalled:
+        text = f"{agent} lost node 0, which still hears it: {why}"
+        return Failure.of_node(peer.node_rank, peer.host, message=text)
+    text = (
+        f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped,"
+        f" suspended or without a CPU), and node {peer.node_rank} lost it"
+    )
+    return Failure.of_node(0, own.host, message=text)
+
+
+def final_verdict(
+    end: Outcome, root_cause: RootCause, restarts: int, attempt: int, started_at: str | None
+) -> Verdict:
+    """Return the job's verdict.
+
+    Args:
+        end: the outcome of the last round.
+        root_cause: the failures of that round.
+        restarts: how often the workers were started again.
+        attempt: the number of the job's attempt, from 0.
+        started_at: when the first workers were started; None if none were.
+    """
+    if end.failure is not None and end.failure.rank is not None:
+        # A report that arrived during the stop may be older, or more complete.
+        end = failed(root_cause.root() or end.failure)
+    # Every worker has its own log; the messages of a thousand ranks do not fit into one message
+    # between agents.
+    others = [item for item in root_cause.consequences() if item != end.failure]
+    consequences = tuple(
+        replace(item, last_lines=(), message=item.message[:_MAX_MESSAGE])
+        for item in others[:_MAX_CONSEQUENCES]
+    )
+    return Verdict(
+        end.state,
+        end.exit_code,
+        reason=end.reason,
+        failure=end.failure,
+        consequences=consequences if end.failure else (),
+        restarts=restarts,
+        attempt=attempt,
+        started_at=started_at,
+        ended_at=now(),
+    )

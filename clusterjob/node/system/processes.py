@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,20 @@ def descendants(pid: int) -> list[int]:
         found += below
         unseen += below
     return [found_pid for found_pid in found if found_pid not in zombies]
+
+
+def kill_descendants() -> None:
+    """Kill every process below this one, adopted orphans included."""
+    for _ in range(100):
+        try:
+            left = descendants(os.getpid())
+        except OSError:  # no free descriptor; the kernel ends the workers with the forkserver
+            return
+        if not left:
+            return
+        for pid in left:
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def terminal_reader(above: int, terminal: int = 0) -> int | None:

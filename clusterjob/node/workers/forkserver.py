@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,13 @@ from clusterjob.node.workers import (
     early_variables,
     hook_directory,
     preload,
+    store_process,
     torchrun,
     worker_process,
 )
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.preemption_pipe import WarningPipe
+from clusterjob.node.workers.report_pipe import ReportPipe
 from clusterjob.node.workers.status_probe import StatusProbe
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
@@ -50,8 +51,6 @@ _LEFTOVER_TERM = 0.1
 _LEFTOVER_KILL = 0.5
 _ORPHANED_GRACE = 0.5  # between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
-_MAX_REPORT = 4096  # characters of a worker's message
-_NO_STORE = 3  # exit code of a store process that could not import torch
 
 
 class Forkserver:
@@ -168,14 +167,12 @@ class Forkserver:
     def _open(self) -> None:
         signal.set_wakeup_fd(-1)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._report_read, self._report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(self._report_write, True)
-        self._reports = b""
+        self._reports = ReportPipe()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         # Not epoll: its descriptor would be shared with every forked worker.
         self._selector = selectors.PollSelector()
-        for descriptor in (self._control.fileno(), self._wake_read, self._report_read):
+        for descriptor in (self._control.fileno(), self._wake_read, self._reports.read_end):
             self._selector.register(descriptor, selectors.EVENT_READ)
         # From here on, EOF on the control socket reports the agent's death, and the workers must be
         # stopped in order. SIGTERM is ignored here.
@@ -190,7 +187,7 @@ class Forkserver:
     def _handle_event(self, descriptor: int) -> Program | None:
         if descriptor == self._wake_read:
             os.read(self._wake_read, 4096)
-        elif descriptor == self._report_read:
+        elif descriptor == self._reports.read_end:
             self._read_reports()
         else:
             return self._handle_message()
@@ -243,9 +240,11 @@ class Forkserver:
         self._begun.clear()
         self._status_probe.cancel()
         directory = log_files.node_directory(self._job_dir, world.node_rank)
-        if descriptors:
-            self._store = self._start_store(world, descriptors[0], directory=directory)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
+        if descriptors:
+            self._store = store_process.start(
+                world, descriptors[0], log=directory / STORE_LOG, close=[*own, *self._reports.ends]
+            )
         variables = variables | hook_directory.variables(os.environ, self._hook)
         if self._options.warning is not None:
             self._warning = WarningPipe(warned=self._warned)
@@ -253,9 +252,7 @@ class Forkserver:
             own.append(self._warning.write_end)
         for start in self._starts(world, variables, directory=directory):
             try:
-                pid = worker_process.start(
-                    start, (self._report_read, self._report_write), close=own, stdin=self._stdin
-                )
+                pid = worker_process.start(start, self._reports.ends, close=own, stdin=self._stdin)
             except OSError as error:
                 self._send(
                     messages.WorkerFailing(
@@ -311,41 +308,6 @@ class Forkserver:
             for local_rank in range(world.nproc)
         ]
 
-    def _start_store(self, world: World, listener: int, directory: Path) -> int:
-        forkserver_pid = os.getpid()
-        log = os.open(
-            directory / STORE_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
-        pid = os.fork()
-        if pid != 0:
-            os.close(listener)
-            os.close(log)
-            return pid
-        try:
-            processes.die_with_parent(forkserver_pid)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (
-                self._control.fileno(),
-                self._wake_read,
-                self._wake_write,
-                self._report_read,
-                self._report_write,
-            ):
-                os.close(descriptor)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-            processes.raise_open_files()
-            preload.serve_store(world.master_addr, world.master_port, listener_fd=listener)
-        except ImportError as error:
-            # torch is broken; a worker that imports it shows the full error.
-            os.write(2, f"cannot start torch's store: {error!r}\n".encode())
-            os._exit(_NO_STORE)
-        except BaseException as error:
-            os.write(2, f"the store process failed: {error!r}\n".encode())
-        os._exit(1)
-
     # -- watching ----------------------------------------------------------------------------------
 
     def _reap(self) -> None:
@@ -358,7 +320,9 @@ class Forkserver:
                 return
             if pid == self._store:
                 self._store = None
-                if self._stopping is None and os.waitstatus_to_exitcode(status) != _NO_STORE:
+                if self._stopping is None and (
+                    os.waitstatus_to_exitcode(status) != store_process.NO_TORCH
+                ):
                     self._send(messages.StoreExited(status))
             elif pid in self._live:
                 self._read_reports()  # so that a worker's report is sent before its exit
@@ -366,27 +330,9 @@ class Forkserver:
                 self._send(messages.WorkerExited(local_rank, status, time.monotonic()))
 
     def _read_reports(self) -> None:
-        try:
-            while chunk := os.read(self._report_read, 65536):
-                self._reports += chunk
-        except BlockingIOError:
-            pass
-        *lines, self._reports = self._reports.split(b"\n")
-        for line in lines:
-            try:
-                message = messages.decode(messages.FROM_WORKER, line)
-            except (ValueError, RecursionError):
-                continue  # user code can write anything into the pipe
-            if message.local_rank not in self._live.values():
-                continue
-            if isinstance(message, messages.WorkerFailing):
-                message = replace(
-                    message,
-                    monotonic=min(message.monotonic, time.monotonic()),
-                    message=message.message[:_MAX_REPORT],
-                    started=True,
-                )
-            self._send(message)
+        for message in self._reports.read():
+            if message.local_rank in self._live.values():
+                self._send(message)
 
     # -- stopping ----------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import socket
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from clusterjob.node.system import processes
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.forkserver import MESSAGE_BYTES
+
+_QUIT_TIMEOUT = 3.0  # seconds for the forkserver to exit
 
 
 @dataclass
@@ -32,6 +36,7 @@ class ForkserverClient:
     gone: bool = False
     error: str = ""
     _pending: tuple[messages.StartRound, socket.socket | None] | None = None
+    _reaped: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def waiting(self) -> bool:
@@ -91,4 +96,17 @@ class ForkserverClient:
         """Reap the ended forkserver; return its exit code and the name of its signal or None."""
         _, status = os.waitpid(self.pid, 0)
         self.gone = True
+        self._reaped.set()
         return processes.exit_code_of(status)
+
+    async def quit(self) -> None:
+        """Let the forkserver stop everything and exit; kill it if it does not; await `reap`."""
+        if self.ready:
+            self.send(messages.Quit())
+        elif not self.gone:
+            processes.send_signal(self.pid, signal.SIGKILL)
+        try:
+            await asyncio.wait_for(self._reaped.wait(), _QUIT_TIMEOUT)
+        except asyncio.TimeoutError:
+            processes.send_signal(self.pid, signal.SIGKILL)
+            await self._reaped.wait()

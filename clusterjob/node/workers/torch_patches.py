@@ -285,7 +285,6 @@ def has_agent_variables() -> bool:
 
 
 def _addresses(host: str) -> set[Any]:
-
     try:
         return {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
@@ -293,7 +292,6 @@ def _addresses(host: str) -> set[Any]:
 
 
 def _is_of_this_machine(address: str) -> bool:
-
     with socket.socket(
         socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
     ) as probe:
@@ -344,7 +342,6 @@ class _WaitNotice:
     """
 
     def __init__(self, host: str, port: int) -> None:
-
         self._host, self._port = host, port
         self._where = _script_line(sys._getframe(2))
         self._over = threading.Event()
@@ -358,7 +355,6 @@ class _WaitNotice:
         self._thread.join()
 
     def _watch(self) -> None:
-
         while not self._over.wait(_WAITING_NOTICE):
             try:
                 socket.create_connection((self._host, self._port), _CONNECT_TIMEOUT).close()

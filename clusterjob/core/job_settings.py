@@ -1,0 +1,211 @@
+"""Turn options and configuration into the settings and the spec of a job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob.backends import base
+from clusterjob.core import config, hosts
+from clusterjob.core.options import OPTIONS, Target
+from clusterjob.core.records import home, secure_home
+from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.trust import LOOK, Usage
+from clusterjob.errors import PlacementError, RecordError, SpecError
+from clusterjob.node import environments
+from clusterjob.node.program import Program
+from clusterjob.node.system import files, private_dirs
+
+
+def resolve(
+    flags: Mapping[str, Any], cluster: str | None, directory: Path, use: Usage = LOOK
+) -> config.Settings:
+    """Return the settings of a job that is submitted from a directory.
+
+    Args:
+        flags: options of the command line.
+        cluster: value of --cluster, or None.
+        directory: the working directory.
+        use: how the caller will use the settings; by default nothing is executed.
+
+    Raises:
+        PlacementError: this process runs inside a job, and no cluster was named.
+        Untrusted: a project's file would execute something, and the user has not trusted it.
+    """
+    if isinstance(flags.get("env"), list):
+        flags = {**flags, "env": [_with_value(item) for item in flags["env"]]}
+    named = (
+        "hosts" in flags
+        or "hostfile" in flags
+        or any(os.environ.get(f"CLUSTERJOB_{key}") for key in ("HOSTS", "HOSTFILE"))
+    )
+    has_hosts = named or bool(hosts.of_platform(os.environ))
+    has_login = "login" in flags or bool(os.environ.get("CLUSTERJOB_LOGIN"))
+    if cluster is None and not has_hosts and not has_login:
+        _refuse_inside_a_job()
+    preferred = (lambda: "slurm") if has_login else (lambda: "ssh") if has_hosts else base.preferred
+    settings = config.resolve(
+        flags,
+        cluster,
+        environ=os.environ,
+        directory=directory,
+        backends=base.names(),
+        fallback=preferred,
+        use=use,
+    )
+    return _with_kept_ssh_config(settings) if use.program is not None or use.sources else settings
+
+
+def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
+    """Return the settings with the project's ssh configuration replaced by a private copy.
+
+    `status` and other commands read the configuration later. By then the project's file may contain
+    lines that the user has neither run nor trusted. Settings without such a file stay unchanged.
+    """
+    options = settings.values.get("set", {})
+    named = options.get("ssh_config")
+    if not isinstance(named, config.ProjectSshConfig):
+        return settings
+    try:
+        content = Path(named).expanduser().read_bytes()
+    except (OSError, RuntimeError):  # the backend reports the unreadable file
+        return settings
+    secure_home()
+    kept = home() / "ssh_configs" / hashlib.sha256(content).hexdigest()[:32]
+    try:
+        private_dirs.make(kept.parent)
+        files.write_atomic(kept, content)
+    except OSError as error:
+        raise RecordError(
+            f"{kept} cannot be written: {error.strerror}",
+            "set CLUSTERJOB_HOME to another directory",
+        ) from error
+    return replace(
+        settings, values={**settings.values, "set": {**options, "ssh_config": str(kept)}}
+    )
+
+
+def _with_value(item: str) -> str:
+    """Return NAME=VALUE for an item of ``--env``; add this process's value to NAME alone."""
+    if "=" in item:
+        return item
+    if item not in os.environ:
+        raise SpecError(f"--env {item}: it is not set here", f"--env {item}=VALUE sets it")
+    return f"{item}={os.environ[item]}"
+
+
+def _refuse_inside_a_job() -> None:
+    """Refuse to submit from inside a job: the new job might use that job's nodes by mistake.
+
+    Raises:
+        PlacementError: the environment is that of a job's node.
+    """
+    finding = environments.detect(os.environ)
+    if finding.source == "none":
+        return
+    variables = ", ".join(sorted(set(finding.evidence.values()))) or "its variables"
+    raise PlacementError(
+        f"this process already runs inside a job ({finding.source}: {variables})",
+        "`clusterjob launch` starts this node's part of it; "
+        "--cluster NAME submits to another cluster",
+    )
+
+
+def make_spec(program: Program, settings: config.Settings, directory: Path) -> JobSpec:
+    """Return the job spec for a program and its settings.
+
+    Args:
+        program: the program to run.
+        settings: the job's settings.
+        directory: default working directory; relative paths of a working directory or template
+            start here.
+
+    Raises:
+        SpecError: a field is invalid.
+    """
+    values = dict(settings.values)
+    if values.get("gpus", "auto") != "auto":
+        values.setdefault("gpus_per_node", len(values["gpus"].split(",")))
+    gpu_type, gpus_per_node = _gpus(values.get("gpus_per_node"))
+    options = values.pop("set", {}) | _pop(values, Target.BACKEND)
+    chosen = _hosts(values, settings.backend, directory=directory)
+    slots = max((host.slots or 1 for host in chosen), default=1)
+    resources = Resources(
+        **({"nodes": len(chosen) or 1} | _pop(values, Target.RESOURCES)),
+        gpus_per_node=gpus_per_node,
+        time_limit=values.pop("time", None),
+        gpu_type=gpu_type,
+    )
+    values.pop("gpus_per_node", None)
+    workdir = directory / values.pop("workdir", "")
+    if "template" in values:
+        values["template"] = directory / values["template"]
+    return JobSpec(
+        program=program,
+        resources=resources,
+        workdir=workdir,
+        nproc_is_default="nproc_per_node" not in values and gpus_per_node is None,
+        nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
+        python=values.pop("python", None)
+        or (
+            "python3"
+            if chosen or values.get("container") or values.get("login")
+            else default_python(os.environ)
+        ),
+        hosts=chosen,
+        options=options,
+        **values,
+    )
+
+
+def _pop(values: dict[str, Any], target: Target) -> dict[str, Any]:
+    """Remove the options with this target from the values, and return them by key."""
+    keys = [key for key in values if OPTIONS[key].target is target]
+    return {key: values.pop(key) for key in keys}
+
+
+def _gpus(asked: int | str | None) -> tuple[str, int | None]:
+    """Return the type and number of GPUs from ``8`` or ``a100:8``; the type may be empty."""
+    gpu_type, _, count = asked.rpartition(":") if isinstance(asked, str) else ("", "", asked)
+    return gpu_type, None if count is None else int(count)
+
+
+def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
+    """Remove the hosts from the settings and return them.
+
+    The hosts are those of --hosts or --hostfile. If neither is set, the ssh backend reads the hosts
+    from the platform's variables.
+    """
+    text, file = values.pop("hosts", None), values.pop("hostfile", None)
+    found = hosts.named_hosts(text, file, directory=directory)
+    if not found:
+        return hosts.of_platform(os.environ) if backend == "ssh" else ()
+    if values.keys() & {"nproc_per_node", "gpus_per_node"}:
+        # An explicit number of workers or GPUs overrides the slots of the host file.
+        return tuple(replace(host, slots=None) for host in found)
+    return found
+
+
+def default_python(environ: Mapping[str, str]) -> str:
+    """Return the default Python interpreter of a job.
+
+    The default is the interpreter of the active virtual or conda environment, else the interpreter
+    that runs clusterjob. An isolated installation (pipx, uv tool) usually has no torch: its default
+    is python3 from PATH.
+    """
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        candidate = Path(environ.get(variable) or "/nonexistent") / "bin" / "python"
+        if candidate.is_file():
+            return str(candidate)
+    isolated = any(
+        (Path(sys.prefix) / mark).is_file() for mark in ("pipx_metadata.json", "uv-receipt.toml")
+    )
+    if isolated:
+        return shutil.which("python3") or sys.executable
+    return sys.executable

@@ -1,0 +1,1 @@
+"""The agent of one node: its connection to the coordinator, and its workers."""

@@ -1,0 +1,296 @@
+"""Run one node's part of a job: join the coordinator, follow its orders, record the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterjob.errors import ClusterJobError
+from clusterjob.node.agent.node_workers import NodeWorkers
+from clusterjob.node.environments import scheduler, worker_endpoints
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs.console import Console
+from clusterjob.node.logs.events import now
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import coordinator_link, messages
+from clusterjob.node.rendezvous.coordinator import Coordinator
+from clusterjob.node.rendezvous.coordinator_link import Link, LocalLink
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.stop_requests import StopRequests
+from clusterjob.node.system import crashes, processes
+from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
+from clusterjob.node.workers.forkserver_client import ForkserverClient
+
+_LOST_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the coordinator is lost
+
+
+def _ignore(_message: object) -> None:
+    """Ignore a message that needs no action after the handshake."""
+
+
+class Agent:
+    """The agent of one node.
+
+    Args:
+        topology: this node.
+        nproc: workers of this node.
+        options: the node's options.
+        job: the job's identity and secret.
+        job_dir: the job's directory, as this node sees it.
+        forkserver: the forkserver, which was forked before.
+        console: prints the agent's messages and the workers' output.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        nproc: int,
+        options: LaunchOptions,
+        job: JobIdentity,
+        job_dir: Path,
+        forkserver: ForkserverClient,
+        console: Console,
+    ) -> None:
+        self._topology = topology
+        self._nproc = nproc
+        self._options = options
+        self._job = job
+        self._job_dir = job_dir
+        self._forkserver = forkserver
+        self._console = console
+        self._host = scheduler.node_name()
+        self._link: Link | None = None
+        self._coordinator: Coordinator | None = None  # on node 0
+        self._coordinator_task: asyncio.Task[Verdict] | None = None
+        self._supervisor = scheduler.supervisor(os.environ)
+        self._warning_sent = self._kill_sent = False
+        # Node 0 holds one more port, which rank 0 binds itself.
+        self._held = worker_endpoints.HeldPorts(nproc + (topology.node_rank == 0))
+        self._timeline = log_files.Timeline(log_files.node_directory(job_dir, topology.node_rank))
+        self._workers = NodeWorkers(
+            topology,
+            options,
+            job=job,
+            job_dir=job_dir,
+            forkserver=forkserver,
+            console=console,
+            send=self._send,
+        )
+
+    # -- from join to verdict ----------------------------------------------------------------------
+
+    async def run(self) -> Verdict:
+        """Run this node's part of the job until its processes have ended; return the verdict."""
+        self._crashes = crashes.Crashes()
+        asyncio.get_running_loop().add_reader(self._forkserver.control, self._workers.receive)
+        self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
+        self._requests.listen(self._forkserver.early)
+        if self._supervisor is not None and self._topology.node_rank == 0:
+            self._requests.poll_job_dir()  # the coordinator then informs the other nodes
+        following = asyncio.create_task(self._follow_output())
+        self._crashes.watch(following)
+        try:
+            verdict = await self._serve()
+        except ClusterJobError as error:
+            verdict = self._own_verdict(JobState.FAILED, error.message)
+        except Exception as error:
+            who = f"the agent of node {self._topology.node_rank} on {self._host}"
+            why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
+            verdict = self._own_verdict(JobState.FAILED, why)
+            if self._coordinator is not None:
+                self._coordinator.abort(verdict)
+        finally:
+            following.cancel()
+        if self._coordinator_task is not None:
+            self._coordinator_task.cancel()
+            await asyncio.wait([self._coordinator_task])
+        self._workers.stop_ordered = True
+        await self._forkserver.quit()
+        processes.kill_descendants()  # background processes of the setup lines
+        self._timeline.note()
+        self._console.finish()
+        self._record_end(verdict)
+        self._held.close()
+        if self._link is not None:
+            await self._link.close()
+        return verdict
+
+    async def _serve(self) -> Verdict:
+        await self._join()
+        if self._link is None:
+            return self._own_verdict(JobState.CANCELLED, self._requests.cancelled.result())
+        handlers: dict[type, Callable[[Any], None]] = {
+            messages.Start: self._workers.start,
+            messages.StartWithStore: self._workers.start,
+            messages.Stop: lambda stop: self._workers.stop(stop.grace, stop.signal),
+            messages.Warn: lambda _warn: self._workers.warn(),
+            messages.ProbeRanks: self._workers.probe,
+            messages.RanksFound: self._workers.note_found,
+            messages.ReportFailures: lambda _report: self._workers.report_failures(),
+            **dict.fromkeys((messages.Heartbeat, messages.Welcome, messages.Refused), _ignore),
+        }
+        while True:
+            order = await self._next_order()
+            if isinstance(order, messages.End):
+                return order.verdict
+            if isinstance(order, messages.ConnectionLost):
+                # The coordinator may still receive messages of this node.
+                self._send(messages.CoordinatorLost(order.why))
+                self._workers.stop(_LOST_GRACE)
+                reason = f"node {self._topology.node_rank} lost node 0: {order.why}"
+                return self._own_verdict(JobState.LOST, reason)
+            if order is not None:
+                handlers[type(order)](order)
+
+    async def _next_order(self) -> Any:
+        """Return the coordinator's next message; None after a stop request was passed on."""
+        assert self._link is not None
+        ordering = asyncio.ensure_future(self._link.orders.get())
+        waiting: set[asyncio.Future[Any]] = {ordering, self._crashes.first}
+        if not self._workers.stop_ordered:
+            waiting.add(self._requests.cancelled)
+        if not self._warning_sent:
+            waiting.add(self._requests.warned)
+        if self._coordinator_task is not None:
+            waiting.add(self._coordinator_task)
+        if not self._kill_sent:
+            waiting.add(self._requests.kill_now)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._crashes.first.done():
+            raise self._crashes.first.result()
+        if ordering.done():
+            return ordering.result()
+        ordering.cancel()
+        task = self._coordinator_task
+        if task is not None and task.done() and task.exception() is not None:
+            task.result()  # raises
+        self._send_stop_requests()
+        return None
+
+    def _send_stop_requests(self) -> None:
+        """Send each new stop request to the coordinator."""
+        requests = self._requests
+        if requests.warned.done() and not self._warning_sent:
+            self._warning_sent = True
+            self._send(messages.PreemptionWarning(requests.warned.result()))
+        if requests.cancelled.done() and not self._workers.stop_ordered:
+            self._workers.stop_ordered = True  # the coordinator's stop order follows
+            why = requests.cancelled.result()
+            self._send(messages.Cancel(why, interrupt=requests.interrupted))
+        if requests.kill_now.done() and not self._kill_sent:
+            self._kill_sent = True
+            self._send(messages.KillNow())
+
+    async def _join(self) -> None:
+        """Join the coordinator. No link is set if the job was cancelled first."""
+        address = worker_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
+        hello = messages.Hello(
+            node_rank=self._topology.node_rank,
+            host=self._host,
+            pid=os.getpid(),
+            attempt=self._job.attempt,
+            nnodes=self._topology.nnodes,
+            nproc=self._nproc,
+            counted_by=self._job.counted_by,
+            endpoints=tuple(worker_endpoints.endpoint(address, p) for p in self._held.ports),
+            wants_endpoints=worker_endpoints.may_be_used(self._options.program),
+        )
+        if self._topology.node_rank == 0:
+            self._coordinator = Coordinator(
+                self._topology,
+                self._options,
+                job=self._job,
+                job_dir=self._job_dir,
+                print_line=self._console.print,
+                watch=self._crashes.watch,
+            )
+            self._link = LocalLink(self._coordinator.membership, hello)
+            # Requests that arrived during the imports: the coordinator handles them before it
+            # starts workers.
+            self._send_stop_requests()
+            self._coordinator_task = asyncio.create_task(self._coordinator.run())
+            return
+        connecting = asyncio.create_task(
+            coordinator_link.connect(
+                self._topology,
+                self._options,
+                job=self._job,
+                hello=hello,
+                print_line=self._console.print,
+                refusal=self._node_0_refusal,
+            )
+        )
+        either: set[asyncio.Future[Any]] = {
+            connecting,
+            self._requests.cancelled,
+            self._crashes.first,
+        }
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._crashes.first.done():
+            connecting.cancel()
+            raise self._crashes.first.result()
+        if connecting.done():
+            self._link = link = connecting.result()
+            for task in link.tasks:
+                self._crashes.watch(task)
+        else:
+            connecting.cancel()
+
+    def _node_0_refusal(self) -> str:
+        """Return why node 0 cannot start, from the shared job directory; empty if it may start."""
+        refusals = ends.refusals(self._job_dir, self._job.attempt)
+        return next((failure.message for failure in refusals if failure.node_rank == 0), "")
+
+    def _send(self, message: Any) -> bool:
+        """Send a message to the coordinator; return False without a connection."""
+        if self._link is None:
+            return False
+        self._link.send(message)
+        return True
+
+    # -- output ------------------------------------------------------------------------------------
+
+    async def _follow_output(self) -> None:
+        while True:
+            await asyncio.sleep(log_files.INTERVAL)
+            self._timeline.note()
+            self._console.show()
+            if self._supervisor is not None and self._supervisor[1] != os.getppid():
+                name, self._supervisor = self._supervisor[0], None
+                self._workers.node_failed(f"{name}, the parent of this node's agent, was killed")
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _own_verdict(self, state: JobState, reason: str) -> Verdict:
+        cancelled = state is JobState.CANCELLED
+        failure = None if cancelled else self._workers.failures.of_node(reason)
+        return Verdict(
+            state,
+            CANCELLED_EXIT_CODE if cancelled else 1,
+            reason=reason,
+            failure=failure,
+            attempt=self._job.attempt,
+            ended_at=now(),
+        )
+
+    def _record_end(self, verdict: Verdict) -> None:
+        """Write this node's end, and on node 0 the job's verdict if the coordinator wrote none."""
+        try:
+            ends.write(
+                self._job_dir,
+                self._topology.node_rank,
+                end=verdict.to_json() | {"host": self._host},
+            )
+            if self._topology.node_rank == 0 and not ends.has_result(
+                self._job_dir, self._job.attempt
+            ):
+                ends.write_result(self._job_dir, verdict)
+        except OSError as error:
+            node = f"node {self._topology.node_rank}"
+            self._console.print(
+                f"the end of {node} cannot be recorded in {self._job_dir}: {error.strerror}"
+            )

@@ -1,0 +1,297 @@
+"""Run one node's workers through the forkserver, and report them to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node import contract
+from clusterjob.node.contract import World
+from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs.console import Console
+from clusterjob.node.logs.job_dir import STORE_LOG
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.system import devices, processes
+from clusterjob.node.verdict import Failure
+from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers.forkserver_client import ForkserverClient
+from clusterjob.node.workers.missing_worker import MissingWorker
+from clusterjob.node.workers.worker_failures import Failures, how
+from clusterjob.node.workers.worker_status import WorkerStatus
+
+
+class NodeWorkers:
+    """The workers of one node.
+
+    Args:
+        topology: this node.
+        options: the node's options.
+        job: the job's identity and secret.
+        job_dir: the job's directory, as this node sees it.
+        forkserver: starts, reaps and stops the workers.
+        console: prints messages for the user.
+        send: sends a message to the coordinator; returns False without a connection.
+
+    Attributes:
+        stop_ordered: whether the workers of this round must stop.
+        failures: describes the failures of this node and its workers.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        options: LaunchOptions,
+        job: JobIdentity,
+        job_dir: Path,
+        forkserver: ForkserverClient,
+        console: Console,
+        send: Callable[[Any], bool],
+    ) -> None:
+        self._topology = topology
+        self._options = options
+        self._job = job
+        self._job_dir = job_dir
+        self._forkserver = forkserver
+        self._console = console
+        self._send = send
+        self._world: World | None = None
+        self._running: set[int] = set()  # local ranks
+        self._exec_reason = ""  # why the workers are not forked, until it is sent
+        self.stop_ordered = False
+        self._directory = log_files.node_directory(job_dir, topology.node_rank)
+        host = scheduler.node_name()
+        self.failures = Failures(
+            topology.node_rank,
+            host,
+            directory=self._directory,
+            attempt=job.attempt,
+            under_torchrun=options.launcher == "torchrun",
+        )
+        self._status = WorkerStatus(
+            topology.node_rank,
+            host,
+            directory=self._directory,
+            attempt=job.attempt,
+            failures=self.failures,
+        )
+
+    # -- orders of the coordinator -----------------------------------------------------------------
+
+    def start(self, order: messages.Start) -> None:
+        """Start a round of workers."""
+        gpus = devices.visible_gpus(os.environ)
+        world = replace(order.world, gpus=gpus)
+        self._world = world
+        self.stop_ordered = False
+        self._status.begin(world)
+        self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
+        if self._forkserver.error:
+            self.node_failed(self._forkserver.error)
+            return
+        variables = worker_defaults.quiet_defaults(
+            os.environ, world.master_addr, nnodes=world.nnodes
+        ) | worker_endpoints.backend_default(os.environ, gpus)
+        variables |= {
+            contract.JOB_ID: self._job.job_id,
+            contract.JOB_DIR: str(self._job_dir),
+            contract.ATTEMPT: str(self._job.attempt),
+            contract.STORE: contract.store_address(world, self._options.launcher),
+            contract.STORE_KEY: contract.store_key(
+                self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
+            ),
+        }
+        self._send_exec_reason()
+        store = order.store if isinstance(order, messages.StartWithStore) else None
+        if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
+            self._send(messages.Running())
+
+    def stop(self, grace: float, number: int = signal.SIGTERM) -> None:
+        """Stop the workers: a signal, then SIGKILL after `grace` seconds."""
+        self.stop_ordered = True
+        if self._forkserver.ready and not self._forkserver.gone:
+            self._forkserver.send(forkserver_messages.StopWorkers(grace, int(number)))
+            return
+        self._forkserver.drop_round()
+        self._send(messages.Stopped())
+
+    def warn(self) -> None:
+        """Warn the workers of a preemption."""
+        # Workers that another launcher, such as torchrun, has started poll this file.
+        ends.warn(self._job_dir, self._job.attempt)
+        self._forkserver.send(forkserver_messages.WarnWorkers())
+
+    def probe(self, order: messages.ProbeRanks) -> None:
+        """Report what each of these workers does; the forkserver probes those that run."""
+        if self._world is None:
+            return
+        wanted = [rank - self._world.first_rank for rank in order.ranks]
+        started = self._forkserver.ready and not self._forkserver.waiting
+        known = [] if order.note else self._status.known(wanted, started=started)
+        if known:
+            self._send_probed(known, final=order.final)
+        running = tuple(rank for rank in wanted if rank in self._running and started)
+        if running:
+            self._forkserver.send(
+                forkserver_messages.ProbeWorkers(running, final=order.final, note=order.note)
+            )
+
+    def note_found(self, order: messages.RanksFound) -> None:
+        """Write what other nodes found about missing ranks to the waiting worker's stderr."""
+        self._status.note_found(order.local_rank, order.lines)
+
+    def report_failures(self) -> None:
+        """Report all failures known by now; the forkserver first reports every worker's end."""
+        if self._forkserver.ready and not self._forkserver.gone:
+            self._forkserver.send(forkserver_messages.ReportEnds())
+        else:
+            self._send_early_exits()
+
+    # -- messages of the forkserver ----------------------------------------------------------------
+
+    def receive(self) -> None:
+        """Handle one message of the forkserver, or its end."""
+        handlers: dict[type, Callable[[Any], None]] = {
+            forkserver_messages.Ready: self._on_ready,
+            forkserver_messages.WorkerFailing: self._on_worker_failing,
+            forkserver_messages.WorkerExited: self._on_worker_exited,
+            forkserver_messages.WorkerWaiting: self._on_worker_waiting,
+            forkserver_messages.WorkersProbed: self._on_workers_probed,
+            forkserver_messages.StoreExited: self._on_store_exited,
+            forkserver_messages.EndsReported: self._on_ends_reported,
+            forkserver_messages.WorkersGone: self._on_workers_gone,
+        }
+        message = self._forkserver.receive()
+        if message is None:
+            self._on_forkserver_exited()
+        else:
+            handlers[type(message)](message)
+
+    def _on_ready(self, message: forkserver_messages.Ready) -> None:
+        if self._forkserver.mark_ready():
+            self._send(messages.Running())
+        if message.why and self._options.start == "fork":
+            self._forkserver_failed(f"--start fork is impossible: {message.why}")
+        elif message.why:
+            node = f"node {self._topology.node_rank}"
+            self._exec_reason = f"{node} starts its workers by exec: {message.why}"
+            self._console.print(self._exec_reason)
+            self._send_exec_reason()
+
+    def _send_exec_reason(self) -> None:
+        if self._exec_reason and self._send(messages.StartedByExec(self._exec_reason)):
+            self._exec_reason = ""
+
+    def _on_worker_waiting(self, message: forkserver_messages.WorkerWaiting) -> None:
+        if self._world is not None:
+            self._send(
+                messages.RanksMissing(
+                    self._world.restart,
+                    message.local_rank,
+                    ranks=message.ranks,
+                    final=message.final,
+                )
+            )
+
+    def _on_workers_probed(self, message: forkserver_messages.WorkersProbed) -> None:
+        found = [
+            self._status.describe(each.local_rank, each.pid, text=each.text, stack=each.stack)
+            for each in message.workers
+        ]
+        self._send_probed(found, final=message.final)
+
+    def _send_probed(self, found: Sequence[MissingWorker], *, final: bool) -> None:
+        if self._world is not None:
+            self._send(
+                messages.RanksProbed(
+                    self._world.restart,
+                    final=final,
+                    lines=self._status.lines(found),
+                    failures=self._status.missing_failures(found) if final else (),
+                )
+            )
+
+    def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
+        if not self.stop_ordered:
+            ended = how(*processes.exit_code_of(message.status))
+            last = log_files.last_lines(self._directory / STORE_LOG, 1)
+            self.node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
+
+    def _on_ends_reported(self, _message: forkserver_messages.EndsReported) -> None:
+        self._send_early_exits()
+
+    def _send_early_exits(self) -> None:
+        if self._world is not None:
+            exits = tuple(messages.EarlyExit(*each) for each in self._status.early_exits())
+            self._send(messages.FailuresReported(self._world.restart, exits))
+
+    def _on_workers_gone(self, _message: forkserver_messages.WorkersGone) -> None:
+        self._send(messages.Stopped())
+
+    def _on_forkserver_exited(self) -> None:
+        """Fail, unless the forkserver was stopped: the kernel has killed the workers with it."""
+        asyncio.get_running_loop().remove_reader(self._forkserver.control)
+        ended = how(*self._forkserver.reap())
+        processes.kill_descendants()
+        if self.stop_ordered:
+            self._send(messages.Stopped())
+        else:
+            self._forkserver_failed(f"the forkserver was lost ({ended})")
+
+    def _forkserver_failed(self, why: str) -> None:
+        """Report that no workers can run: now if a round runs, else when one starts."""
+        self._forkserver.error = why
+        if self._world is not None:
+            self.node_failed(why)
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def _on_worker_failing(self, message: forkserver_messages.WorkerFailing) -> None:
+        assert self._world is not None
+        failure = self.failures.of_worker(
+            self._world,
+            message.local_rank,
+            code=message.exit_code,
+            signal_name=None,
+            message=message.message,
+            kind=forkserver_messages.failure_kind(message),
+        )
+        self._send_failure(failure, message.monotonic, exited=not message.started)
+
+    def _on_worker_exited(self, message: forkserver_messages.WorkerExited) -> None:
+        assert self._world is not None
+        local_rank = message.local_rank
+        self._running.discard(local_rank)
+        code, signal_name = processes.exit_code_of(message.status)
+        self._status.ended[local_rank] = how(code, signal_name)
+        if code == 0 and self._options.launcher == "agent":
+            self._status.note_exit(local_rank, message.monotonic)
+            self._send(messages.Succeeded(local_rank))
+        if code != 0:
+            failure = self.failures.of_worker(
+                self._world,
+                local_rank,
+                code=code,
+                signal_name=signal_name,
+                message=how(code, signal_name),
+            )
+            self._send_failure(failure, message.monotonic, exited=True)
+        if not self._running:
+            self._send(messages.Done())
+
+    def node_failed(self, why: str) -> None:
+        """Report a failure of this node rather than of one worker."""
+        self._send_failure(self.failures.of_node(why), time.monotonic(), exited=True)
+
+    def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
+        age = max(0.0, time.monotonic() - monotonic)
+        self._send(messages.Failing(failure, age, exited=exited))
