@@ -146,7 +146,7 @@ SESSIONS = (
     Session(
         "test_ssh_command_of_readme_runs_on_two_hosts",
         READMES,
-        ("clusterjob run --hosts gpu[1-2] --gpus-per-node 8 train.py",),
+        ("clusterjob run --hosts gpu1,gpu2 --gpus-per-node 8 train.py",),
     ),
     Session(
         "test_commands_of_ssh_page_check_hosts_and_fetch_results",
