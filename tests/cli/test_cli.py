@@ -782,7 +782,7 @@ def test_killed_submit_leaves_no_processes(terminal: Terminal) -> None:
         )
         submitting.kill()
         submitting.wait(TEST_TIMEOUT)
-        # submit had finished: it prints the id last
+        # too late: submit prints the id as its last step
         if terminal.output(submitting)[0] or list(jobs_dir.glob(f"killed{number}-*/detached")):
             terminal("cancel", f"killed{number}")
             continue

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "support")]  # as pytest does
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]  # pytest puts the same folders on sys.path
 
 from compat_cases import CASES  # noqa: E402
 from compat_runs import EXPECTED, HUNG, Case, expected, under_torchrun  # noqa: E402

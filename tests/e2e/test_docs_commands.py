@@ -177,7 +177,9 @@ def test_commands_of_ssh_page_check_hosts_and_fetch_results(shell: Shell) -> Non
     assert ranks(shell.clusterjob("logs", shell.values["job_id"]).out, of=16)
     shell(fetch)
     fetched = (shell.directory / "results" / "runs").iterdir()
-    assert {path.name for path in fetched} == {f"rank{rank}" for rank in range(8)}  # node 0's
+    assert {path.name for path in fetched} == {
+        f"rank{rank}" for rank in range(8)
+    }  # the ranks of node 0
 
 
 def test_trust_commands_of_ssh_page_record_host_key(shell: Shell, hosts: Site) -> None:

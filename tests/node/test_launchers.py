@@ -76,7 +76,7 @@ ROOT_MPI = {
         pytest.param(True, id="master given", marks=pytest.mark.slow),
     ],
 )
-def test_bootstrap_under_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None:
+def test_bootstrap_under_mpirun_of_open_mpi_trains_all_ranks(tmp_path: Path, given: bool) -> None:
     extra = ROOT_MPI | (
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if given else {}
     )
@@ -97,7 +97,7 @@ def test_bootstrap_under_mpirun_of_open_mpi(tmp_path: Path, given: bool) -> None
         pytest.param(True, id="inside a shell"),
     ],
 )
-def test_bootstrap_under_mpiexec_of_mpich(tmp_path: Path, wrapped: bool) -> None:
+def test_bootstrap_under_mpiexec_of_mpich_trains_all_ranks(tmp_path: Path, wrapped: bool) -> None:
     path = script(tmp_path, TRAIN)
     command = (
         ["sh", "-c", f"cd . && '{sys.executable}' '{path}'; exit $?"]
@@ -128,7 +128,7 @@ def test_mpich_jobs_on_one_host_get_different_ports(tmp_path: Path) -> None:
     assert len(set.union(*ports)) > 1  # all equal by chance: 1 in 144 million
 
 
-def test_bootstrap_under_torch_distributed_launch(tmp_path: Path) -> None:
+def test_bootstrap_under_torch_distributed_launch_trains_all_ranks(tmp_path: Path) -> None:
     argv = [
         "-m",
         "torch.distributed.launch",
@@ -164,7 +164,7 @@ def test_bootstrap_reads_local_rank_from_argv(tmp_path: Path) -> None:
     check_ranks(tmp_path, 2, "env")
 
 
-def test_bootstrap_under_accelerate_launch(tmp_path: Path) -> None:
+def test_bootstrap_under_accelerate_launch_trains_all_ranks(tmp_path: Path) -> None:
     """On CPUs, accelerate starts its processes through torchrun."""
     pytest.importorskip("accelerate")
     options = [
@@ -192,7 +192,7 @@ def test_bootstrap_under_accelerate_launch(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_bootstrap_under_accelerate_launch_with_mpirun(tmp_path: Path) -> None:
+def test_bootstrap_under_accelerate_launch_with_mpirun_trains_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     require_program("mpirun")
     if not is_open_mpi():
@@ -239,7 +239,7 @@ TORCHRUNX = """
 """
 
 
-def test_bootstrap_under_torchrunx(tmp_path: Path) -> None:
+def test_bootstrap_under_torchrunx_trains_all_ranks(tmp_path: Path) -> None:
     """torchrunx releases its port before its workers bind it.
 
     The test runs in a network namespace of its own, so that no other process takes the port.

@@ -64,7 +64,7 @@ def with_silent_server(machine: Machine, directory: Path, *argv: object) -> list
 
 
 def with_resolver_options(directory: Path, extra: dict[str, str]) -> dict[str, str]:
-    return extra | {"RES_OPTIONS": "timeout:20 attempts:3"}  # as users set it
+    return extra | {"RES_OPTIONS": "timeout:20 attempts:3"}  # users set it like this
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -80,7 +80,7 @@ def test_worker_reports_silent_name_server_within_seconds(
         environ,
     )
     assert ended.code == 1
-    assert float(ended.out) < 15.0, ended  # 60 s and more with the timeout of the resolver
+    assert float(ended.out) < 15.0, ended  # the resolver's own timeout is 60 s or more
     assert "master.example:29500: " + NO_ANSWER in last_message(ended.err)
     assert HOST in last_message(ended.err)
     assert not [line for line in ended.err.splitlines() if "c10d" in line]
@@ -96,7 +96,7 @@ def test_agent_reports_silent_name_server_and_ends_within_seconds(
         {"CLUSTERJOB_NODE_RANK": str(node_rank), "CLUSTERJOB_NNODES": "2", "CLUSTERJOB_TOKEN": "s"},
     )
     assert ended.code == 1
-    assert seconds < 30  # 60 s and more with the timeout of the resolver
+    assert seconds < 30  # the resolver's own timeout is 60 s or more
     [line] = [line for line in ended.err.splitlines() if NO_ANSWER in line]
     assert (
         "node 0 cannot listen at master.example:"

@@ -224,10 +224,10 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
 
 
 @pytest.mark.parametrize("version", ["0.0.9", None])
-def test_installed_package_of_another_version_is_refused(
+def test_installed_package_of_other_version_or_missing_one_is_refused(
     zip_file: Path, tmp_path: Path, version: str | None
 ) -> None:
-    """Modules of two versions do not work together; without a package, submit is missing."""
+    """The zip lacks the modules that submit jobs, and those of another version are not used."""
     if version is not None:
         (tmp_path / "site" / "clusterjob" / "cli").mkdir(parents=True)
         (tmp_path / "site" / "clusterjob" / "__init__.py").write_text(

@@ -65,7 +65,7 @@ def as_python(
 # -- Program ---------------------------------------------------------------------------------------
 
 
-def test_argv_of_script_module_and_command() -> None:
+def test_script_module_and_command_give_their_argv() -> None:
     assert Program("script", "a b.py", args=("-x",)).argv("/py") == ["/py", "a b.py", "-x"]
     assert Program("module", "pkg.mod", args=("-x",)).argv("/py") == ["/py", "-m", "pkg.mod", "-x"]
     assert Program("command", "ls", args=("-x",)).argv("/py") == ["ls", "-x"]
@@ -76,7 +76,7 @@ def test_argv_of_script_module_and_command() -> None:
     ]
 
 
-def test_launch_arguments_of_script_module_and_command() -> None:
+def test_script_module_and_command_give_their_launch_arguments() -> None:
     assert Program("script", "a.py", args=("--", "-m")).launch_arguments() == ["a.py", "--", "-m"]
     assert Program("script", "-a.py").launch_arguments() == ["./-a.py"]
     assert Program("module", "a", args=("-x",)).launch_arguments() == ["-m", "a", "-x"]
@@ -693,7 +693,7 @@ def test_seeded_random_numbers_are_same_as_under_python(make_job: MakeJob) -> No
 
 
 def test_torch_computes_in_forked_worker(make_job: MakeJob) -> None:
-    """After a fork, the threads of a pool started before it would be missing."""
+    """A thread pool that started before the fork would have no threads after it."""
     actual = each_rank(
         make_job(),
         """

@@ -1,6 +1,6 @@
 """Workers that do not join the rendezvous of ranks.
 
-Their agents report what they do, and name them as the root cause when other ranks time out.
+Agents report what these workers do. If other ranks time out, these workers are the root cause.
 """
 
 from __future__ import annotations
@@ -275,14 +275,14 @@ def ask(process: subprocess.Popen[bytes]) -> tuple[bool, tuple[str, ...]]:
     question = stacks.StackRequest(process.pid)
     with contextlib.suppress(AssertionError):  # a process without a handler never answers
         wait_until(question.written, stacks.ANSWER_SECONDS)
-    time.sleep(0.3)  # for the remaining lines
+    time.sleep(0.3)  # until the remaining lines are written
     return question.offered, question.answer()
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "pathlib.Path('up').touch(); time.sleep(1000)",  # it never calls offer()
+        "pathlib.Path('up').touch(); time.sleep(1000)",  # this program never calls offer()
         (
             "stacks.offer(); signal.signal(stacks.SIGNAL, signal.SIG_DFL); "
             "pathlib.Path('up').touch(); time.sleep(1000)"

@@ -1,4 +1,4 @@
-"""The example backend of docs/backends.md: installing a package makes a queue a cluster."""
+"""The example backend of docs/backends.md: after its installation, a queue is a cluster."""
 
 from __future__ import annotations
 

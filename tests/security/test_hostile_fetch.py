@@ -335,7 +335,7 @@ def test_unrequested_or_malformed_answers_are_refused(
 def test_fetch_of_large_file_ends_at_first_short_answer(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
-    """Fetch does not request the other bytes one by one from a host that sends one each time."""
+    """A host that sends one byte per request cannot make fetch send millions of requests."""
     size = 4 << 20
     row = json.dumps(["model.pt", "file", 0o644, size, 1, ""])
     play = f"""

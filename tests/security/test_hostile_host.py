@@ -182,7 +182,7 @@ def test_hosts_command_shows_honest_host_beside_hostile_one(site: Site) -> None:
     assert (code, "Traceback" in err) == (1, False)
     shown = out + err
     assert "Expected `array`, got `str` - at `$.errors`" in shown
-    assert "no torch" in shown  # from gpu2, which answered
+    assert "no torch" in shown  # the answer of gpu2, the honest host
 
 
 def test_submit_with_invalid_answer_fails_and_names_host(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""Neither peers without the job's secret nor a compromised node end a job unexpectedly."""
+"""A peer without the job's secret ends no job; a compromised node that ends one is named."""
 
 from __future__ import annotations
 

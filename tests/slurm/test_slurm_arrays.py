@@ -77,7 +77,7 @@ def test_elements_are_cancelled_singly_and_together(user: User) -> None:
         user.wait_for_state(f"{job_id}_{index}", "CANCELLED")["exit_code"] for index in (9, 2)
     ] == [143, 143]
     user.wait_for("up6")
-    # as known after the next query of Slurm, within 5 s
+    # the next query of Slurm, within 5 s, shows these states
     states = ["CANCELLED", "RUNNING", "RUNNING", "PENDING", "CANCELLED"]
     wait_until(
         lambda: [job["state"] for job in user.jobs(job_id)] == states,
@@ -85,7 +85,7 @@ def test_elements_are_cancelled_singly_and_together(user: User) -> None:
         "element 6 in the place of element 2",
     )
     assert lines(notes) == [f"{user.slurm_id(job_id)}_[9]", f"{user.slurm_id(job_id)}_[2]"]
-    # a user's own scancel, for an element that has no directory yet
+    # the user runs scancel for an element that has no directory yet
     user.slurm.run("scancel", f"{user.slurm_id(job_id)}_8")
     assert user.wait_for_state(f"{job_id}_8", "CANCELLED", timeout=PROMPT)["started_at"] is None
     assert "2 of 5 elements are cancelled" in user("cancel", job_id).stderr
@@ -208,7 +208,7 @@ def test_dependent_job_runs_or_is_cancelled_by_kind_and_exit_code(
 
 
 @pytest.mark.slow
-def test_dependencies_on_array_on_element_and_on_ended_job(user: User) -> None:
+def test_dependency_on_array_element_or_ended_job_is_waited_for_or_dropped(user: User) -> None:
     array = user.submit(ECHO, "--array", "0-2", "--env", "FAIL=1")
     after_all = user.submit("print('all')", "--after", f"afterany:{array}")
     after_one = user.submit(

@@ -111,7 +111,7 @@ def test_failed_rank_ends_job_on_all_nodes_and_is_named(user: User, launcher: st
 
 
 @pytest.mark.slow
-def test_exit_code_is_that_of_failed_rank(user: User) -> None:
+def test_exit_code_of_job_is_that_of_failed_rank(user: User) -> None:
     text = (
         "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n"
         "    os.kill(os.getpid(), 9)\ntime.sleep(1000)"

@@ -186,6 +186,6 @@ def test_killed_slurmd_ends_job_and_is_named(user: User) -> None:
     job_id = user.submit(SLEEPER, "--nodes", "2", "--nodelist", "n2,n3")
     user.wait_for("up0", "up1")
     user.slurm.kill_node(3)
-    assert user.job(job_id)["state"] == "RUNNING"  # for the 15 s of SlurmdTimeout
+    assert user.job(job_id)["state"] == "RUNNING"  # Slurm waits 15 s: SlurmdTimeout
     message = user("wait", job_id, code=1, timeout=180).stderr
     assert "NODE_FAIL" in message or "host n3" in message

@@ -151,7 +151,7 @@ def test_job_with_srun_launcher_is_warned_and_requeued(
 def test_tasks_still_in_setup_are_requeued_with_started_tasks(
     user: User, launcher: str, shape: tuple[str, ...], late: str
 ) -> None:
-    """srun ends them when the first task exits, and then exits with their code."""
+    """When the first task exits, srun ends the tasks in setup and exits with their code."""
     text = WAITING if launcher == "srun" else "pass"
     user.patch.delenv("CLUSTERJOB_PYTHON")
     hold = f'touch "held{late}"; [ "{late}" = 0 ] || [ "$CLUSTERJOB_ATTEMPT" != 0 ] || sleep 1000'

@@ -37,7 +37,7 @@ def task_reports(directory: Path, tasks: int) -> list[dict[str, Any]]:
     return [json.loads((directory / f"said.{task}").read_text()) for task in range(tasks)]
 
 
-def test_tasks_on_uneven_nodes_in_cyclic_order_rendezvous(
+def test_tasks_on_uneven_nodes_in_cyclic_order_get_correct_ranks(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     """The names of the nodes do not resolve here; Slurm supplies node 0's address."""
@@ -63,7 +63,7 @@ def test_tasks_on_uneven_nodes_in_cyclic_order_rendezvous(
     assert all(rank[1] == len(by_node[rank[3]]) for rank in ranks)
 
 
-def test_one_task_per_node_rendezvous(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_one_task_per_node_gets_rank_of_its_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     ran = srun(
         slurm, tmp_path, "-N3", "--ntasks-per-node=1", sys.executable, script(tmp_path, MEET)
     )

@@ -50,7 +50,7 @@ def test_fingerprint_equals_output_of_ssh_keygen(key: Key) -> None:
     assert known_hosts.fingerprint(key.blob) == key.fingerprint
 
 
-def test_status_of_known_changed_unknown_and_revoked_keys(
+def test_known_changed_unknown_and_revoked_keys_have_their_status(
     tmp_path: Path, key: Key, other: Key
 ) -> None:
     files = known(

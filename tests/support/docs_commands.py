@@ -1,4 +1,4 @@
-"""Find the commands that pages show in code blocks, and run them in a shell like a reader.
+"""Find the commands that pages show in code blocks, and run them as a reader does.
 
 `SESSIONS` assigns each shown command to the test that runs it.
 """

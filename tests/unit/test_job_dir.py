@@ -1,4 +1,4 @@
-"""The names of the files of a job directory stand in one module."""
+"""One module defines the file names of a job directory."""
 
 from __future__ import annotations
 

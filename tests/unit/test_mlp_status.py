@@ -614,7 +614,7 @@ def test_repeated_status_queries_platform_once_per_poll_interval(tmp_path: Path)
     assert backend.task_queries == 1
 
 
-def test_fetch_is_refused(tmp_path: Path) -> None:
+def test_fetch_from_platform_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterJobError, match="cannot be reached from here"):
         MlpBackend().fetch(record("a", tmp_path), [], tmp_path, None, lambda _: True)
 

@@ -102,7 +102,7 @@ def test_backlog_holds_early_clients() -> None:
 def test_interface_of_own_host_name_is_not_lo_with_several_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Debian resolves the own host name to 127.0.1.1, an address of ``lo``.
+    """Debian resolves its own host name to 127.0.1.1, an address of ``lo``.
 
     Other nodes would get an address that is their own.
     """

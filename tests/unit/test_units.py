@@ -122,7 +122,7 @@ def test_zero_duration_is_refused(text: str) -> None:
 
 
 @given(st.integers(1, 10**6), st.sampled_from("KMGT"), st.sampled_from(["", "B", "iB"]))
-def test_whole_size_is_exact(number: int, letter: str, unit: str) -> None:
+def test_size_with_whole_number_is_read_exactly(number: int, letter: str, unit: str) -> None:
     assert parse_size(f"{number}{letter}{unit}") == number * 1024 ** ("KMGT".index(letter) + 1)
 
 
