@@ -215,7 +215,7 @@ def special_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Return a function that creates jobs: ``make_job(2)`` has 2 nodes; the test starts agents."""
+    """Return a function that creates jobs without agents: ``make_job(2)`` is for 2 nodes."""
     with job_factory(tmp_path) as make:
         yield make
 

@@ -128,7 +128,7 @@ class Terminal:
         return job
 
     def only_job(self) -> dict[str, Any]:
-        """Return the job in a list of exactly one job."""
+        """Return the only job in the list; fail if there are several."""
         [job] = json.loads(self("list", "--json").stdout)["jobs"]
         return job
 
@@ -1048,7 +1048,7 @@ def test_bad_arguments_are_refused_with_one_line_and_hint(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The cases are many, so they run in this process; an untranslated exception fails the test."""
+    """The many cases run in this process, which is faster than a process each."""
     args, message, hint = USAGE[case]
     terminal.script("")
     terminal.path("folder").mkdir()

@@ -80,7 +80,7 @@ def third_party(modules: set[str]) -> set[str]:
 
 
 def each_first(names: list[str]) -> str:
-    """Return code that imports each module before all others of ours, then runs `REPORT`."""
+    """Return code that imports each module before our other modules, then runs `REPORT`."""
     return (
         f"import importlib, sys\nfor name in {names!r}:\n"
         "    importlib.import_module(name)\n"

@@ -61,8 +61,8 @@ def in_terminal(argv: list[str], directory: Path) -> Iterator[tuple[subprocess.P
 RUN = [sys.executable, "-m", "clusterjob", "run"]
 LAUNCH = [sys.executable, "-S", "-m", "clusterjob.node"]
 COMMANDS = pytest.mark.parametrize("command", [RUN, LAUNCH], ids=["run", "launch"])
-# Each start and each command of two ranks: a forked worker inherits the terminal from the
-# forkserver, and `run` passes it to the agent.
+# Two ranks with each start and each command. A forked worker inherits the terminal from the
+# forkserver; `run` passes the terminal to the agent.
 TWO_RANKS = pytest.mark.parametrize(
     "command",
     [

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from compat_runs import Case
 
-# Both starts: process start and end, __main__, stdin, signals, early ends. Other scripts meet no
-# difference between a forked worker and one started by exec.
+# BOTH is for scripts that test process start and end, __main__, stdin or signals. For other
+# scripts, a forked worker and one started by exec are equal.
 EXEC, BOTH = ("exec",), ("fork", "exec")
 OWN_STORE = (
     "torchrun makes each process a client of its own store, even if the script sets another one; "

@@ -563,7 +563,8 @@ ENDS = {
 }
 
 
-# Rank 1 runs on the coordinator's node, rank 2 on the other; each end occurs on one of the two.
+# Rank 1 runs on the coordinator's node, rank 2 on the other node. Each kind of end occurs on one
+# of the two nodes.
 @pytest.mark.parametrize(("end", "guilty"), list(zip(ENDS, (1, 2, 1, 2), strict=True)))
 def test_dead_worker_ends_both_nodes(project: Project, end: str, guilty: int) -> None:
     statement, code, signal_name = ENDS[end]

@@ -76,7 +76,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 def fill(directory: Path, leave: int) -> None:
     """Fill a file system except for `leave` bytes.
 
-    With 0 it stays full, even if a job frees space meanwhile.
+    With ``leave=0`` it stays full, even if a job frees space.
     """
     status = os.statvfs(directory)
     with (directory / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ def check_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
 def test_submit_on_full_disk_is_refused_and_leaves_no_files(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch, verb: str, space: int
 ) -> None:
-    """The sizes: no file fits; the token and spec.json fit; all but the node zip fit."""
+    """Three sizes: for no file, for the token and spec.json, for all files but the node zip."""
     disk = mount("size=64k")
     fill(disk, space)
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk / "home"))

@@ -52,10 +52,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 def with_silent_server(machine: Machine, directory: Path, *argv: object) -> list[str]:
-    """Return a command that runs another one with the silent name server.
-
-    The timeout of the resolver is long.
-    """
+    """Return a command that runs ``argv`` with the silent name server and a long timeout."""
     resolver = directory / "resolv.conf"
     resolver.write_text(f"nameserver {SILENT}\noptions timeout:20 attempts:3\n")
     # In the mount namespace that `ip netns exec` creates.

@@ -227,7 +227,7 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
 def test_installed_package_of_other_version_or_missing_one_is_refused(
     zip_file: Path, tmp_path: Path, version: str | None
 ) -> None:
-    """The zip lacks the modules that submit jobs, and those of another version are not used."""
+    """The zip lacks the modules that submit jobs; modules of another version are not used."""
     if version is not None:
         (tmp_path / "site" / "clusterjob" / "cli").mkdir(parents=True)
         (tmp_path / "site" / "clusterjob" / "__init__.py").write_text(

@@ -105,7 +105,7 @@ def up(job: Job, ranks: int) -> None:
 
 
 def signal_all(pids: list[int], number: int) -> None:
-    """Signal processes, some of which may end meanwhile."""
+    """Signal processes; ignore those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -181,7 +181,7 @@ def test_sigterm_to_agent_counts_as_warning(make_job: MakeJob) -> None:
 def test_preemptible_job_is_cancelled_at_once_without_warning(
     make_job: MakeJob, number: signal.Signals
 ) -> None:
-    """Workers that treat SIGTERM as a warning see that this one cancels the job."""
+    """The workers treat SIGTERM as a warning, but end at once because the job is cancelled."""
     job = make_job(2)
     job.start_all(*WARNING, "--grace", "45", write_scripts(job, USES_CALLBACKS))
     up(job, 2)
@@ -228,7 +228,10 @@ def test_warning_of_earlier_attempt_is_ignored(make_job: MakeJob) -> None:
 
 @pytest.mark.parametrize("moment", [0.02, 0.06, 0.1, 0.15, 0.2, 0.3])
 def test_sigusr1_during_start_preempts_job(make_job: MakeJob, moment: float) -> None:
-    """The signal comes after the fork of the forkserver; before it, the script ignores SIGUSR1."""
+    """The signal comes after the fork of the forkserver.
+
+    Before that fork, the script ignores SIGUSR1.
+    """
     job = make_job()
     script = write_scripts(job, POLLS_WARNING)
     trapped = ["bash", "-c", "trap '' USR1; exec \"$@\"", "-", sys.executable, "-S"]

@@ -309,7 +309,7 @@ def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
 
 @pytest.mark.parametrize("files", [9, 10, 11, 12, 16])
 def test_agent_with_low_open_file_limit_ends_within_timeout(make_job: MakeJob, files: int) -> None:
-    """An agent once ran beyond its join timeout, because one of its tasks was missing."""
+    """Without one of its tasks, an agent would run beyond its join timeout."""
     job = make_job(2)
     limited = ("sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable, "-S")
     job.start(0, "--join-timeout", "1", job.script("print('ran')"), python=limited)

@@ -139,7 +139,7 @@ def test_uploaded_code_trains_and_output_comes_back_through_log(
         seen += reader.read()
         time.sleep(0.2)  # the interval between two polls
     assert task.wait() == [0, 0], [path.read_text() for path in task.logs]
-    for count in (5, 10_000, 1, 10_000):  # the same lines again, whole and in part
+    for count in (5, 10_000, 1, 10_000):  # some lines arrive twice, whole or in part
         for node in range(2):
             LogStream(task.job_dir, node).take(task.lines(node, count))
     seen += reader.finish()

@@ -248,7 +248,7 @@ def test_cancelled_task_is_not_retried(volc: Platform, tmp_path: Path) -> None:
     volc.wait_for_line(task, "up")
     volc.volc("ml_task", "cancel", "--id", task)
     volc.wait(task, "Killed")
-    other = volc.submit(tmp_path, "true")  # the service checks all tasks meanwhile
+    other = volc.submit(tmp_path, "true")  # time for the service to check all tasks
     volc.wait(other, "Success")
     assert len(volc.tasks()) == 2
 

@@ -46,7 +46,7 @@ def normal(name: str) -> str:
 
 
 def closure(name: str) -> set[str]:
-    """Return the installed dependencies of a package, also the indirect ones."""
+    """Return the installed direct and indirect dependencies of a package."""
     found: set[str] = set()
     waiting = [name]
     while waiting:
@@ -91,7 +91,7 @@ def test_lower_bounds_exclude_known_vulnerabilities() -> None:
 
 
 def test_advisories_list_only_packages_that_clusterjob_needs() -> None:
-    """The row of a package that is no longer needed must go; each row lists advisory ids."""
+    """Each row has advisory ids; a row of a package that is no longer needed fails the test."""
     needed = closure("clusterjob") | {"torch"}
     assert advisories().keys() <= needed
     assert all(

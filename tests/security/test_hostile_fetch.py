@@ -229,7 +229,7 @@ def test_modes_of_fetched_files_do_not_exceed_umask(
 def test_links_that_together_point_outside_are_not_created(
     site: Site, record: Record, tmp_path: Path
 ) -> None:
-    """Each link alone points inside the directory; with the others it points outside."""
+    """Each link alone points inside the directory; together they point outside."""
     links = [
         link("p/x", "e/../../outside"), link("p/e", ".."), link("up", "p/../.."),
         link("q", "p/e/e/e"), link("ring", "ring2"), link("ring2", "ring"),

@@ -36,7 +36,7 @@ REPLACED_VERDICT = _ENDLESS.format(
 UNASKED_LOG = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "offset": 0, "size": len(data)}]"""
 )
-# The file grows by 512 bytes only, as each part has the same offset.
+# The file grows by only 512 bytes, because each part has the same offset.
 SAME_PART = _ENDLESS.format(
     files="""[{"path": "logs/node0/rank0.out", "size": 512,
                "offset": request["sizes"].get("logs/node0/rank0.out", 0)}] * 8192"""

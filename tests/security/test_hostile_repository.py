@@ -50,7 +50,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def plant_commands(root: Path, mark: Path) -> None:
-    """Name a command wherever git's configuration, hooks and attributes allow one."""
+    """Put a command into each place where git's configuration, hooks and attributes allow one."""
     script = root / ".git" / "evil"
     script.write_text(f"#!/bin/sh\necho \"$0 $*\" >> '{mark}'\ncat\n")
     script.chmod(0o755)

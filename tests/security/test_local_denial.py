@@ -143,7 +143,7 @@ for text in ("4242", "4243-" + name.rpartition("-")[2], "1"):
 """
 
 
-# The kernel prints a name unchanged: this one adds an empty and a blank line to /proc/net/unix.
+# The kernel prints a name unchanged. This name adds an empty and a blank line to /proc/net/unix.
 BREAK_LINES = """
 named = socket.socket(socket.AF_UNIX)
 named.bind("\\0a\\n\\n  \\nb")

@@ -162,7 +162,7 @@ HOSTILE: dict[str, Any] = {
 
 
 class AnyMessage(Codec):
-    """A codec that also sends plain data, which no check has seen."""
+    """A codec that also sends dictionaries, without a check."""
 
     def encode(self, message: Any) -> dict[str, Any]:
         return message if isinstance(message, dict) else messages.FROM_AGENT.encode(message)

@@ -29,8 +29,8 @@ from clusterjob.node import contract
 VALUE = "s3cr=t 'of' $mine\nin two lines"
 FROM_FILE = "t0ken-of-a-file"
 DIGESTS = [hashlib.sha256(value.encode()).hexdigest() for value in (VALUE, FROM_FILE)]
-# Prints the digests of its values, and the processes that expose a value: any process in its
-# arguments, a parent process in its initial environment.
+# Prints the digests of its values, and each process that exposes a value: in its arguments or,
+# if it is a parent process, in its initial environment.
 REPORT_SCRIPT = """
     import hashlib, os, pathlib
     values = [os.environ["MY_KEY"], os.environ["MY_TOKEN"]]

@@ -1,4 +1,4 @@
-"""A host that answers too slowly is given up; an honest host behind a slow link is awaited."""
+"""Commands give up a host that is too slow, and wait for an honest host behind a slow link."""
 
 from __future__ import annotations
 

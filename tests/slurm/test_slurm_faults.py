@@ -120,7 +120,7 @@ def test_scancel_during_start_cancels_job(user: User, delay: float) -> None:
     "waiting", ["sleep 1000", "sleep 1000 & wait", "[ $SLURM_NODEID = 0 ] || sleep 1000"]
 )
 def test_scancel_during_setup_lines_cancels_job(user: User, waiting: str) -> None:
-    """Shells that Slurm ends may report an early end, which is no failed setup line."""
+    """Slurm ends the shells; their report of an early end is not a failed setup line."""
     job_id = user.submit(SLEEPER, "--nodes", "2", "--setup", f"touch setup$SLURM_NODEID; {waiting}")
     user.wait_for("setup0", "setup1")
     if waiting.startswith("["):  # the agent of node 0 runs and reads what node 1 writes

@@ -145,7 +145,7 @@ def test_job_with_guessed_end_is_cancelled_if_slurm_shows_it(user: User) -> None
 
 
 def test_cancel_spares_other_job_with_reused_id(user: User) -> None:
-    """Test it after a guessed end, and after a cancel that did not reach Slurm."""
+    """Cases: after a guessed end, and after a cancel that did not reach Slurm."""
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     other = str(
         user.slurm.submit("--hold", "--output=/dev/null", "--job-name=other", script="true")

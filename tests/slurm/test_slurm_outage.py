@@ -200,7 +200,7 @@ def test_node_fail_reason_names_node_only_if_slurm_does(tmp_path: Path) -> None:
 
 
 def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User) -> None:
-    """A killed batch shell and a failed node, after squeue has forgotten the jobs."""
+    """Cases: a killed batch shell and a failed node, after squeue has forgotten the jobs."""
     user = user_accounted
     killed = user.submit(SLEEPER, "--nodelist", "n1")
     user.wait_for("up0")

@@ -134,7 +134,7 @@ def test_row_with_final_state_is_not_active(state: str) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freeze the clock of a queue, however long Slurm's commands take."""
+    """Freeze the clock of a queue, so that slow commands of Slurm do not advance it."""
     moment = time.time()
     monkeypatch.setattr(queue, "time", SimpleNamespace(**vars(time) | {"time": lambda: moment}))
 

@@ -146,7 +146,7 @@ def test_shell_in_allocation_is_not_detected_as_step(slurm: SlurmCluster, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_srun_launcher_runs_plain_env_scripts_and_bootstrap(user: User, tasks: int) -> None:
-    """The plain script uses only torch's variables, as dino's and mae's init_distributed_mode.
+    """The plain script uses only torch's variables, like init_distributed_mode of dino and mae.
 
     A script with bootstrap still detects Slurm.
     """

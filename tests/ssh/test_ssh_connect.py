@@ -25,8 +25,8 @@ from clusterjob.remote.connect import ConnectOptions
 from clusterjob.remote.pool import Pool, TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
 
-# Seconds; timeout of a phase in tests in which no server answers. Twice of it are less than the 2 s
-# that paramiko waits for a second line.
+# Seconds; timeout of a phase in tests in which no server answers. Twice this timeout is less than
+# the 2 s that paramiko waits for a second line.
 SILENT = 0.75
 SHORT = 3.0  # seconds; timeout of a phase in tests in which a server answers some phases
 BOUND = 15.0  # seconds; a phase of SILENT ends within this even on a busy machine

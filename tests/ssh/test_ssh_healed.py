@@ -48,13 +48,13 @@ def test_job_lost_with_node_0_gets_real_verdict_after_link_heals(site: Site) -> 
 
 
 def guess_lost(record: Record, at: str) -> None:
-    """Record a guessed end, as while all hosts are cut off."""
+    """Record a guessed end, as if all hosts were cut off."""
     end = Verdict(JobState.LOST, 1, reason="a guess", ended_at=at).to_json()
     Records().with_end(Records().find(record.job_id), end, provisional=True)
 
 
 def test_cancel_retries_job_whose_end_was_only_guessed(site: Site) -> None:
-    """Cancel asks the hosts again, even when `status` no longer does, after one day."""
+    """One day after the guess, `status` no longer asks the hosts, but `cancel` does."""
     record = site.submit(SLEEPER, hosts="gpu1", set={"connect_timeout": "5"})
     wait_for_lines(record, "up 0")
     host = site.ssh_network.hosts["gpu1"]

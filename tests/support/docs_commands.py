@@ -312,7 +312,7 @@ class Shell:
         return ran
 
     def clusterjob(self, *words: str, environ: Mapping[str, str] | None = None) -> Run:
-        """Run a command that no page shows, to check the effect of shown ones or to clean up."""
+        """Run a command that no page shows: to check an effect, or to clean up."""
         done = subprocess.run(
             [sys.executable, "-m", "clusterjob", *words],
             cwd=self.directory,

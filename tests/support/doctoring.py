@@ -89,8 +89,8 @@ def doctor(
     Args:
         options: options of `doctor`.
         prefix: a command that runs it, such as unshare.
-        first: run it as a user's first command. Otherwise put the node zip into the cache before,
-            as a job does: packing it takes longer than all checks.
+        first: run it without a node zip in the cache, like a user's first command. By default the
+            zip is in the cache, because packing it takes longer than all checks.
         more: arguments of `subprocess.run`.
     """
     if not first:

@@ -228,5 +228,5 @@ def laptop(
 def laptop_of_each_cluster(
     slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Laptop]:
-    """Run the test twice: with a cluster without accounting and with one that has it."""
+    """Run the test twice: without and with accounting."""
     yield from _laptop_of(slurm_cluster, tmp_path, monkeypatch)

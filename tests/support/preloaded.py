@@ -173,7 +173,7 @@ def _fork_programs(requests: socket.socket) -> list[str] | None:
 
 
 def _fork_program(request: dict[str, Any], link: int, out: int, err: int) -> list[str]:
-    """Fork the program's process; report its pid and its exit code, as of Popen."""
+    """Fork the program's process; report its pid and its exit code in the form of Popen."""
     pid = os.fork()
     if pid:
         os.close(out)

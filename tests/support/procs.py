@@ -325,7 +325,7 @@ class Job:
 
 @contextlib.contextmanager
 def job_factory(directory: Path) -> Iterator[Callable[..., Job]]:
-    """Yield a function that creates jobs; agents that outlive the test are killed and fail it."""
+    """Yield a function that creates jobs; kill agents that outlive the test, and fail the test."""
     made: list[Job] = []
 
     def make(nnodes: int = 1) -> Job:

@@ -89,5 +89,5 @@ def slurm_accounted(
 def slurm_cluster(
     _slurm_either: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SlurmCluster]:
-    """Run the test twice: with the cluster without accounting and with the other."""
+    """Run the test twice: without and with accounting."""
     yield from _with_environment(_slurm_either, monkeypatch)

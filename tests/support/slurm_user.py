@@ -282,7 +282,7 @@ def user(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def user_of_each_cluster(
     slurm_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[User]:
-    """Run the test twice: as a user of a cluster without accounting and of one with it."""
+    """Run the test twice: without and with accounting."""
     with user_of(slurm_cluster, tmp_path, monkeypatch) as made:
         yield made
 

@@ -208,7 +208,7 @@ class SshNetwork:
         self.write_config()
 
     def write_config(self, more: str = "", **options: str) -> None:
-        """Write the client's ssh configuration; the lines of `more` come first and take effect."""
+        """Write the client's ssh configuration; the lines of `more` take precedence."""
         common = {
             "User": "root",
             "IdentityFile": self.key,
@@ -305,7 +305,7 @@ class SshNetwork:
         }
 
     def clean(self) -> dict[int, list[str]]:
-        """Wait up to 5 s until all processes on the hosts end; kill and return the others."""
+        """Wait up to 5 s for the end of all processes on the hosts; kill and return the rest."""
         end = time.monotonic() + 5
         while (left := self.left()) and time.monotonic() < end:
             time.sleep(0.02)

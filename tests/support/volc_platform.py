@@ -229,7 +229,7 @@ class Platform:
         )
 
     def lines(self, task_id: str, worker: int = 0) -> list[str]:
-        """Return all lines that a worker has printed, also those that the log service hides."""
+        """Return all lines that a worker has printed, with those that the log service hides."""
         return list(self.task(task_id)["instances"][worker]["lines"])
 
     def code(self, task_id: str, worker: int = 0) -> Path:

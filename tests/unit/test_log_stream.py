@@ -1,6 +1,6 @@
 """LogStream: sort the printed lines of a node into the files of the job's directory.
 
-The files are the same for any way of fetching the lines.
+The result does not depend on how the lines were fetched.
 """
 
 from __future__ import annotations

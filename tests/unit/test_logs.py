@@ -187,7 +187,7 @@ STARTS = (
 @pytest.mark.parametrize("noted", [False, True])
 @pytest.mark.usefixtures("clock")
 def test_attempts_are_read_in_order(tmp_path: Path, noted: bool) -> None:
-    """The next attempt's agent may note the last lines of an attempt with its own first lines."""
+    """The next attempt's agent may write the timeline entry of an attempt's last lines."""
     node = Node(tmp_path, 0)
     for name in sorted(STARTS):
         node.write(name, f"{name}\n", note=False)
@@ -486,7 +486,7 @@ def test_lines_of_ranks_in_different_order_are_all_kept() -> None:
 
 
 def writers(label: str) -> list[object]:
-    """Return the writers that a label names: ranks as numbers, torchruns as text."""
+    """Return the ranks (numbers) and torchrun launchers (texts) that a label names."""
     found: list[object] = []
     for part in label.split(","):
         if part.startswith("node"):

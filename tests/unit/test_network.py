@@ -85,7 +85,8 @@ def test_listener_at_address_of_other_machine_uses_all_addresses() -> None:
 def test_listening_at_used_port_is_error_and_leaves_no_socket() -> None:
     with network.listen_at("127.0.0.1", 0, backlog=16) as listener:
         before = os.listdir("/proc/self/fd")
-        # The error's traceback keeps the frame of `listen_at`: an open socket would still be there.
+        # The error's traceback keeps the frame of `listen_at`, with any socket that
+        # is still open.
         with pytest.raises(OSError) as caught:
             network.listen_at("127.0.0.1", listener.getsockname()[1], backlog=16)
         assert len(os.listdir("/proc/self/fd")) == len(before)

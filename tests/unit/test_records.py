@@ -170,7 +170,7 @@ def test_end_that_cannot_be_saved_is_returned(tmp_path: Path) -> None:
 
 
 def test_concurrent_writers_leave_whole_record(records: Records, tmp_path: Path) -> None:
-    """Three processes write the same long record many times, and each read gets a whole record."""
+    """Three processes write a long record many times; each read gets a whole record."""
     writer = f"""
 import sys
 from pathlib import Path

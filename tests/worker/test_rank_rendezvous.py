@@ -192,7 +192,7 @@ def test_unresolvable_master_addr_error_is_one_line_within_60_s(
     ended = finish(process)
     assert ended.code == 1
     assert "no-such-host.invalid:29500: " in last_message(ended.err)
-    assert time.monotonic() - begin < 60  # 600 were allowed
+    assert time.monotonic() - begin < 60  # torch's own timeout is 600 s
 
 
 def test_unreachable_master_addr_error_is_one_line(tmp_path: Path) -> None:
