@@ -34,7 +34,7 @@ class Case:
     """One script, how it is started and its expected outcome under clusterjob.
 
     Attributes:
-        id: name of the case: the name of the script, and a variant if there are several cases.
+        id: name of the script, with a variant if the script has several cases.
         program: the script and its arguments, or ``-m`` and a module, or ``--`` and a command;
             ``{port}`` is a free port.
         nproc, nodes: the size of the run.
@@ -44,8 +44,7 @@ class Case:
         why: the reason for `differs`.
         out, files, left: expected output of the ranks, files and processes left under clusterjob,
             for the fields in `differs`.
-        starts: how the workers start: ``fork``, ``exec``; a command is not a Python program, so
-            only ``exec``.
+        starts: start methods of the workers, ``fork`` and ``exec``; a command has only ``exec``.
         quick: whether the first start is in the normal test run; the others are marked slow.
         needs: required modules; if one is missing, the case is skipped.
         stdin: text on the launcher's standard input; None for /dev/null.

@@ -1305,7 +1305,7 @@ def test_lifeline_from_dev_null_cancels_job(make_job: MakeJob) -> None:
 
 
 def test_newly_forked_workers_obey_sigterm(make_job: MakeJob) -> None:
-    """A worker that runs no script yet must not ignore SIGTERM until the grace period ends."""
+    """A worker that does not run its script yet also ends at SIGTERM."""
     for _ in range(5):
         job = make_job()
         job.start(

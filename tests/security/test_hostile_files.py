@@ -243,7 +243,7 @@ def test_result_file_that_is_a_pipe_or_too_large_is_ignored(tmp_path: Path) -> N
     assert ends.read_result(tmp_path) is None
     (tmp_path / "result.json").unlink()
     with (tmp_path / "result.json").open("wb") as stream:
-        stream.truncate(1 << 40)  # sparse
+        stream.truncate(1 << 40)  # a sparse file
     assert ends.read_result(tmp_path) is None
 
 

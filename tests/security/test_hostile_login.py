@@ -130,7 +130,7 @@ def play(site: Site, record: Record) -> Iterator[Callable[[str], None]]:
 
 
 def drop_connection() -> None:
-    """Drop the cached connection, as a new process has none."""
+    """Drop the cached connection; the next command opens one, like a new process."""
     backend: Any = base._loaded.pop("slurm", None)
     if backend is not None:
         backend.close()

@@ -1,6 +1,6 @@
 """Another local user takes socket names, fills backlogs and occupies directories.
 
-No job waits for this user or fails.
+This makes no job wait or fail.
 """
 
 from __future__ import annotations

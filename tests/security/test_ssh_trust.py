@@ -1,4 +1,4 @@
-"""SSH refuses revoked keys, unconfirmed keys and user names that contain shell commands.
+"""Revoked keys, unconfirmed keys and user names with shell commands are refused.
 
 The tests use real servers.
 """

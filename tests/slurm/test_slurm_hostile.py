@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from procs import wait_for_no_processes
 from slurm_user import CLUSTERJOB, PROMPT, User
 
-# Prints its arguments, environment and paths, encoded from their bytes.
+# Prints its arguments, environment and paths as encoded bytes.
 WITNESS = """
     import base64, json, os, pathlib, sys
     def encoded(text):

@@ -349,7 +349,7 @@ def test_many_watching_commands_share_one_squeue_call_every_5_s(user: User) -> N
     while time.time() - begin < 12:
         assert {job["state"] for job in user.jobs()} == {"RUNNING", "PENDING"}
         time.sleep(0.5)
-    calls = times_of(notes)  # each a little later than its decision
+    calls = times_of(notes)  # a call begins a little after the decision to make it
     assert 2 <= len(calls) <= 1 + (time.time() - begin) / INTERVAL, calls
     user("cancel", held)
     user.path("leave").touch()

@@ -1,4 +1,4 @@
-"""Tasks of a real srun: rank assignment, and processes that rendezvous without an agent."""
+"""Tasks of a real srun: rank assignment, and process groups without an agent."""
 
 from __future__ import annotations
 

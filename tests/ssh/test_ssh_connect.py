@@ -29,7 +29,7 @@ from clusterjob.remote.session import Session
 # the 2 s that paramiko waits for a second line.
 SILENT = 0.75
 SHORT = 3.0  # seconds; timeout of a phase in tests in which a server answers some phases
-BOUND = 15.0  # seconds; a phase of SILENT ends within this even on a busy machine
+BOUND = 15.0  # seconds; a phase with timeout SILENT ends earlier, even on a busy machine
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_connection_timeout_is_reported_in_time(ssh_network: SshNetwork) -> None
 
 @contextlib.contextmanager
 def listener(greeting: bytes = b"", *, close_connections: bool = False) -> Iterator[int]:
-    """Serve TCP that sends a greeting, then stays silent or closes the connection."""
+    """Listen on a TCP port: send a greeting, then stay silent or close the connection."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         held: list[socket.socket] = []
 

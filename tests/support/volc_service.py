@@ -271,8 +271,8 @@ class Service:
         with self.scheduler.lock:
             task = self._task(flags["task"])
             text = yaml.safe_dump(task.conf, allow_unicode=True, sort_keys=False)
-        # With private variables: "only who created the task sees them", and here all tasks have the
-        # same creator.
+        # The documentation of private variables: "only who created the task sees them".
+        # Here, all tasks have the same creator.
         (Path(request["cwd"]) / f"{task.id}.yaml").write_text(text)
         yield {"out": f"export config to {task.id}.yaml\n"}
 

@@ -47,7 +47,7 @@ def test_readme_names_every_backend() -> None:
 
 
 def test_only_local_job_has_lifeline_option(tmp_path: Path) -> None:
-    """The help of `run` says that only a local job ends with the command: by --lifeline."""
+    """The help of `run` says that only a local job ends with `run`; --lifeline does this."""
     spec = JobSpec(Program("command", "true"), workdir=tmp_path)
     for name in BUILTIN:
         plan = base.load(name).plan(replace(spec, hosts=(Host("gpu1"),)) if name == "ssh" else spec)

@@ -163,7 +163,7 @@ def verdict_of(stream: LogStream) -> dict[str, Any] | None:
 @settings(max_examples=50)
 @given(data=st.data(), it=printed())
 def test_files_are_same_for_any_overlapping_pieces_of_log(data: st.DataObject, it: Printed) -> None:
-    """Pieces overlap, repeat and come late; each new piece begins within the lines taken before."""
+    """Pieces overlap, repeat and come late; each begins in the part that was already read."""
     with tempfile.TemporaryDirectory() as folder:
         job_dir, reached = Path(folder), 0
         while True:
