@@ -66,7 +66,7 @@ def session() -> str:
         process.wait()
         os.close(master)
     text = re.sub(r"\x1b\[\?25[lh]", "", output.decode()).replace("\r\n", "\n")
-    # Remove erased progress lines: erased from the line below, or on their own line.
+    # Remove progress lines that the command erased from the same line or from the line below.
     text = re.sub(r"[^\n]*\n\r\x1b\[1A\x1b\[2K", "", text)
     text = re.sub(r"[^\n]*\r\x1b\[2K", "", text)
     for path, name in ((directory, "/home/ada/tour"), (str(ROOT), "/home/ada/tour")):

@@ -211,7 +211,7 @@ def test_start_ticks_identify_process_until_it_ends() -> None:
         assert ticks == processes.start_ticks(process.pid)
         assert ticks >= (processes.start_ticks(os.getpid()) or 0)
         process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # the process stays a zombie
         assert processes.stat_fields(process.pid)[0] == "Z"
         assert processes.start_ticks(process.pid) is None
     assert processes.start_ticks(process.pid) is None

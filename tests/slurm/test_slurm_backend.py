@@ -310,7 +310,7 @@ def test_custom_template_is_used(user: User) -> None:
 def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
     """Neither engine can run here.
 
-    The test reads Pyxis' options in the script, and apptainer's from a stand-in.
+    The test reads Pyxis' options in the script; a fake apptainer records its arguments.
     """
     rendered = user(
         "render",

@@ -19,7 +19,7 @@ from sshsite import Site
 
 
 class HostDoctor:
-    """Runs doctor for hosts whose interpreter finds a fast stand-in for torch."""
+    """Run doctor for hosts whose interpreter finds a fake torch, which imports fast."""
 
     def __init__(self, site: Site) -> None:
         self.site = site

@@ -178,7 +178,7 @@ def timeout_seconds(line: str) -> int:
 
 
 def waited_seconds(line: str) -> int:
-    """Return the seconds in a message "N s so far"; the first one has 4 plus up to `MARGIN`."""
+    """Return the seconds in a message "N s so far"; the first is 4 plus up to `MARGIN`."""
     return int(line.partition(" s so far")[0].split()[-1])
 
 

@@ -399,7 +399,7 @@ def _columns(flags: dict[str, Any], known: Iterable[str]) -> list[tuple[str, str
 def _matches(content: str, line: str) -> bool:
     """Return whether a line matches a query.
 
-    Of Lucene's syntax, this supports words and phrases, joined by OR or all of them by AND.
+    It supports a part of Lucene's syntax: words and phrases, all joined by OR or all by AND.
     """
     parts = (
         content.split(" AND ")

@@ -74,7 +74,7 @@ def test_command_with_too_much_output_is_killed(
 def test_missing_command_is_reported_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # the login shell of this HOME has no other PATH
+    monkeypatch.setenv("HOME", str(tmp_path))  # a login shell finds no profile in this HOME
     assert run(Commands(tmp_path), "no-such-command") == (
         {"absent": "No such file or directory"},
         b"",

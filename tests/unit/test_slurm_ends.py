@@ -59,7 +59,7 @@ def verdict(state: JobState = JobState.FAILED, signal: str | None = None) -> Ver
     )
 
 
-# Verdict of another node's agent on a node whose shell Slurm ended in its setup lines.
+# What an agent reports after Slurm has ended another node's shell in its setup lines.
 NODE_FAILED = Verdict(
     JobState.FAILED,
     143,
