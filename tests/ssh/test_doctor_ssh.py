@@ -190,7 +190,7 @@ def test_host_without_any_python_fails_check_reached(diagnose: HostDoctor) -> No
 
 
 def test_failed_setup_line_is_error_only_without_sync(diagnose: HostDoctor) -> None:
-    """A setup line may need the code, which doctor does not send. Without sync it is there."""
+    """A setup line may need the code, which doctor does not send; with --no-sync, hosts have it."""
     found = diagnose(setup=["source code/env.sh"])
     assert found.state("interpreter") == "unknown"
     assert "a setup line failed: source code/env.sh" in found.message("interpreter")
