@@ -39,7 +39,7 @@ from slurm_fixtures import (  # noqa: F401  fixtures
     slurm_cluster,
 )
 from slurm_user import user, user_accounted, user_of_each_cluster  # noqa: F401  fixtures
-from ssh_network import SshNetwork, require_ssh_network, ssh_network_in
+from ssh_network import SshNetwork, python_without_torch, require_ssh_network, ssh_network_in
 from sshsite import full_disk, site  # noqa: F401  fixtures
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 
@@ -136,6 +136,8 @@ def _isolated_environment(tmp_path_factory: pytest.TempPathFactory, _cache: Path
             if name.startswith(_FAMILIES) or name in _ALONE:
                 patch.delenv(name)
         home = tmp_path_factory.mktemp("home")
+        # Without cached bytecode, each command compiles the package.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         patch.setenv(MARKER, marker)
         # For interpreters that are started with -S.
         patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
@@ -211,6 +213,14 @@ def special_path(tmp_path: Path) -> Path:
     path = tmp_path / "-weird 'name' \"of\"\na $(dîr) ☃"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def plain_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let jobs use an interpreter without torch, which starts ten times faster."""
+    python = str(python_without_torch(tmp_path_factory.mktemp("python")))
+    monkeypatch.setenv("CLUSTERJOB_PYTHON", python)
+    return python
 
 
 @pytest.fixture

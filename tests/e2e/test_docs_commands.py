@@ -20,7 +20,6 @@ from launching import ROOT, free_port
 from login_user import Laptop
 from namespaces import Machine
 from slurm_user import User
-from ssh_network import python_without_torch
 from sshsite import Site
 from volc_platform import Platform
 
@@ -32,14 +31,6 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     yield made
     if not request.session.testsfailed:  # else this test may have ended early
         assert made.left == []
-
-
-@pytest.fixture
-def plain_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let jobs use an interpreter without torch, which starts ten times faster."""
-    python = str(python_without_torch(tmp_path))
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", python)
-    return python
 
 
 def ranks(output: str, *, of: int, words: str = "") -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, wait_until
-from ssh_network import python_without_torch
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Records
@@ -47,9 +46,7 @@ def wait_for_success(work: Path, job_id: str) -> None:
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # It starts ten times faster.
-    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python_without_torch(tmp_path)))
+def work(tmp_path: Path, plain_python: str) -> Path:
     (tmp_path / "train.py").write_text("print('hello')\n")
     return tmp_path
 

@@ -147,6 +147,7 @@ def below_world_writable_parent(clone: Clone) -> str:
         below_world_writable_parent,
     ],
 )
+@pytest.mark.usefixtures("plain_python")
 def test_config_file_that_another_user_could_write_is_ignored_with_one_line(
     clone: Clone, spoil: Callable[[Clone], str]
 ) -> None:
@@ -238,6 +239,7 @@ def test_config_file_of_user_in_sticky_directory_is_used(clone: Clone) -> None:
         ("--", sys.executable, "-m", "pkg"),
     ],
 )
+@pytest.mark.usefixtures("plain_python")
 def test_program_of_project_runs_without_trust(clone: Clone, args: tuple[str, ...]) -> None:
     done = clone.call("run", "--cluster", "local", *args)
     assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
@@ -365,6 +367,7 @@ def test_program_in_workdir_below_project_belongs_to_project(
     )
 
 
+@pytest.mark.usefixtures("plain_python")
 def test_script_of_project_needs_no_trust_from_a_subdirectory(clone: Clone) -> None:
     (clone.root / "sub").mkdir()
     done = clone.call(
@@ -376,6 +379,7 @@ def test_script_of_project_needs_no_trust_from_a_subdirectory(clone: Clone) -> N
 # -- (c) everything else needs trust ---------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("plain_python")
 def test_program_outside_project_is_refused_until_config_file_is_trusted(
     clone: Clone, outside: Path
 ) -> None:
@@ -519,6 +523,7 @@ def test_user_configuration_needs_no_trust(tmp_path: Path) -> None:
 # -- clusterjob trust ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("plain_python")
 def test_trust_ends_when_config_file_or_a_file_it_names_changes(
     clone: Clone, outside: Path
 ) -> None:

@@ -112,6 +112,7 @@ def home() -> Path:
 @pytest.mark.parametrize(
     "options", [("--start", "fork"), ("--start", "exec"), ("--setup", "set -x")], ids=str
 )
+@pytest.mark.usefixtures("plain_python")
 def test_secret_of_local_job_reaches_workers_only(
     work: Path, flags: list[str], options: tuple[str, ...]
 ) -> None:

@@ -18,7 +18,10 @@ from clusterjob.errors import RecordError
 from clusterjob.node.system import private_dirs
 
 NOBODY = 65534
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root"),
+    pytest.mark.usefixtures("plain_python"),
+]
 
 
 def submit(
