@@ -6,7 +6,27 @@ Errors of third-party libraries are translated into these at the call, and stay 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """Return a hint with the known word that is nearest to a wrong one.
+
+    Args:
+        word: the wrong word.
+        known: the valid words.
+        otherwise: the hint if no known word is near.
+        cutoff: minimum similarity from 0 to 1, as for `difflib.get_close_matches`.
+    """
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), 1, cutoff)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def os_error_text(error: OSError) -> str:
+    """Return an error of the operating system as text: the reason, and the file if it is known."""
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
 class ClusterJobError(Exception):

@@ -86,7 +86,7 @@ class Backend(Protocol):
     Attributes:
         capabilities: the features that it supports; `clusterjob.core.capabilities` refuses a job
             that uses another feature.
-        hints: its own advice for a missing feature; see `clusterjob.core.capabilities.Declares`.
+        hints: its own advice for a missing feature, instead of the general hint.
     """
 
     capabilities: ClassVar[Collection[Capability]]

@@ -1,7 +1,4 @@
-"""The command line: parse options, call one function, print the result.
-
-The logic is in `clusterjob.core.jobs`.
-"""
+"""The command line: parse options, call one function of `clusterjob.core`, print the result."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ import typer
 
 from clusterjob import __version__
 from clusterjob.cli import hosts, inspect, manage, start
-from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError
+from clusterjob.cli.job_options import ProgramCommand, with_job_options
+from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
 
 app = typer.Typer(
     name="clusterjob",
@@ -25,10 +23,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-start.register(app)
-manage.register(app)
-inspect.register(app)
-hosts.register(app)
+for command in (start.submit, start.run, start.render):
+    app.command(cls=ProgramCommand)(with_job_options(command))
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)(start.launch)
+app.command()(manage.status)
+app.command("list")(manage.list_jobs)
+for command in (manage.wait, manage.cancel, manage.logs):
+    app.command()(command)
+for command in (inspect.env, inspect.config, inspect.trust, with_job_options(inspect.doctor)):
+    app.command()(command)
+app.add_typer(hosts.app)
+app.command()(hosts.fetch)
 
 _verbose = False
 
@@ -67,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        code = _nowhere_to_write(error)
+        return _nowhere_to_write(error)
     return code
 
 
@@ -87,11 +95,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError as error:
         return _nowhere_to_write(error)
     except OSError as error:
-        return _complain(
-            ClusterJobError(
-                f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-            )
-        )
+        return _complain(ClusterJobError(os_error_text(error)))
     return code if isinstance(code, int) else 0
 
 
@@ -113,14 +117,12 @@ def _refusal(error: typer.TyperException) -> UsageError:
 
 def _nowhere_to_write(error: OSError) -> int:
     """Report that stdout cannot be written; print nothing if its reader has closed the pipe."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # a flush of the buffer at exit then raises no error
-    os.close(nowhere)
-    return (
-        1
-        if isinstance(error, BrokenPipeError)
-        else _complain(ClusterJobError(f"{error.strerror}: standard output"))
-    )
+    with open(os.devnull, "wb") as nowhere:
+        # Without this, the flush of the buffer at exit raises the error again.
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 1
+    return _complain(ClusterJobError(f"{error.strerror}: standard output"))
 
 
 def _complain(error: ClusterJobError) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
+from clusterjob.cli.job_options import Id, Json, flags_given
+from clusterjob.errors import UsageError
+
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -20,20 +25,14 @@ Options = Annotated[
     ),
 ]
 
-_app = typer.Typer(
+app = typer.Typer(
     name="hosts",
     help="Check that hosts can run jobs; record host keys as trusted.",
     rich_markup_mode=None,
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.add_typer(_app)
-    app.command("fetch")(fetch)
-
-
-@_app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True)
 def show(
     ctx: typer.Context,
     hosts: Annotated[
@@ -66,9 +65,6 @@ def show(
     """
     if ctx.invoked_subcommand is not None:
         return 0
-    import os
-    from pathlib import Path
-
     from clusterjob.backends.ssh import host_checks
     from clusterjob.cli import output
 
@@ -87,7 +83,7 @@ def show(
     return 1 if any(report.error for report in reports) else 0
 
 
-@_app.command("trust")
+@app.command()
 def trust(
     host: Annotated[list[str], typer.Argument(metavar="HOST...", help="Hosts or host lists.")],
     replace: Annotated[  # noqa: FBT002
@@ -112,8 +108,6 @@ def trust(
     The key is added to the first file of ssh's UserKnownHostsFile, so ssh trusts it too. Without a
     terminal, --fingerprint is required.
     """
-    import sys
-
     from clusterjob.backends.ssh import host_checks
     from clusterjob.cli import output
     from clusterjob.core.hosts import parse_hosts
@@ -133,7 +127,7 @@ def trust(
 
 
 def fetch(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="Job id, or a unique prefix of it.")],
+    job_id: Id,
     paths: Annotated[
         list[str] | None,
         typer.Argument(
@@ -177,26 +171,21 @@ def fetch(
     Files that have changed on this machine are replaced only after a confirmation or with --force.
     The exit code is 1 if some files were not replaced.
     """
-    from pathlib import Path
-
     from clusterjob.backends.base import FetchLimits
     from clusterjob.cli import output
     from clusterjob.core import jobs
     from clusterjob.core.records import Records
     from clusterjob.core.units import parse_size
-    from clusterjob.errors import UsageError
 
     if every and node is not None:
         raise UsageError("--all and --node are both given", "give only one of them")
-    nodes = None if every else [node or 0]
-    limits = FetchLimits(max_files, parse_size(max_size))
     done = jobs.fetch(
         Records().find(job_id),
         paths or ["."],
         target=Path(to),
-        nodes=nodes,
+        nodes=None if every else [node or 0],
         may_replace=lambda names: force or _agree(names),
-        limits=limits,
+        limits=FetchLimits(max_files, parse_size(max_size)),
     )
     for one in done:
         output.print_message(f"{one.host}: {len(one.written)} written, {one.unchanged} unchanged")
@@ -212,8 +201,6 @@ def fetch(
 
 def _agree(names: list[str]) -> bool:
     """Ask on the terminal whether to replace files; return False without a terminal."""
-    import sys
-
     if not sys.stdin.isatty():
         return False
     from clusterjob.node.system.sanitize import sanitize
@@ -227,16 +214,12 @@ def _agree(names: list[str]) -> bool:
 
 
 def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
-    import os
-    from pathlib import Path
-
     from clusterjob.backends import base
     from clusterjob.core import config
     from clusterjob.core.trust import Usage
 
-    given = {key: value for key, value in flags.items() if value is not None and value != []}
     return config.resolve(
-        given,
+        flags_given(flags),
         cluster,
         environ=os.environ,
         directory=Path.cwd(),

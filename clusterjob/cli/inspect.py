@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from clusterjob.cli.job_options import flags_given, with_job_options
-
-Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("env")(env)
-    app.command("config")(config)
-    app.command("trust")(trust)
-    app.command("doctor")(with_job_options(doctor))
+from clusterjob.cli.job_options import Json, flags_given
+from clusterjob.errors import UsageError
 
 
 def env(as_json: Json = False) -> int:  # noqa: FBT002
@@ -43,9 +37,6 @@ def config(
     as_json: Json = False,  # noqa: FBT002
 ) -> int:
     """Show the effective settings and where each is set."""
-    import os
-    from pathlib import Path
-
     from clusterjob.backends import base
     from clusterjob.cli import output
     from clusterjob.core.config import resolve
@@ -83,13 +74,9 @@ def trust(
     The command shows the lines that the file executes, and asks for a confirmation. The trust ends
     when the file changes, or when the ssh configuration, template or host file in it changes.
     """
-    import sys
-    from pathlib import Path
-
     from clusterjob.cli import output
     from clusterjob.core import config
     from clusterjob.core import trust as trusted
-    from clusterjob.errors import UsageError
     from clusterjob.node.system.sanitize import sanitize
 
     file = config.project_file(Path(path))
@@ -120,8 +107,6 @@ def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
 
     Takes the options of the job and starts nothing. The exit code is 1 if a check fails.
     """
-    from pathlib import Path
-
     from clusterjob.cli import output
     from clusterjob.core import job_settings, jobs
     from clusterjob.core.trust import Usage
@@ -137,13 +122,12 @@ def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
             output.print_check(check)
     bad = any(check.state is CheckState.FAILED for check in done)
     if as_json:
-        found = [vars(check) for check in done]
         output.print_json(
             {
                 "cluster": settings.cluster,
                 "backend": settings.backend,
                 "fit": not bad,
-                "checks": found,
+                "checks": [vars(check) for check in done],
             }
         )
     return 1 if bad else 0

@@ -1,4 +1,4 @@
-"""Options of a job and the parsing of its program, shared by the commands that start jobs."""
+"""Options that several commands share, and the parsing of a job's program."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import typer
 from typer.core import TyperCommand
 
 from clusterjob.core.options import OPTIONS
+from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
 
-_PROGRAM = "clusterjob.program"
-_JOB = "Job"
+Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Job id, or a unique prefix of it.")]
+_PROGRAM = "clusterjob.program"  # key of the program in a command's context
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
@@ -27,7 +29,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
     )
     for option in OPTIONS.values():
         if not option.help:
-            continue  # this option exists only in files and variables
+            continue  # only files and variables can set this option
         names = [name for name in (option.flag, option.short) if name]
         kind: Any = list[str] | None if option.merge else str | None
         if not option.metavar:
@@ -104,8 +106,6 @@ def program_of(ctx: typer.Context) -> Program:
     Raises:
         UsageError: the command line has no program.
     """
-    from clusterjob.errors import UsageError
-
     program: Program | None = ctx.meta[_PROGRAM]
     if program is None:
         raise UsageError("there is nothing to run", "give a SCRIPT, -m MODULE, or -- COMMAND")

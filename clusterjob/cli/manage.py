@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clusterjob.cli.job_options import Id, Json
+
 if TYPE_CHECKING:
     from clusterjob.backends.base import Status
     from clusterjob.core.records import Record
 
-Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
 Ids = Annotated[
     list[str], typer.Argument(metavar="ID...", help="Job ids, or unique prefixes of them.")
 ]
@@ -21,16 +22,6 @@ OptionalIds = Annotated[
         help="Job ids, or unique prefixes of them (default: jobs that have not ended).",
     ),
 ]
-Id = Annotated[str, typer.Argument(metavar="ID", help="Job id, or a unique prefix of it.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("status")(status)
-    app.command("list")(list_jobs)
-    app.command("wait")(wait)
-    app.command("cancel")(cancel)
-    app.command("logs")(logs)
 
 
 def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clusterjob.cli.job_options import ProgramCommand, flags_given, program_of, with_job_options
+from clusterjob.cli.job_options import Json, flags_given, program_of
+from clusterjob.errors import ClusterJobError
 
 if TYPE_CHECKING:
     from clusterjob.cli.watch import Watch, WatchArray
     from clusterjob.core.plans import Plan
     from clusterjob.core.records import Record
-
-Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("submit", cls=ProgramCommand)(with_job_options(submit))
-    app.command("run", cls=ProgramCommand)(with_job_options(run))
-    app.command("render", cls=ProgramCommand)(with_job_options(render))
-    app.command(
-        "launch",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        add_help_option=False,
-    )(launch)
 
 
 def submit(
@@ -67,7 +56,12 @@ def submit(
             }
         )
     else:
-        _print_id(record.job_id)
+        try:
+            print(record.job_id, flush=True)
+        except OSError as error:  # the job runs, so the error must contain its id
+            raise ClusterJobError(
+                f"{error.strerror}: standard output", f"the job runs; its id is {record.job_id}"
+            ) from error
     return _watch(record).to_the_end() if follow else 0
 
 
@@ -87,8 +81,6 @@ def _own_stdin() -> int | None:
 
     Returns None if stdin is closed, or is a terminal that another command now uses.
     """
-    import os
-
     try:
         os.fstat(0)
     except OSError:
@@ -97,17 +89,6 @@ def _own_stdin() -> int | None:
         return 0 if os.tcgetpgrp(0) == os.getpgrp() else None
     except OSError:  # not a terminal, or the terminal of another session
         return 0
-
-
-def _print_id(job_id: str) -> None:
-    from clusterjob.errors import ClusterJobError
-
-    try:
-        print(job_id, flush=True)
-    except OSError as error:  # the job runs, so the error must contain its id
-        raise ClusterJobError(
-            f"{error.strerror}: standard output", f"the job runs; its id is {job_id}"
-        ) from error
 
 
 def run(ctx: typer.Context, **flags: Any) -> int:
@@ -163,8 +144,6 @@ def launch(ctx: typer.Context) -> int:
 
 
 def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tuple[Plan, str]:
-    from pathlib import Path
-
     from clusterjob.core import job_settings, jobs, trust
 
     program = program_of(ctx)

@@ -1,15 +1,10 @@
-"""Refuse options that a backend does not support, in one place for all backends.
-
-A backend lists its features in `capabilities`. A backend without this list supports only the
-options that every backend supports.
-"""
+"""Refuse options that a backend does not support, in one place for all backends."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -35,104 +30,74 @@ class Capability(enum.Enum):
 
 @dataclass(frozen=True)
 class _Feature:
-    """The test whether a job needs a capability, and the error if the backend lacks it.
+    """One optional feature: the jobs that need it, and the error if the backend lacks it.
 
     Attributes:
-        used: whether a job needs it.
-        refusal: the error, with the job and the name of the cluster.
-        hint: a command or option to use instead.
+        used: returns whether a job needs the feature; any true value means yes.
+        refusal: the error, a format string with the values of `check`.
+        hint: a command or an option to use instead, a format string like `refusal`.
     """
 
     used: Callable[[JobSpec], object]
-    refusal: Callable[[JobSpec, str], str]
-    hint: Callable[[JobSpec], str]
+    refusal: str
+    hint: str
 
 
-def _flag(flag: str) -> Callable[[JobSpec, str], str]:
-    return lambda _, name: f"the {name} cluster has no {flag}"
-
-
-def _use(text: str) -> Callable[[JobSpec], str]:
-    return lambda _: text
-
-
-def _gpu_count(spec: JobSpec) -> str:
-    count = spec.gpus if spec.gpus.isdigit() else str(len(spec.gpus.split(",")))
-    return f"did you mean --gpus-per-node {'N' if spec.gpus == 'auto' else count}?"
-
-
-def _array_is_limited(spec: JobSpec) -> bool:
-    array = spec.elements()
-    return array is not None and array.at_once is not None
-
-
-_QUEUE = _use("use a cluster with a queue, such as --cluster slurm")
+_QUEUE = "use a cluster with a queue, such as --cluster slurm"
 _FEATURES = {
     Capability.HOSTS: _Feature(
-        lambda spec: spec.hosts,
-        lambda _, name: f"the {name} cluster takes no hosts",
-        _use("use --cluster ssh"),
+        lambda spec: spec.hosts, "the {cluster} cluster takes no hosts", "use --cluster ssh"
     ),
     Capability.GPU_LIST: _Feature(
         lambda spec: spec.gpus,
-        lambda spec, name: f"--gpus {spec.gpus} lists GPUs, which the {name} cluster cannot choose",
-        _gpu_count,
+        "--gpus {spec.gpus} lists GPUs, which the {cluster} cluster cannot choose",
+        "did you mean --gpus-per-node {gpu_count}?",
     ),
     Capability.GPU_TYPES: _Feature(
         lambda spec: spec.resources.gpu_type,
-        lambda spec, name: (
-            f"--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}:"
-            f" the {name} cluster cannot choose GPUs by their type"
-        ),
-        lambda spec: f"--gpus-per-node {spec.resources.gpus_per_node}",
+        "--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}:"
+        " the {cluster} cluster cannot choose GPUs by their type",
+        "--gpus-per-node {spec.resources.gpus_per_node}",
     ),
     Capability.SHARED_DIRECTORY: _Feature(
         lambda spec: not spec.sync and not spec.login,
-        _flag("--no-sync"),
-        _use("use --cluster ssh"),
+        "the {cluster} cluster has no --no-sync",
+        "use --cluster ssh",
     ),
     Capability.BACKEND_OPTIONS: _Feature(
         lambda spec: spec.options,
-        lambda spec, name: (
-            f"unknown option {next(iter(spec.options))!r} for the {name} cluster (--set)"
-        ),
-        _use("for options of Slurm, use --cluster slurm"),
+        "unknown option {option!r} for the {cluster} cluster (--set)",
+        "for options of Slurm, use --cluster slurm",
     ),
-    Capability.CONTAINERS: _Feature(lambda spec: spec.container, _flag("--container"), _QUEUE),
+    Capability.CONTAINERS: _Feature(
+        lambda spec: spec.container, "the {cluster} cluster has no --container", _QUEUE
+    ),
     Capability.ARRAYS: _Feature(
-        lambda spec: spec.array or spec.sweep,
-        lambda spec, name: f"the {name} cluster has no {'--array' if spec.array else '--sweep'}",
-        _QUEUE,
+        lambda spec: spec.array or spec.sweep, "the {cluster} cluster has no {array_flag}", _QUEUE
     ),
     Capability.ARRAY_LIMITS: _Feature(
-        _array_is_limited,
-        lambda _, name: f"the {name} cluster does not limit how many elements run at a time",
-        _use("remove the % part"),
+        lambda spec: (array := spec.elements()) and array.at_once,
+        "the {cluster} cluster does not limit how many elements run at a time",
+        "remove the % part",
     ),
-    Capability.DEPENDENCIES: _Feature(lambda spec: spec.after, _flag("--after"), _QUEUE),
-    Capability.REQUEUE: _Feature(lambda spec: spec.requeue, _flag("--requeue"), _QUEUE),
+    Capability.DEPENDENCIES: _Feature(
+        lambda spec: spec.after, "the {cluster} cluster has no --after", _QUEUE
+    ),
+    Capability.REQUEUE: _Feature(
+        lambda spec: spec.requeue, "the {cluster} cluster has no --requeue", _QUEUE
+    ),
     Capability.PREEMPTION_WARNINGS: _Feature(
-        lambda spec: spec.signal_before, _flag("--signal-before"), _QUEUE
+        lambda spec: spec.signal_before, "the {cluster} cluster has no --signal-before", _QUEUE
     ),
-    Capability.LOGIN_HOSTS: _Feature(lambda spec: spec.login, _flag("--login"), _QUEUE),
+    Capability.LOGIN_HOSTS: _Feature(
+        lambda spec: spec.login, "the {cluster} cluster has no --login", _QUEUE
+    ),
     Capability.SRUN: _Feature(
         lambda spec: spec.launcher == "srun",
-        lambda _spec, _name: "--launcher srun needs Slurm",
-        _use("use --cluster slurm"),
+        "--launcher srun needs Slurm",
+        "use --cluster slurm",
     ),
 }
-
-
-class Declares(Protocol):
-    """The attributes with which a backend declares the features that it supports.
-
-    Attributes:
-        capabilities: the supported features.
-        hints: the backend's own advice for a missing feature, if the general hint does not fit.
-    """
-
-    capabilities: Collection[Capability]
-    hints: Mapping[Capability, str]
 
 
 def check(spec: JobSpec, cluster: str, backend: object) -> None:
@@ -141,15 +106,23 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
     Args:
         spec: the job.
         cluster: the backend's name, for the error.
-        backend: the backend, with the attributes of `Declares`; a backend without these attributes
-            supports none of the features.
+        backend: the backend. Its attribute `capabilities` lists its features; a backend without
+            this attribute has none of them. Its attribute `hints` may replace the hints of errors.
 
     Raises:
         SpecError: the job uses a missing feature; the message names the option.
     """
     supported: Collection[Capability] = getattr(backend, "capabilities", ())
     hints: Mapping[Capability, str] = getattr(backend, "hints", {})
+    gpu_count = spec.gpus if spec.gpus.isdigit() else len(spec.gpus.split(","))
+    values = {
+        "spec": spec,
+        "cluster": cluster,
+        "option": next(iter(spec.options), ""),
+        "array_flag": "--array" if spec.array else "--sweep",
+        "gpu_count": "N" if spec.gpus == "auto" else gpu_count,
+    }
     for capability, feature in _FEATURES.items():
         if capability not in supported and feature.used(spec):
-            hint = hints.get(capability) or feature.hint(spec)
-            raise SpecError(feature.refusal(spec, cluster), hint)
+            hint = hints.get(capability) or feature.hint.format(**values)
+            raise SpecError(feature.refusal.format(**values), hint)

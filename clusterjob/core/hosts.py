@@ -7,18 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterjob.errors import SpecError
+from clusterjob.errors import PlacementError, SpecError
+from clusterjob.node.environments.topology import expand_numbers, split_hostlist
 
-# Maximum number of hosts in one list: a typo such as n[1-99999999] must not fill the memory.
-MOST = 4096
+MOST = 4096  # maximum number of hosts in one list: a typo must not fill the memory
 _HINT = "write hosts as a,b[1-4],user@c:2222"
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _NAME = re.compile(r"[\w.-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")
-# No shell metacharacter: a ProxyCommand or a `Match exec` of the ssh configuration may contain %r.
+# No shell metacharacter: ssh inserts the user (%r) into commands such as ProxyCommand.
 _USER = re.compile(r"\w[\w.+%#=-]*(@\w[\w.-]*)?")
 
-# Volcengine's MLP: in a task of the MPI kind only worker 0 runs the command; this file lists the
-# other workers.
+# In a task of Volcengine's MLP of the kind MPI, only worker 0 runs the command. This file lists the
+# hosts of the other workers.
 PLATFORM_FILE, PLATFORM_PORT = "MLP_MPI_HOSTFILE", "MLP_SSH_PORT"
 
 
@@ -50,11 +49,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         SpecError: the list is invalid or empty.
     """
     found: list[Host] = []
-    for part in _split(text):
-        for word in _expanded(part, text):
+    try:
+        for word in (word for part in split_hostlist(text) for word in _expanded(part, text)):
             if len(found) == MOST:
                 raise SpecError(f"{_short(text)} names more than {MOST} hosts")
             found.append(_host(word, text))
+    except PlacementError as error:
+        raise SpecError(error.message, _HINT) from error
     if not found:
         raise SpecError(f"{_short(text)} names no host", _HINT)
     return tuple(found)
@@ -143,27 +144,6 @@ def _slots(words: list[str]) -> int | None:
     return slots
 
 
-def _split(text: str) -> Iterator[str]:
-    """Split a text at commas and blanks outside of brackets."""
-    part, depth = "", 0
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if not 0 <= depth <= 1:
-            raise SpecError(
-                f"nested brackets, or a bracket that was not opened, in {_short(text)}", _HINT
-            )
-        if depth == 0 and (character == "," or character.isspace()):
-            if part:
-                yield part
-            part = ""
-        else:
-            part += character
-    if depth:
-        raise SpecError(f"a bracket is not closed in {_short(text)}", _HINT)
-    if part:
-        yield part
-
-
 def _expanded(part: str, text: str) -> Iterator[str]:
     """Yield the words that a part with ranges expands to, such as ``r[1-2]n[01-03]``.
 
@@ -173,19 +153,12 @@ def _expanded(part: str, text: str) -> Iterator[str]:
     if match is None:
         yield part
         return
-    head, tail = part[: match.start()], part[match.end() :]
-    for piece in match[1].split(","):
-        numbers = _RANGE.fullmatch(piece.strip())
-        if numbers is None:
-            raise SpecError(f"{_short(piece)} is not a number or a range, in {_short(text)}", _HINT)
-        first, last = int(numbers[1]), int(numbers[2] or numbers[1])
-        if last < first or last - first >= MOST:
-            raise SpecError(f"the range {piece} is descending or has more than {MOST} hosts", _HINT)
-        for number in range(first, last + 1):
-            yield from _expanded(f"{head}{number:0{len(numbers[1])}d}{tail}", text)
+    ranges = re.sub(r"\s*,\s*", ",", match[1].strip())
+    for number in expand_numbers(ranges, text):
+        yield from _expanded(part[: match.start()] + number + part[match.end() :], text)
 
 
-# host:8 most likely means 8 workers: of the ports up to 128, sshd usually listens only on 22.
+# A user who writes host:8 probably means 8 workers: sshd uses no port up to 128 except 22.
 _MAX_WORKERS = 128
 
 
@@ -201,7 +174,7 @@ def _host(word: str, text: str) -> Host:
         port = _port(port_text, text)
         if port <= _MAX_WORKERS and port != 22:
             raise SpecError(
-                f"{_short(word)} means port {port} of {name}, which is probably not a port of sshd",
+                f"{_short(word)} means port {port} of {name}, which is probably not sshd's port",
                 f"for {port} workers: `{name} slots={port}` in a host file, or"
                 f" --nproc-per-node {port}; for a port: ~/.ssh/config",
             )
@@ -213,12 +186,8 @@ def _host(word: str, text: str) -> Host:
         or name.startswith(("-", "."))
         or (at and (not _USER.fullmatch(user) or user.startswith("-")))
     ):
-        raise SpecError(
-            f"{_short(word)} is not a valid host, in {_short(text)}"
-            if word != text
-            else f"{_short(word)} is not a valid host",
-            _HINT,
-        )
+        where = "" if word == text else f", in {_short(text)}"
+        raise SpecError(f"{_short(word)} is not a valid host{where}", _HINT)
     return Host(name, user or None, port=port)
 
 

@@ -1,22 +1,20 @@
-"""Store job records on disk: what was submitted, where, its handle and its end.
-
-Each job has one small file, which is written atomically.
-"""
+"""Store the record of each job in one small file, which is written atomically."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from clusterjob.core.spec import JobSpec
-from clusterjob.errors import AmbiguousId, JobNotFound, RecordError
+from clusterjob.errors import AmbiguousId, JobNotFound, RecordError, did_you_mean
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.processes import ProcessIdentity
@@ -24,7 +22,8 @@ from clusterjob.node.verdict import Verdict
 
 SCHEMA = 1
 _SUFFIX = ".json"
-_CORRECTED_WITHIN = 86400.0  # seconds in which a provisional end is queried again
+_CORRECTED_WITHIN = 86400.0  # seconds after a provisional end in which its hosts are polled again
+_OTHER_HOME = "set CLUSTERJOB_HOME to another directory"
 SEPARATOR = "_"  # between an array's id and an element's index; never part of a generated id
 
 
@@ -44,15 +43,6 @@ class Handle:
     data: Mapping[str, Any]
 
 
-_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("job_id", "name", "cluster", "backend", "job_dir", "submitted_at"), str),
-    "nodes": int,
-    "spec": dict,
-    **dict.fromkeys(("handle", "submitter", "end", "array"), (dict, type(None))),
-    "index": (int, type(None)),
-}
-
-
 @dataclass(frozen=True)
 class Record:
     """The data of a job on the submitting side.
@@ -66,14 +56,13 @@ class Record:
         nodes: number of nodes.
         submitted_at: time of the submit, RFC 3339, UTC.
         spec: the job spec as plain data.
-        handle: the job's handle; None during the submit, and always if the submitter died then.
-        submitter: the process that submits it; other processes check whether it still runs.
-        end: the verdict as plain data once it is known; it remains when the job's directory is
-            removed.
-        provisional: whether the end is a guess, because the hosts that have the real end were not
-            reached; a later answer corrects it.
-        array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each part
-            that was submitted).
+        handle: the job's handle; None until the backend has accepted the job.
+        submitter: the process that submits it; other processes check whether this process runs.
+        end: the verdict as plain data; None if it is not known yet.
+        provisional: whether `end` is a guess, because the hosts with the real end were not reached;
+            a later poll corrects it.
+        array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each
+            submitted part).
         index: for an element of an array, its index.
     """
 
@@ -88,7 +77,7 @@ class Record:
     handle: Handle | None = None
     submitter: ProcessIdentity | None = None
     end: Mapping[str, Any] | None = None
-    array: Mapping[str, Any] | None = None
+    array: Mapping[str, Sequence[int]] | None = None
     index: int | None = None
     provisional: bool = False
 
@@ -99,52 +88,25 @@ class Record:
         Raises:
             ValueError: the data is not a valid record.
         """
+        import msgspec
+
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise ValueError(f"it is not a record of schema {SCHEMA}")
-        fields: dict[str, Any] = {name: data.get(name) for name in cls.__dataclass_fields__}
-        for name, kind in _KINDS.items():
-            if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
-                # ValueError: callers expect one type for all errors.
-                raise ValueError(f"{name} is {type(fields[name]).__name__}")  # noqa: TRY004
-        fields["job_dir"] = Path(data["job_dir"])
         try:
-            fields["handle"] = Handle(**data["handle"]) if data.get("handle") else None
-            fields["submitter"] = (
-                ProcessIdentity(**data["submitter"]) if data.get("submitter") else None
-            )
-        except TypeError as error:
-            raise ValueError(f"handle or submitter: {error}") from error
-        try:
-            fields["end"] = Verdict.from_json(data["end"]).to_json() if data.get("end") else None
+            end = Verdict.from_json(data["end"]).to_json() if data.get("end") else None
         except ValueError:
-            fields["end"] = None  # a later poll reads it again
-        fields["provisional"] = data.get("provisional") is True
-        record = cls(**fields)
-        record._check()
-        return record
-
-    def _check(self) -> None:
-        """Raise ValueError if a field has an invalid value."""
-        handle, array, submitter = self.handle, self.array, self.submitter
-        well = self.nodes >= 1 and (self.index is None or self.index >= 0)
-        if handle is not None:
-            well &= (
-                isinstance(handle.backend, str)
-                and isinstance(handle.id, str)
-                and isinstance(handle.data, dict)
-            )
-        if submitter is not None:
-            well &= type(submitter.pid) is int and isinstance(submitter.host, str)
-        if array is not None:
-            lists = [array.get("indices"), array.get("pieces")]
-            well &= all(
-                isinstance(each, list)
-                and each
-                and all(type(item) is int and item >= 0 for item in each)
-                for each in lists
-            )
-        if not well:
+            end = None  # a later poll reads it again
+        checked = {**data, "end": end, "provisional": data.get("provisional") is True}
+        record = msgspec.convert(checked, cls, dec_hook=lambda _, text: Path(text))
+        array = record.array
+        lists = [] if array is None else [array.get("indices"), array.get("pieces")]
+        if (
+            record.nodes < 1
+            or (record.index or 0) < 0
+            or not all(numbers and min(numbers) >= 0 for numbers in lists)
+        ):
             raise ValueError("a field has an invalid value")
+        return record
 
     @functools.cached_property
     def job(self) -> JobSpec:
@@ -160,7 +122,7 @@ class Record:
 
     @property
     def may_be_corrected(self) -> bool:
-        """Whether the recorded end is provisional and recent, so that hosts are polled again."""
+        """Whether the recorded end is provisional and recent, so that the hosts are polled again."""
         if not self.provisional or self.end is None:
             return False
         try:
@@ -202,17 +164,14 @@ class Record:
             return None
         piece = bisect.bisect_right(self.array["pieces"], index) - 1
         ids = self.handle.data.get("ids")
-        # Without an id it is not known (yet) whether the cluster accepted this part of the array.
+        # Without an id, the cluster has not (yet) confirmed this part of the array.
         if not isinstance(ids, list) or piece >= len(ids):
             return None
         return replace(self.handle, id=f"{ids[piece]}_{index - self.array['pieces'][piece]}")
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of records and local jobs.
-
-    It is CLUSTERJOB_HOME, else the user's state directory.
-    """
+    """Return the directory of records and local jobs: CLUSTERJOB_HOME, or in the user's state."""
     if environ.get("CLUSTERJOB_HOME"):
         return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
     import platformdirs
@@ -224,7 +183,7 @@ def secure_home() -> None:
     """Create the directories of jobs and records; check that no other user can write to them.
 
     Raises:
-        RecordError: they cannot be created, or another user could change what jobs run.
+        RecordError: a directory cannot be created, or another user could change the files of jobs.
     """
     place = home()
     own = (place / "jobs", place / "records")
@@ -237,7 +196,7 @@ def secure_home() -> None:
             if why := private_dirs.other_writers(folder):
                 raise RecordError(
                     f"{folder} is not safe for jobs: {why}",
-                    f"run chmod go-w {folder}, or set CLUSTERJOB_HOME to another directory",
+                    f"run chmod go-w {folder}, or {_OTHER_HOME}",
                 )
         for folder in place.resolve().parents:
             status = folder.stat()
@@ -245,15 +204,14 @@ def secure_home() -> None:
             if status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX:
                 who = "everyone can write to"
             if who:
-                why = f"{who} {folder}, and could put another directory in its place"
                 raise RecordError(
-                    f"{place} is not safe for jobs: {why}",
-                    "set CLUSTERJOB_HOME to another directory",
+                    f"{place} is not safe for jobs: {who} {folder}, and could put another"
+                    " directory in its place",
+                    _OTHER_HOME,
                 )
     except OSError as error:
         raise RecordError(
-            f"{error.filename} cannot be written: {error.strerror}",
-            "set CLUSTERJOB_HOME to another directory",
+            f"{error.filename} cannot be written: {error.strerror}", _OTHER_HOME
         ) from error
 
 
@@ -278,7 +236,7 @@ class Records:
         """Write a record.
 
         Raises:
-            RecordError: it cannot be written; an older version of the record is unchanged.
+            RecordError: the record cannot be written; an older version of it is unchanged.
         """
         try:
             private_dirs.make(self.directory)
@@ -306,19 +264,16 @@ class Records:
         if now is not None and record.index is None and now.handle != record.handle:
             return now
         record = replace(record, end=end, provisional=provisional)
-        try:
-            if now is not None:
+        if now is not None:
+            with contextlib.suppress(RecordError):
                 self.save(record)
-        except RecordError:
-            pass
         return record
 
     def remove(self, job_id: str) -> None:
         """Remove the record of a job that could not be submitted."""
-        try:
+        # If the directory is not writable, it has no record of this job.
+        with contextlib.suppress(OSError):
             self._path(job_id).unlink(missing_ok=True)
-        except OSError:
-            pass  # if files cannot be removed from the directory, the record was not written either
 
     def elements(self, record: Record) -> list[Record]:
         """Return the elements of an array with their recorded ends; for another job, the job."""
@@ -356,12 +311,9 @@ class Records:
             found = [record for name in matches if (record := self.read(name)) is not None]
             found.sort(key=lambda record: (record.submitted_at, record.job_id), reverse=True)
             raise AmbiguousId(text, [record.job_id for record in found] or sorted(matches))
-        import difflib
-
-        near = difflib.get_close_matches(text, names, 1)
         raise JobNotFound(
             f"there is no job {text!r}",
-            f"did you mean {near[0]}?" if near else "`clusterjob list` shows all jobs",
+            did_you_mean(text, names, "`clusterjob list` shows all jobs"),
         )
 
     def all(self) -> list[Record]:
@@ -404,9 +356,7 @@ class Records:
             return None
 
     def has(self, name: str) -> bool:
-        """Return whether the file of this record exists, with any content.
-
-        A listing of the directory may be out of date.
+        """Return whether the file of this record exists, even if a directory listing lacks it.
 
         Raises:
             OSError: the file system returned another error than "not found".

@@ -130,12 +130,12 @@ def expand_hostlist(text: str) -> list[str]:
     if len(text) > _MAX_LIST:
         raise PlacementError(f"the host list is {len(text)} characters long")
     names: list[str] = []
-    for item in _split_hostlist(text):
+    for item in split_hostlist(text):
         names += _expand_name(item, text, most=_MAX_NAMES - len(names))
     return names
 
 
-def _split_hostlist(text: str) -> list[str]:
+def split_hostlist(text: str) -> list[str]:
     """Split a host list at commas and white space outside brackets."""
     items, start, depth = [], 0, 0
     for index, letter in enumerate(text):
@@ -158,7 +158,7 @@ def _expand_name(item: str, text: str, most: int) -> list[str]:
         numbers, _, rest = bracket.partition("]")
         _checked(rest, text)
         endings = [
-            number + rest for number in _expand_numbers(numbers, text, most=most // len(names))
+            number + rest for number in expand_numbers(numbers, text, most=most // len(names))
         ]
         if len(names[0]) + len(endings[0]) > _MAX_NAME:
             raise _no_hostlist(text, f"a name is longer than {_MAX_NAME} characters")
@@ -170,7 +170,7 @@ def _expand_name(item: str, text: str, most: int) -> list[str]:
     return names
 
 
-def _expand_numbers(numbers: str, text: str, most: int) -> list[str]:
+def expand_numbers(numbers: str, text: str, most: int = _MAX_NAMES) -> list[str]:
     """Return the numbers of one bracket, such as ``01-03,7``.
 
     The size of each range is checked before the range is expanded.
