@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+OTHER_HOME = "set CLUSTERJOB_HOME to another directory"  # the hint if it cannot be used
+
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
     """Return a hint with the known word that is nearest to a wrong one.

@@ -8,7 +8,6 @@ job directory.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.records import Record, Records
 from clusterjob.core.trust import Usage
-from clusterjob.errors import UsageError
+from clusterjob.errors import UsageError, did_you_mean
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import call
@@ -77,11 +76,10 @@ class FunctionJob:
         """
         record = self._record()
         verdict = polling.wait(record)
-        world_size = record.nodes * record.job.nproc_per_node
         return call.results(
             record.job_dir,
             verdict,
-            world_size=world_size,
+            world_size=record.nodes * record.job.nproc_per_node,
             name=f"job {self.id}",
             hint=f"clusterjob logs {self.id} shows its output",
         )
@@ -148,12 +146,11 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     at_once = values.pop("array", "") if many else ""
     for key in values:
         if key not in OPTIONS or key in ("sweep", "array"):
-            near = difflib.get_close_matches(key, OPTIONS, 1)
             raise UsageError(
                 f"a function's job has no setting {key!r}",
-                f"did you mean {near[0]}?"
-                if near
-                else "`clusterjob submit --help` lists the settings as options",
+                did_you_mean(
+                    key, OPTIONS, "`clusterjob submit --help` lists the settings as options"
+                ),
             )
     flags = {
         key: read_setting(key, value, origin=f"{key}={value!r}")

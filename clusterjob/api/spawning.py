@@ -75,9 +75,9 @@ def spawn(
         )
     environ = _environment(gpus)
     count = _count(nprocs, gpus, environ=environ)
-    paths = [os.path.abspath(entry) for entry in sys.path]
     payload = call.pickled(
-        paths, call.PlainCall(function, tuple(args), kwargs=dict(kwargs or {}), argv=list(sys.argv))
+        [os.path.abspath(entry) for entry in sys.path],
+        call.PlainCall(function, tuple(args), kwargs=dict(kwargs or {}), argv=list(sys.argv)),
     )
     job_dir = Path(tempfile.mkdtemp(prefix="clusterjob-spawn-"))
     try:
@@ -85,12 +85,14 @@ def spawn(
         code = _run(job_dir, count, environ=environ)
         ended = files.read_json(job_dir / RESULT)
         if ended is None:
-            output = _agent_output(job_dir)
+            lines = (job_dir / AGENT_LOG).read_text(errors="replace").splitlines()
+            output = " ".join(line.strip() for line in lines).removeprefix("clusterjob: ")
             raise JobFailed(
                 f"the agent of the workers ended with {code}{': ' if output else ''}{output}"
             )
+        name = getattr(function, "__name__", type(function).__name__)
         return call.results(
-            job_dir, Verdict.from_json(ended), world_size=count, name=f"spawn of {_name(function)}"
+            job_dir, Verdict.from_json(ended), world_size=count, name=f"spawn of {name}"
         )
     finally:
         shutil.rmtree(job_dir, ignore_errors=True)
@@ -191,12 +193,3 @@ def _show(reader: LogReader, *, last: bool = False) -> None:
     for line in fold(reader.finish() if last else reader.read()):
         stream = sys.stdout if line.stream == "out" else sys.stderr
         print(f"[{line.label}] {sanitize(line.text, colours=True)}", file=stream, flush=True)
-
-
-def _agent_output(job_dir: Path) -> str:
-    lines = (job_dir / AGENT_LOG).read_text(errors="replace").splitlines()
-    return " ".join(line.strip() for line in lines).removeprefix("clusterjob: ")
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -23,20 +23,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (start.submit, start.run, start.render):
-    app.command(cls=ProgramCommand)(with_job_options(command))
+app.command(cls=ProgramCommand)(with_job_options(start.submit))
+app.command(cls=ProgramCommand)(with_job_options(start.run))
+app.command(cls=ProgramCommand)(with_job_options(start.render))
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=False,
 )(start.launch)
 app.command()(manage.status)
 app.command("list")(manage.list_jobs)
-for command in (manage.wait, manage.cancel, manage.logs):
-    app.command()(command)
-for command in (inspect.env, inspect.config, inspect.trust, with_job_options(inspect.doctor)):
-    app.command()(command)
-app.add_typer(hosts.app)
+app.command()(manage.wait)
+app.command()(manage.cancel)
+app.command()(manage.logs)
+app.command()(inspect.env)
+app.command()(inspect.config)
+app.command()(inspect.trust)
+app.command()(with_job_options(inspect.doctor))
 app.command()(hosts.fetch)
+app.add_typer(hosts.app)
 
 _verbose = False
 
@@ -105,11 +109,8 @@ def _refusal(error: typer.TyperException) -> UsageError:
     if type(error).__name__ == "NoSuchOption" and context is not None:
         from clusterjob.cli.suggestions import suggest
 
-        known = [
-            word
-            for param in context.command.params
-            for word in (*param.opts, *param.secondary_opts)
-        ]
+        params = context.command.params
+        known = [word for param in params for word in (*param.opts, *param.secondary_opts)]
         return UsageError(f"there is no option {unknown}", suggest(unknown, known))
     text = str(error.format_message()) if hasattr(error, "format_message") else str(error)
     return UsageError(text.rstrip(".") or "no command given")

@@ -49,11 +49,7 @@ def _parameter(key: str, kind: Any, *names: str, **declaration: Any) -> inspect.
 def with_job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``**flags`` in a command ``(ctx, own options, **flags)`` by the job options."""
     own = inspect.signature(command, eval_str=True)
-    mine = [
-        parameter
-        for parameter in own.parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    *mine, _flags = own.parameters.values()
     command.__signature__ = own.replace(parameters=[*mine, *_parameters()])  # type: ignore[attr-defined]
     return command
 

@@ -28,28 +28,24 @@ if TYPE_CHECKING:
     from clusterjob.remote.host_probe import HostReport
 
 SCHEMA = 1
-_live = LiveLines()  # unfinished lines of the followed job; cleared before other output
-
-
-def clear_live_lines() -> None:
-    """Clear the unfinished lines from the terminal."""
-    _live.clear()
+live_lines = LiveLines()  # unfinished lines of the followed job; cleared before other output
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print a value on stdout with its schema number."""
-    print(escape_json(json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1)))
+    """Print a value on stdout with its schema number; a value unknown to JSON becomes text."""
+    text = json.dumps({"schema": SCHEMA, **value}, ensure_ascii=False, indent=1, default=str)
+    print(escape_json(text))
 
 
 def print_message(text: str) -> None:
     """Print a message line on stderr; results go to stdout."""
-    _live.clear()
+    live_lines.clear()
     print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
 
 
 def print_verdict(record: Record, verdict: Verdict) -> None:
     """Print the verdict of a job on stderr, with the last lines of its root cause."""
-    _live.clear()
+    live_lines.clear()
     print(
         sanitize(f"clusterjob: job {record.job_id} {verdict.text()}", lines=True),
         file=sys.stderr,
@@ -122,12 +118,6 @@ def print_broken(names: Sequence[str]) -> None:
         )
 
 
-def _listed_id(record: Record, *, together: bool) -> str:
-    return (
-        record.job_id.rpartition("_")[0] if together and record.index is not None else record.job_id
-    )
-
-
 def print_end(record: Record, status: Status) -> None:
     """Print the verdict of one of several jobs; print nothing if it has no verdict."""
     if status.verdict is not None:
@@ -136,7 +126,7 @@ def print_end(record: Record, status: Status) -> None:
 
 def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
     """Print which jobs were cancelled, with one line per array."""
-    for job_id, group in itertools.groupby(done, lambda pair: _listed_id(pair[0], together=True)):
+    for job_id, group in itertools.groupby(done, lambda pair: pair[0].whole_id):
         members = list(group)
         stopped = sum(was_running for _, was_running in members)
         if len(members) == 1:
@@ -203,8 +193,13 @@ class LogPrinter:
         `open_lines` is called after the batches are consumed.
         """
         self.show_all(batches)
-        if not self._raw and _live.has_terminal:
-            _live.show([self._labelled(label(line), line.text) for line in open_lines()])
+        if not self._raw and live_lines.has_terminal:
+            live_lines.show(
+                [
+                    line.text if self._plain else f"[{label(line)}] {line.text}"
+                    for line in open_lines()
+                ]
+            )
 
     def show_all(self, batches: Iterable[list[LogLine]]) -> None:
         """Print lines, and fold equal lines that several ranks wrote at about the same time."""
@@ -212,7 +207,9 @@ class LogPrinter:
         for lines in batches:
             if self._raw:
                 for line in lines:
-                    self._pass_through(line)
+                    stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
+                    stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
+                    stream.flush()
             elif self._plain:  # only one worker writes
                 self._print(
                     Folded("", line.stream, text=line.text, ended=line.ended) for line in lines
@@ -223,25 +220,16 @@ class LogPrinter:
 
     def _print(self, lines: Iterable[Folded]) -> None:
         for name, text in as_text(lines, self._shown):
-            _live.clear()
+            live_lines.clear()
             stream = sys.stdout if name == "out" else sys.stderr
             stream.write(text)
             stream.flush()
 
     def _shown(self, line: Folded) -> str:
-        end = (
-            "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""
-        )  # a part of one long line
+        # Without a line break: the line is a part of one long line.
+        end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""
         text = sanitize(line.text, colours=True)
         return text + end if self._plain else f"[{line.label}] {text}{end}"
-
-    def _labelled(self, whose: str, text: str) -> str:
-        return text if self._plain else f"[{whose}] {text}"
-
-    def _pass_through(self, line: LogLine) -> None:
-        stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
-        stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
-        stream.flush()
 
 
 class Progress:
@@ -279,9 +267,7 @@ class Progress:
             self._spinner.start()
         from rich.text import Text
 
-        self._spinner.update(
-            Text(sanitize(text))
-        )  # Text: rich reads [/x] in a plain string as markup
+        self._spinner.update(Text(sanitize(text)))  # rich reads [/x] in a plain string as markup
 
     def stop(self) -> None:
         """Stop the spinner and remove its line."""
@@ -305,20 +291,10 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
 def settings_json(settings: Settings) -> dict[str, Any]:
     """Return settings as plain data for JSON."""
     values = {
-        key: {"value": _plain(value), "origin": settings.origins[key]}
+        key: {"value": value, "origin": settings.origins[key]}
         for key, value in settings.values.items()
     }
     return {"cluster": settings.cluster, "backend": settings.backend, "settings": values}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
-    return (
-        value
-        if value is None or isinstance(value, (str, bool, int, float, Mapping))
-        else str(value)
-    )
 
 
 def _on_one_line(value: Any) -> str:

@@ -12,7 +12,6 @@ from clusterjob.cli.job_options import Json, flags_given, program_of
 from clusterjob.errors import ClusterJobError
 
 if TYPE_CHECKING:
-    from clusterjob.cli.watch import Watch, WatchArray
     from clusterjob.core.plans import Plan
     from clusterjob.core.records import Record
 
@@ -39,7 +38,7 @@ def submit(
 
     Only the id is printed on stdout.
     """
-    from clusterjob.cli import output
+    from clusterjob.cli import output, watch
 
     plan, cluster = _plan(ctx, flags, dry=dry_run)
     if dry_run:
@@ -62,7 +61,7 @@ def submit(
             raise ClusterJobError(
                 f"{error.strerror}: standard output", f"the job runs; its id is {record.job_id}"
             ) from error
-    return _watch(record).to_the_end() if follow else 0
+    return watch.until_end(record)() if follow else 0
 
 
 def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) -> Record:
@@ -98,31 +97,31 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     stops them at once. At a prompt of rank 0, such as pdb's, Ctrl-C interrupts only the prompt.
     If this command is killed, a job of the local cluster ends too; other jobs continue.
     """
-    from clusterjob.cli import output
+    from clusterjob.cli import output, watch
     from clusterjob.core import jobs
 
     plan, cluster = _plan(ctx, flags)
     _print_notes(plan)
     record = _submit(plan, cluster, detach=False, stdin=_own_stdin())
-    watch = None
+    show = None
     while True:
         try:
-            watch = watch or _watch(record)
-            return watch.to_the_end()
+            show = show or watch.until_end(record)
+            return show()
         except KeyboardInterrupt:
             if not jobs.interrupt_prompt(record):
                 break
-    watch = watch or _watch(record)
+    show = show or watch.until_end(record)
     try:
         if jobs.interrupt(record):
             output.print_message(f"interrupting {record.job_id}; Ctrl-C again stops it at once")
-            watch.to_the_end()
+            show()
             return 130
     except KeyboardInterrupt:
         pass
     output.print_message(f"cancelling {record.job_id}")
     jobs.cancel([record])
-    watch.to_the_end()
+    show()
     return 130
 
 
@@ -176,9 +175,3 @@ def _print_notes(plan: Plan) -> None:
 
     for note in plan.notes:
         output.print_message(note)
-
-
-def _watch(record: Record) -> Watch | WatchArray:
-    from clusterjob.cli.watch import watch
-
-    return watch(record)

@@ -1,11 +1,10 @@
-"""Suggest an option for an unknown option: a typo, or one of torchrun, sbatch or mpirun.
-
-Options of accelerate are included too.
-"""
+"""Suggest an option for a mistyped one, or for one of torchrun, sbatch, mpirun, accelerate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from clusterjob.errors import did_you_mean
 
 # Options of other launchers, with the equivalent option of clusterjob.
 _OURS = {
@@ -61,7 +60,4 @@ def suggest(word: str, known: Iterable[str]) -> str:
         name = _SBATCH_LETTERS.get(spelled, spelled[2:] if spelled.startswith("--") else "")
         if name in flags.KNOWN:
             return f"it is an sbatch option: --set {name}=VALUE"
-    import difflib
-
-    near = difflib.get_close_matches(spelled, sorted(options), 1, 0.7)
-    return f"did you mean {near[0]}?" if near else ""
+    return did_you_mean(spelled, sorted(options), cutoff=0.7)

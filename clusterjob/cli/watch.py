@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from clusterjob.cli.output import LogPrinter, Progress, clear_live_lines, print_end, print_verdict
+from clusterjob.cli.output import LogPrinter, Progress, live_lines, print_end, print_verdict
 from clusterjob.core import polling
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
@@ -69,7 +70,7 @@ class Watch:
             )
         finally:
             self._progress.stop()
-            clear_live_lines()
+            live_lines.clear()
         print_verdict(self._record, verdict)
         if verdict.state is not JobState.SUCCEEDED:
             print(sanitize(f"  logs: {self._record.job_dir / 'logs'}"), file=sys.stderr)
@@ -80,17 +81,12 @@ class Watch:
         self._printer.show(batches, self._reader.open_lines)
 
 
-class WatchArray:
-    """Prints the verdict of each element of an array."""
+def until_end(record: Record) -> Callable[[], int]:
+    """Return a function that shows a job until its end and returns its exit code.
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def to_the_end(self) -> int:
-        """Print each element's verdict until all have ended; return the first nonzero exit code."""
-        return polling.wait_for_all([self._record], print_end)
-
-
-def watch(record: Record) -> Watch | WatchArray:
-    """Return a watch of a job or an array, from the beginning of its output."""
-    return Watch(record) if record.array is None else WatchArray(record)
+    The function shows the output of a job, or the verdict of each element of an array. After an
+    interrupt, a new call continues the output.
+    """
+    if record.array is not None:
+        return functools.partial(polling.wait_for_all, [record], print_end)
+    return Watch(record).to_the_end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -83,9 +84,7 @@ def parse(array: str, sweep: Sequence[str]) -> Array | None:
             f"--sweep names {next(name for name in names if names.count(name) > 1)!r} twice",
             "put its values into one list",
         )
-    count = 1
-    for _, choices in axes:
-        count *= len(choices)
+    count = math.prod(len(choices) for _, choices in axes)
     _check_count(count)
     values = tuple(
         tuple(zip(names, combination, strict=True))

@@ -17,7 +17,6 @@ overrides the defaults of the project and of the user. A configuration file is c
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -33,13 +32,12 @@ from clusterjob.core import trust
 from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.trust import RiskySetting, Usage
 from clusterjob.core.units import show_size
-from clusterjob.errors import ConfigError, UnknownCluster
+from clusterjob.errors import ConfigError, UnknownCluster, did_you_mean
 from clusterjob.node.system.files import read_regular
 from clusterjob.node.system.sanitize import sanitize
 
 _TOP_KEYS = ("cluster", "defaults", "clusters")
 _MAX_BYTES = 1 << 20  # maximum bytes of a configuration file
-_VARIABLE_PREFIX = "CLUSTERJOB_"
 
 
 class ProjectSshConfig(str):
@@ -132,23 +130,20 @@ def resolve(
         files, cluster, environ=environ, flags=flags, directory=directory
     ):
         for key, value in layer.items():
-            read = read_setting(key, value, origin=origin(key))
-            read = _below(base, key, value=read)
+            read = _below(base, key, value=read_setting(key, value, origin=origin(key)))
             if table:
                 _check_named_files(origin(key), key, value=read)
             if table and key == "set" and "ssh_config" in read:
                 read = read | {"ssh_config": ProjectSshConfig(read["ssh_config"])}
             merge = OPTIONS[key].merge and key in values
-            values[key] = _merged(values[key], read) if merge else read
+            if merge:
+                before = values[key]
+                read = before | read if isinstance(before, dict) else before + read
+            values[key] = read
             origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
-            lines = of_project.setdefault(key, [])
-            lines[:] = [
-                *(lines if merge else ()),
-                *([RiskySetting(table, key, value=value)] if table else ()),
-            ]
-    backend = cluster
-    if cluster in profiles:
-        backend = _backend_of(cluster, files, backends=backends)
+            lines = of_project.get(key, []) if merge else []
+            of_project[key] = lines + ([RiskySetting(table, key, value=value)] if table else [])
+    backend = _backend_of(cluster, files, backends=backends)
     settings = Settings(cluster, backend, values=values, origins=origins)
     if files and not files[-1].own:
         held = [
@@ -216,9 +211,7 @@ def _sent_elsewhere(
 
 
 def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) -> str:
-    """Return the backend of a profile.
-
-    Several files may describe one cluster, and only one of them has to name the backend.
+    """Return the backend of a cluster: the one that a file names, else that of the same name.
 
     Raises:
         ConfigError: no file names a backend, or the backend is unknown.
@@ -228,8 +221,10 @@ def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) 
         if backend is not None:
             if isinstance(backend, str) and backend in backends:
                 return backend
-            message = f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})"
-            raise ConfigError(message, _nearest(str(backend), list(backends)))
+            raise ConfigError(
+                f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})",
+                _nearest(str(backend), list(backends)),
+            )
     if cluster in backends:
         return cluster
     raise ConfigError(
@@ -266,40 +261,19 @@ def _layers(
     in which relative paths start; the values by key; the TOML table for a project's file, else an
     empty text.
     """
-    for file in files:
-        table = "" if file.own else "[defaults]"
-        yield (
-            partial("{}: [defaults] {}".format, file.path),
-            file.path.parent,
-            file.data.get("defaults", {}),
-            table,
-        )
-    for file in files:
-        table = "" if file.own else f"[clusters.{cluster}]"
-        profile = {
-            key: value for key, value in file.clusters.get(cluster, {}).items() if key != "backend"
-        }
-        yield (
-            partial("{}: [clusters.{}] {}".format, file.path, cluster),
-            file.path.parent,
-            profile,
-            table,
-        )
+    tables = [("[defaults]", file, file.data.get("defaults", {})) for file in files]
+    tables += [(f"[clusters.{cluster}]", file, file.clusters.get(cluster, {})) for file in files]
+    for table, file, values in tables:
+        options = {key: value for key, value in values.items() if key in OPTIONS}
+        origin = partial("{}: {} {}".format, file.path, table)
+        yield origin, file.path.parent, options, "" if file.own else table
     variables = {
         option.key: environ[option.variable]
         for option in OPTIONS.values()
         if environ.get(option.variable)
     }
-    yield _variable, directory, variables, ""
+    yield lambda key: OPTIONS[key].variable, directory, variables, ""
     yield lambda key: OPTIONS[key].flag, directory, flags, ""
-
-
-def _variable(key: str) -> str:
-    return _VARIABLE_PREFIX + key.upper()
-
-
-def _merged(before: Any, added: Any) -> Any:
-    return before | added if isinstance(before, dict) else before + added
 
 
 def find_files(directory: Path) -> list[ConfigFile]:
@@ -345,13 +319,12 @@ def project_file(place: Path) -> ConfigFile:
     """
     place = place.expanduser().absolute()
     if place.is_dir():
-        found = find_project(place)
-        if found is None:
-            raise ConfigError(
-                f"there is no usable project configuration file in {place} or above it",
-                "it is clusterjob.toml, or a pyproject.toml with a table [tool.clusterjob]",
-            )
-        return found
+        if found := find_project(place):
+            return found
+        raise ConfigError(
+            f"there is no usable project configuration file in {place} or above it",
+            "it is clusterjob.toml, or a pyproject.toml with a table [tool.clusterjob]",
+        )
     if not place.is_file():
         raise ConfigError(f"{place} does not exist")
     if why := trust.why_ignored(place):
@@ -457,5 +430,4 @@ def _known(file: ConfigFile, where: str, table: Mapping[str, Any], known: Iterab
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+    return did_you_mean(name, known, f"use one of {', '.join(known)}")

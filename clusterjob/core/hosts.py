@@ -128,15 +128,11 @@ def of_platform(environ: Mapping[str, str]) -> tuple[Host, ...]:
 def _slots(words: list[str]) -> int | None:
     slots = None
     for word in words:
-        key, equals, value = word.partition("=")
-        if (
-            key not in ("slots", "max_slots", "max-slots")
-            or not equals
-            or not re.fullmatch(r"\d{1,5}", value, re.ASCII)
-        ):
+        match = re.fullmatch(r"(slots|max[_-]slots)=(\d{1,5})", word, re.ASCII)
+        if match is None:
             raise SpecError(f"{_short(word)} is not valid here", "only slots=N may follow the host")
-        if key == "slots":
-            slots = int(value)
+        if match[1] == "slots":
+            slots = int(match[2])
             if slots < 1:
                 raise SpecError(
                     "slots=0: must be at least 1", "remove the line to leave the host out"

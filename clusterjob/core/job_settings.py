@@ -17,7 +17,7 @@ from clusterjob.core.options import OPTIONS, Target
 from clusterjob.core.records import home, secure_home
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.core.trust import LOOK, Usage
-from clusterjob.errors import PlacementError, RecordError, SpecError
+from clusterjob.errors import OTHER_HOME, PlacementError, RecordError, SpecError
 from clusterjob.node import environments
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
@@ -40,13 +40,13 @@ def resolve(
     """
     if isinstance(flags.get("env"), list):
         flags = {**flags, "env": [_with_value(item) for item in flags["env"]]}
-    named = (
-        "hosts" in flags
-        or "hostfile" in flags
-        or any(os.environ.get(f"CLUSTERJOB_{key}") for key in ("HOSTS", "HOSTFILE"))
-    )
-    has_hosts = named or bool(hosts.of_platform(os.environ))
-    has_login = "login" in flags or bool(os.environ.get("CLUSTERJOB_LOGIN"))
+    given = {
+        key
+        for key in ("hosts", "hostfile", "login")
+        if key in flags or os.environ.get(OPTIONS[key].variable)
+    }
+    has_login = "login" in given
+    has_hosts = bool(given - {"login"} or hosts.of_platform(os.environ))
     if cluster is None and not has_hosts and not has_login:
         _refuse_inside_a_job()
     preferred = (lambda: "slurm") if has_login else (lambda: "ssh") if has_hosts else base.preferred
@@ -82,10 +82,7 @@ def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
         private_dirs.make(kept.parent)
         files.write_atomic(kept, content)
     except OSError as error:
-        raise RecordError(
-            f"{kept} cannot be written: {error.strerror}",
-            "set CLUSTERJOB_HOME to another directory",
-        ) from error
+        raise RecordError(f"{kept} cannot be written: {error.strerror}", OTHER_HOME) from error
     return replace(
         settings, values={**settings.values, "set": {**options, "ssh_config": str(kept)}}
     )
@@ -143,13 +140,12 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         gpu_type=gpu_type,
     )
     values.pop("gpus_per_node", None)
-    workdir = directory / values.pop("workdir", "")
     if "template" in values:
         values["template"] = directory / values["template"]
     return JobSpec(
         program=program,
         resources=resources,
-        workdir=workdir,
+        workdir=directory / values.pop("workdir", ""),
         nproc_is_default="nproc_per_node" not in values and gpus_per_node is None,
         nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
         python=values.pop("python", None)
@@ -203,9 +199,6 @@ def default_python(environ: Mapping[str, str]) -> str:
         candidate = Path(environ.get(variable) or "/nonexistent") / "bin" / "python"
         if candidate.is_file():
             return str(candidate)
-    isolated = any(
-        (Path(sys.prefix) / mark).is_file() for mark in ("pipx_metadata.json", "uv-receipt.toml")
-    )
-    if isolated:
-        return shutil.which("python3") or sys.executable
-    return sys.executable
+    marks = ("pipx_metadata.json", "uv-receipt.toml")
+    isolated = any((Path(sys.prefix) / mark).is_file() for mark in marks)
+    return (shutil.which("python3") if isolated else None) or sys.executable

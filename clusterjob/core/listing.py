@@ -68,10 +68,18 @@ class Listing:
         self._records = records
         self._stamps = dict(_stamps(records))
         self._cache_path = records.directory / _CACHE
-        self._cached = self._load()
-        self._known: dict[str, tuple[Stamp, ListRow]] = {}
-        news = sum(self._take(name) for name in self._stamps)
-        if news > _MANY or len(self._cached) > len(self._known) + _MANY:
+        cached = self._load()
+        self._known = {
+            name: (stamp, row)
+            for name, (stamp, row) in cached.items()
+            if stamp == self._stamps.get(name)
+        }
+        self.rows += [row for _, row in self._known.values()]
+        valid = len(self._known)
+        for name in self._stamps:
+            if name not in self._known and SEPARATOR not in name:
+                self._add(name)
+        if len(self._known) - valid > _MANY or len(cached) - len(self._known) > _MANY:
             self._save()
 
     def with_states(self, states: Iterable[tuple[Record, Status]]) -> list[ListRow]:
@@ -84,51 +92,30 @@ class Listing:
             [*self.rows, *(row_of(record, status) for record, status in states)], key=place_in_list
         )
 
-    def _take(self, name: str) -> bool:
-        """Add the job of one record file; return whether its row is new to the cache."""
-        if self._take_cached(name):
-            return False
-        if SEPARATOR in name:
-            return False  # an array element; added with its array
+    def _add(self, name: str) -> None:
+        """Add the job of one record file that is not in the cache, or the elements of its array."""
         record = self._records.read(name)
         if record is None:
             self.broken.append(f"{name}.json")
-            return False
-        return sum(self._part(element) for element in self._elements(record)) > 0
+        elif record.array is None:
+            self._add_row(record)
+        else:
+            for index in record.array["indices"]:
+                element = f"{record.job_id}{SEPARATOR}{index}"
+                if element not in self._known:
+                    ended = self._records.read(element) if element in self._stamps else None
+                    self._add_row(ended or record.element(index))
 
-    def _take_cached(self, name: str) -> bool:
-        stamp, row = self._cached.get(name, (None, None))
-        if stamp is None or row is None or stamp != self._stamps[name]:
-            return False
-        self._known[name] = (stamp, row)
-        self.rows.append(row)
-        return True
-
-    def _elements(self, record: Record) -> Iterator[Record]:
-        """Yield the elements of an array that are not in the cache; for another job, the job."""
-        if record.array is None:
-            yield record
-            return
-        for index in record.array["indices"]:
-            name = f"{record.job_id}{SEPARATOR}{index}"
-            if name not in self._stamps:
-                yield record.element(index)
-            elif (
-                name not in self._known and self._cached.get(name, (None,))[0] != self._stamps[name]
-            ):
-                yield self._records.read(name) or record.element(index)
-
-    def _part(self, record: Record) -> bool:
-        """Add a job that is not in the cache; return whether its row may be cached."""
+    def _add_row(self, record: Record) -> None:
+        """Add the row of a job that has ended, also to the cache; else add the job as open."""
         verdict = record.verdict
         if verdict is None or record.may_be_corrected:
             self.open.append(record)
-            return False
+            return
         row = row_of(record, Status(verdict.state, verdict.reason, verdict=verdict))
         self.rows.append(row)
         if record.job_id in self._stamps:
             self._known[record.job_id] = (self._stamps[record.job_id], row)
-        return True
 
     def _load(self) -> dict[str, tuple[Stamp, ListRow]]:
         data = files.read_json(self._cache_path)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.zip import importer
-
-if TYPE_CHECKING:
-    import zipfile
 
 NAME = "clusterjob-node.pyz"
 LIMIT = 150_000  # maximum bytes; a larger zip slows submissions to many hosts (a test checks it)
@@ -37,7 +34,6 @@ _INSTALL = (
 _DOCSTRING = re.compile(r'r?"""')
 _END_BYTES = 22  # length of the end record of a zip without a comment
 _MAX_KEPT = 4  # maximum number of zips of other sources, such as another environment, to keep
-_made: dict[str, bytes] = {}  # zips that this process has built, by cache name
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time, so equal sources give equal bytes
 
 
@@ -58,14 +54,10 @@ def node_zip(cache: Path | None = None) -> bytes:
     archive = importer.archive()
     if archive is not None:
         return Path(archive).read_bytes()
-    package = Path(__file__).resolve().parent.parent
-    sources = _sources(package)
-    name = _kept_name(package, sources)
+    name = _kept_name()
     if cache is not None and (data := _kept(cache / name)) is not None:
         return data
-    if name not in _made:
-        _made[name] = _make(package, sources)
-    return _made[name]
+    return _make(name)
 
 
 def cache_directory() -> Path:
@@ -85,8 +77,7 @@ def keep(data: bytes, cache: Path) -> None:
     """
     if importer.archive() is not None:
         return
-    package = Path(__file__).resolve().parent.parent
-    kept = cache / _kept_name(package, _sources(package))
+    kept = cache / _kept_name()
     try:
         if kept.exists() and kept.stat().st_size == len(data):
             return
@@ -116,50 +107,48 @@ def _kept(path: Path) -> bytes | None:
     return None
 
 
-def _sources(package: Path) -> list[Path]:
-    found = (path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
-    return sorted(
-        path for path in found if not path.relative_to(package).as_posix().startswith(LEFT_OUT)
-    )
+def _sources() -> dict[str, Path]:
+    """Return the source files of the zip by their path in the package."""
+    package = Path(__file__).resolve().parent.parent
+    found = sorted(path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
+    inside = {path.relative_to(package).as_posix(): path for path in found}
+    return {name: path for name, path in inside.items() if not name.startswith(LEFT_OUT)}
 
 
-def _kept_name(package: Path, sources: list[Path]) -> str:
-    return f"node-{_fingerprint(package, sources)}.pyz"
+def _kept_name() -> str:
+    return f"node-{_fingerprint()}.pyz"
 
 
-def _fingerprint(package: Path, sources: list[Path]) -> str:
+def _fingerprint() -> str:
     digest = hashlib.sha256()
-    for path in sources:
+    for name, path in _sources().items():
         stat = path.stat()
-        digest.update(
-            f"{path.relative_to(package)}\0{stat.st_size}\0"
-            f"{stat.st_mtime_ns}\0{stat.st_ino}\n".encode()
-        )
+        digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode())
     return digest.hexdigest()[:24]
 
 
-def _make(package: Path, sources: list[Path]) -> bytes:
+@functools.cache
+def _make(kept_name: str) -> bytes:  # noqa: ARG001 - the key of the cache
+    """Build the zip of the current sources, which the name identifies."""
     import bz2  # slow imports, needed only when the zip is not cached
     import io
     import zipfile
 
+    sources = _sources()
+    texts = {
+        f"clusterjob/{name}": bare(path.read_text(encoding="utf-8"))
+        for name, path in sources.items()
+    }
+    texts["clusterjob/__init__.py"] += _INSTALL
+    apart = {"__main__.py": sources["node/zip/main.py"].read_text(encoding="utf-8")}
+    apart |= {f"clusterjob/{name}": texts.pop(f"clusterjob/{name}") for name in _BARE_FILES}
     buffer = io.BytesIO()
-    apart: dict[str, str] = {}
     with zipfile.ZipFile(buffer, "w") as archive:
-        _add(archive, "__main__.py", data=(package / "node" / "zip" / "main.py").read_bytes())
-        for path in sources:
-            inside = path.relative_to(package).as_posix()
-            text = bare(path.read_text(encoding="utf-8"))
-            if inside == "__init__.py":
-                text += _INSTALL
-            if inside in _BARE_FILES:
-                _add(archive, f"clusterjob/{inside}", data=text.encode())
-            else:
-                apart[f"clusterjob/{inside}"] = text
-        block = bz2.compress(json.dumps(apart).encode())
-        archive.writestr(
-            zipfile.ZipInfo(f"clusterjob/{importer.NAME}", _EPOCH), block, zipfile.ZIP_STORED
-        )
+        for name, text in apart.items():
+            info = zipfile.ZipInfo(name, _EPOCH)
+            archive.writestr(info, text, zipfile.ZIP_DEFLATED, compresslevel=9)
+        block = bz2.compress(json.dumps(texts).encode())
+        archive.writestr(zipfile.ZipInfo(f"clusterjob/{importer.NAME}", _EPOCH), block)
     return buffer.getvalue()
 
 
@@ -189,9 +178,3 @@ def bare(source: str) -> str:
             closing = next((each for each in ('"""', "'''") if line.count(each) % 2), "")
             may_begin = text.endswith(":")
     return "\n".join(kept)
-
-
-def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    import zipfile
-
-    archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED, compresslevel=9)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import show_size
-from clusterjob.errors import RecordError
+from clusterjob.errors import OTHER_HOME, RecordError
 from clusterjob.node.logs.job_dir import ENDS, LOGS, SECRETS, TOKEN
 from clusterjob.node.system import private_dirs
+from clusterjob.node.system.files import write_atomic
 
 if TYPE_CHECKING:
     from clusterjob.core.snapshot import Snapshot
@@ -192,10 +193,8 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         plan.job_dir.mkdir(mode=0o700)
     except OSError as error:
         raise RecordError(
-            f"the job directory {plan.job_dir} cannot be made: {error.strerror}", _where()
+            f"the job directory {plan.job_dir} cannot be made: {error.strerror}", OTHER_HOME
         ) from error
-    from clusterjob.node.system.files import write_atomic
-
     try:
         for folder in (LOGS, ENDS):
             (plan.job_dir / folder).mkdir(mode=0o700)
@@ -209,7 +208,7 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
     except OSError as error:
         shutil.rmtree(plan.job_dir, ignore_errors=True)
         raise RecordError(
-            f"the job directory {plan.job_dir} cannot be written: {error.strerror}", _where()
+            f"the job directory {plan.job_dir} cannot be written: {error.strerror}", OTHER_HOME
         ) from error
 
 
@@ -235,7 +234,3 @@ def carried_elsewhere(job_dir: Path) -> list[tuple[str, int, bytes]]:
         found.append((path.name, 0o600, path.read_bytes()))
         path.unlink()
     return found
-
-
-def _where() -> str:
-    return "set CLUSTERJOB_HOME to another directory"

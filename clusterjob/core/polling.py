@@ -30,10 +30,8 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     found: dict[str, Status] = {}
     asked: dict[str, list[Record]] = {}
     for record in wanted:
-        if record.end is not None and not record.may_be_corrected:
-            found[record.job_id] = _from_end(
-                Verdict.from_json(record.end)
-            )  # `Record.from_json` has checked it
+        if record.verdict is not None and not record.may_be_corrected:
+            found[record.job_id] = _from_end(record.verdict)
         else:
             asked.setdefault(record.backend, []).append(record)
     for name, group in asked.items():
@@ -42,8 +40,8 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     arrays: dict[str, Handle] = {}
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
-        if record.end is not None and (status.provisional or status.state is JobState.UNKNOWN):
-            status = _from_end(Verdict.from_json(record.end))  # the recorded, provisional end
+        if record.verdict is not None and (status.provisional or status.state is JobState.UNKNOWN):
+            status = _from_end(record.verdict)  # the recorded, provisional end
         if status.handle is not None and record.handle is None and record.index is None:
             record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job
         elif status.handle is not None and record.handle is None:
@@ -90,10 +88,7 @@ def with_states(error: AmbiguousId) -> AmbiguousId:
 
 
 def _ask(name: str, group: Sequence[Record]) -> dict[str, Status]:
-    """Query one backend for the status of jobs.
-
-    A broken record or directory makes only its own job UNKNOWN.
-    """
+    """Query one backend for the status of jobs; a broken record makes only its own job UNKNOWN."""
     try:
         backend = base.instance(name)
     except ClusterJobError as error:  # the backend's package is not installed any more

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.spec import JobSpec
-from clusterjob.errors import AmbiguousId, JobNotFound, RecordError, did_you_mean
+from clusterjob.errors import OTHER_HOME, AmbiguousId, JobNotFound, RecordError, did_you_mean
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.processes import ProcessIdentity
@@ -23,7 +23,6 @@ from clusterjob.node.verdict import Verdict
 SCHEMA = 1
 _SUFFIX = ".json"
 _CORRECTED_WITHIN = 86400.0  # seconds after a provisional end in which its hosts are polled again
-_OTHER_HOME = "set CLUSTERJOB_HOME to another directory"
 SEPARATOR = "_"  # between an array's id and an element's index; never part of a generated id
 
 
@@ -122,7 +121,7 @@ class Record:
 
     @property
     def may_be_corrected(self) -> bool:
-        """Whether the recorded end is provisional and recent, so that the hosts are polled again."""
+        """Whether the end is provisional and recent, so that the hosts are polled again."""
         if not self.provisional or self.end is None:
             return False
         try:
@@ -191,12 +190,15 @@ def secure_home() -> None:
         for folder in own:
             private_dirs.make(folder)
         for folder in own if os.environ.get("CLUSTERJOB_HOME") else (*own, place):
-            _close(folder)
+            status = folder.stat()
+            if status.st_uid == os.geteuid() and status.st_mode & 0o022:
+                # A permissive umask has let the group or all users write to it.
+                folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
         for folder in (*own, place):
             if why := private_dirs.other_writers(folder):
                 raise RecordError(
                     f"{folder} is not safe for jobs: {why}",
-                    f"run chmod go-w {folder}, or {_OTHER_HOME}",
+                    f"run chmod go-w {folder}, or {OTHER_HOME}",
                 )
         for folder in place.resolve().parents:
             status = folder.stat()
@@ -207,19 +209,12 @@ def secure_home() -> None:
                 raise RecordError(
                     f"{place} is not safe for jobs: {who} {folder}, and could put another"
                     " directory in its place",
-                    _OTHER_HOME,
+                    OTHER_HOME,
                 )
     except OSError as error:
         raise RecordError(
-            f"{error.filename} cannot be written: {error.strerror}", _OTHER_HOME
+            f"{error.filename} cannot be written: {error.strerror}", OTHER_HOME
         ) from error
-
-
-def _close(folder: Path) -> None:
-    """Remove write permission of group and others, which a permissive umask may have left."""
-    status = folder.stat()
-    if status.st_uid == os.geteuid() and status.st_mode & 0o022:
-        folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
 
 
 class Records:

@@ -14,6 +14,7 @@ import functools
 import math
 import re
 import shlex
+import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,18 +165,26 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
     path = template if isinstance(template, Path) else template_directory() / template
     try:
         return _bounded(_environment(path.parent).get_template(path.name).generate(values))
-    except jinja2.TemplateError as error:
-        raise TemplateError(_describe(path, error)) from error
+    except jinja2.TemplateNotFound as error:
+        raise TemplateError(f"the template {error.name!r} does not exist") from error
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(
             f"the template {path} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
     except Exception as error:  # an expression of the template may raise anything
-        line = _line_in(path, error)
-        raise TemplateError(
-            f"the template {path}{f', line {line}' if line else ''}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, jinja2.TemplateError):
+            what = str(error.message)
+        # jinja2 adds frames to a traceback that point into templates.
+        lines = [
+            line
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == str(path)
+        ]
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            lines.append(error.lineno)
+        where = f", line {lines[-1]}" if lines else ""
+        raise TemplateError(f"the template {path}{where}: {what}") from error
 
 
 def _bounded(pieces: Iterable[str]) -> str:
@@ -251,23 +260,3 @@ def _quoted_only(value: object) -> object:
         f"the value {str(value)[:40]!r} is written without quoting: "
         "pipe it through the filter sh, or yaml"
     )
-
-
-def _describe(path: Path, error: jinja2.TemplateError) -> str:
-    import jinja2
-
-    if isinstance(error, jinja2.TemplateNotFound):
-        return f"the template {error.name!r} does not exist"
-    line = getattr(error, "lineno", None) or _line_in(path, error)
-    return f"the template {path}{f', line {line}' if line else ''}: {error.message}"
-
-
-def _line_in(path: Path, error: BaseException) -> int | None:
-    """Return the template's line in a traceback; jinja2 adds frames that point into templates."""
-    frames = error.__traceback__
-    found = None
-    while frames is not None:
-        if frames.tb_frame.f_code.co_filename == str(path):
-            found = frames.tb_lineno
-        frames = frames.tb_next
-    return found

@@ -21,7 +21,7 @@ from clusterjob.core.arrays import Array
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.options import OPTIONS, Target
-from clusterjob.errors import SpecError
+from clusterjob.errors import SpecError, did_you_mean
 from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
@@ -146,7 +146,11 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or default_name(self.program))
-        _check_name(self.name)
+        if len(self.name) > MAX_NAME or not self.name.isprintable():
+            raise SpecError(
+                f"{self.name[:MAX_NAME]!r} is not a valid job name",
+                f"use up to {MAX_NAME} printable characters on one line",
+            )
         _at_least("nproc per node", self.nproc_per_node, least=1)
         _at_least("max restarts", self.max_restarts, least=0)
         _one_of("start", self.start, known=START_MODES)
@@ -205,9 +209,11 @@ class JobSpec:
             )
         elif self.program.kind == "command" and not self.program.target:
             raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
-        wrong = self.syntax_error()
-        if wrong and self._has_this_interpreter():
-            raise SpecError(wrong, f"no node could run it: their {self.python} is this interpreter")
+        python = os.path.realpath(shutil.which(self.python) or "")
+        runs_here = not (self.hosts or self.login or self.container)
+        is_this = runs_here and python == os.path.realpath(sys.executable)
+        if is_this and (wrong := self.syntax_error()):
+            raise SpecError(wrong, f"no node can run it: {self.python} is this interpreter")
 
     def syntax_error(self) -> str:
         """Return the program's syntax error in this process's Python as one line.
@@ -229,11 +235,6 @@ class JobSpec:
             source.startswith(b"#!") and b"python" in source.partition(b"\n")[0]
         )
         return _syntax_error(source, target) if is_python else ""
-
-    def _has_this_interpreter(self) -> bool:
-        if self.hosts or self.login or self.container:
-            return False
-        return os.path.realpath(shutil.which(self.python) or "") == os.path.realpath(sys.executable)
 
     def elements(self) -> Array | None:
         """Return the elements of the job; None if it is not an array.
@@ -267,13 +268,13 @@ class JobSpec:
             ValueError: a value has a wrong type; the message names the field.
         """
         spec = object.__new__(cls)
+        data = {"program": {"kind": "command", "target": "", "args": ()}, "workdir": "", **data}
         for each in fields(cls):
-            value = data.get(each.name, _MISSING)
             try:
-                if value is _MISSING:
-                    value = _default(each)
+                if each.name in data:
+                    value = _FROM_JSON.get(each.name, _check_type(each))(data[each.name])
                 else:
-                    value = _FROM_JSON.get(each.name, _check_type(each))(value)
+                    value = _default(each)
             except (TypeError, KeyError, ValueError, SpecError) as error:
                 raise ValueError(f"{each.name}: {error}") from error
             object.__setattr__(spec, each.name, value)
@@ -281,15 +282,13 @@ class JobSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain data, for the record and for spec.json."""
-        names = [secret.name for secret in self.secret]
         return asdict(self) | {
-            "secret": names,
+            "secret": [secret.name for secret in self.secret],
             "workdir": str(self.workdir),
             "template": str(self.template) if self.template else None,
         }
 
 
-_MISSING = object()
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "program": lambda data: Program(
         str(data["kind"]), str(data["target"]), args=tuple(map(str, data["args"]))
@@ -306,10 +305,6 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
 
 
 def _default(each: Field[Any]) -> Any:
-    if each.name == "program":
-        return Program("command", "")
-    if each.name == "workdir":
-        return Path()
     return each.default_factory() if each.default is MISSING else each.default  # type: ignore[operator]
 
 
@@ -343,14 +338,6 @@ def _at_least(label: str, value: int | None, least: int) -> None:
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise SpecError(f"{label} is {value!r}", f"use one of {', '.join(known)}")
-
-
-def _check_name(name: str) -> None:
-    if len(name) > MAX_NAME or not name.isprintable():
-        raise SpecError(
-            f"{name[:MAX_NAME]!r} is not a valid job name",
-            f"use up to {MAX_NAME} printable characters on one line",
-        )
 
 
 def _check_variable(name: str, value: str, flag: str = "--env") -> None:
@@ -406,15 +393,11 @@ def _syntax_error(source: bytes, name: str) -> str:
 
 
 def _nearest_script(path: Path) -> str:
-    import difflib
-
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix]
     except OSError:
         return ""
-    near = difflib.get_close_matches(path.name, names, 1)
-    if near:
-        return f"did you mean {near[0]}?"
+    hint = "a script's path is relative to the working directory (--workdir)"
     if shutil.which(path.name):
-        return f"a command goes after --: clusterjob submit -- {path.name}"
-    return "a script's path is relative to the working directory (--workdir)"
+        hint = f"a command goes after --: clusterjob submit -- {path.name}"
+    return did_you_mean(path.name, names, hint)

@@ -91,21 +91,18 @@ def why_ignored(path: Path) -> str:
 
     The check includes its directory and the directories above, up to the top of its repository.
     """
-    folders = [path.parent]
     top = next(
         (
-            folder
-            for folder in path.parents
+            number
+            for number, folder in enumerate(path.parents)
             if any(os.path.exists(folder / mark) for mark in _MARKS)
         ),
-        None,
+        0,
     )
-    while top is not None and folders[-1] != top:
-        folders.append(folders[-1].parent)
     try:
         if why := private_dirs.other_writers(path):
             return why
-        for folder in folders:
+        for folder in list(path.parents)[: top + 1]:
             if why := private_dirs.other_writers(folder):
                 return f"{folder}: {why}"
     except OSError as error:

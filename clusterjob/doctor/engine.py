@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from clusterjob.errors import ClusterJobError
+from clusterjob.errors import ClusterJobError, os_error_text
 
 _SHOWN = 4  # maximum number of hosts to name; the other hosts are only counted
 
@@ -95,33 +95,27 @@ def run_checks(steps: Iterable[CheckStep]) -> Iterator[Check]:
     missed: set[str] = set()
     for step in steps:
         absent = next((name for name in step.needs if name in missed), None)
-        if absent is not None:
-            missed.add(step.name)
-            yield Check(step.name, CheckState.UNKNOWN, message=f"not checked: it needs {absent!r}")
-            continue
-        try:
-            for found in step.find():
-                if found.state is CheckState.FAILED:
-                    missed.add(step.name)
-                yield Check(
-                    step.name, found.state, message=one_line(found.message), hint=found.hint
-                )
-        except ClusterJobError as error:
-            missed.add(step.name)
-            yield Check(
-                step.name,
-                CheckState.FAILED,
-                message=one_line(error.message),
-                hint=error.hint or step.hint,
-            )
-        except OSError as error:
-            missed.add(step.name)
-            message = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-            yield Check(step.name, CheckState.FAILED, message=one_line(message), hint=step.hint)
+        for found in _findings(step, absent):
+            if absent or found.state is CheckState.FAILED:
+                missed.add(step.name)
+            yield Check(step.name, found.state, message=one_line(found.message), hint=found.hint)
+
+
+def _findings(step: CheckStep, absent: str | None) -> Iterator[CheckFinding]:
+    """Run one check, unless an earlier check that it needs is absent; an error is a finding."""
+    try:
+        if absent:
+            yield unknown(f"not checked: it needs {absent!r}")
+        else:
+            yield from step.find()
+    except ClusterJobError as error:
+        yield failed(error.message, error.hint or step.hint)
+    except OSError as error:
+        yield failed(os_error_text(error), step.hint)
 
 
 def one_line(text: str) -> str:
-    """Return a text of several lines as one line."""
+    """Join the lines of a text with semicolons."""
     return "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(
         ":; ", ": "
     )

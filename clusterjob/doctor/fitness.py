@@ -48,11 +48,10 @@ def torch(answer: Answer, *, needed: bool = True) -> CheckFinding:
         return failed(facts["broken"], shown)
     if not facts["torch"]:
         finding = failed if needed else warning
-        message, hint = (
+        return finding(
             f"no torch: {executable} does not find it",
             f"`{executable} -m pip install torch`, or choose another interpreter with --python",
         )
-        return finding(message, hint)
     message = (
         f"{facts['torch']} for {accelerator(facts)}, with "
         f"{' and '.join(facts['backends']) or 'no backend of torch.distributed'}"
@@ -122,16 +121,11 @@ def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) 
         return ok(
             f"{_count(installed)}, and torch sees {'it' if installed == 1 else 'all of them'}"
         )
+    why = answer["facts"]["driver_error"] or "torch gives no reason"
+    hint = "`nvidia-smi` shows the driver's version and its GPUs"
     if not answer["facts"]["cuda"]:
-        why, hint = (
-            "torch is built for the CPU only",
-            "https://pytorch.org/get-started lists the builds for each driver",
-        )
-    else:
-        why, hint = (
-            answer["facts"]["driver_error"] or "torch gives no reason",
-            "`nvidia-smi` shows the driver's version and its GPUs",
-        )
+        why = "torch is built for the CPU only"
+        hint = "https://pytorch.org/get-started lists the builds for each driver"
     finding = failed if wanted else warning
     return finding(f"{_count(installed)}, of which torch sees {seen}: {why}", hint)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from clusterjob.core.records import home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, ok, warning
+from clusterjob.errors import OTHER_HOME
 from clusterjob.node.host_server import host_check
 from clusterjob.node.host_server.requests import Facts
 from clusterjob.node.system import files
@@ -42,15 +44,15 @@ class Machine:
         """Return the checks of a machine that runs jobs."""
         return [
             *directory_checks(),
-            CheckStep("bash", bash),
+            CheckStep("bash", lambda: [bash()]),
             CheckStep("interpreter", self._interpreter, needs=("bash",)),
             CheckStep("torch", lambda: [fitness.torch(self._answer)], needs=("interpreter",)),
             CheckStep(
                 "start", lambda: [fitness.start(self._answer, self._spec.start)], needs=("torch",)
             ),
             CheckStep("GPUs", self._gpus, needs=("torch",)),
-            CheckStep("loopback", loopback),
-            CheckStep("host name", host_name),
+            CheckStep("loopback", lambda: [loopback()]),
+            CheckStep("host name", lambda: [host_name()]),
         ]
 
     def _interpreter(self) -> Iterator[CheckFinding]:
@@ -87,12 +89,11 @@ def directory_checks() -> list[CheckStep]:
 
 def directory(place: Path) -> CheckFinding:
     """Check that the job directory is writable, and that other users cannot write to it."""
-    hint = "set CLUSTERJOB_HOME to another directory"
     try:
         if not place.exists():
             nearest = _nearest(place)
             if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-                return failed(f"{place} cannot be made: {nearest} cannot be written", hint)
+                return failed(f"{place} cannot be made: {nearest} cannot be written", OTHER_HOME)
             return ok(f"{place} will be created with the first job")
         mode = place.stat()
         probe = place / f".doctor-{os.getpid()}"
@@ -101,12 +102,12 @@ def directory(place: Path) -> CheckFinding:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        return failed(f"{place} cannot be written: {error.strerror}", hint)
+        return failed(f"{place} cannot be written: {error.strerror}", OTHER_HOME)
     bits = stat.S_IMODE(mode.st_mode)
     if mode.st_uid not in (os.geteuid(), 0):
         return failed(
             f"{place} belongs to another user (uid {mode.st_uid}), who could replace job files",
-            hint,
+            OTHER_HOME,
         )
     if bits & 0o022 and not bits & stat.S_ISVTX:
         others = "everyone" if bits & 0o002 else "its group"
@@ -124,12 +125,11 @@ def _nearest(place: Path) -> Path:
     return place
 
 
-def bash() -> Iterator[CheckFinding]:
+def bash() -> CheckFinding:
     """Check bash, which runs the scripts of clusterjob."""
     path = shutil.which("bash")
     if path is None:
-        yield failed("bash is not on PATH", "install bash: job scripts need it")
-        return
+        return failed("bash is not on PATH", "install bash: job scripts need it")
     try:
         asked = subprocess.run(
             [path, "-c", 'printf %s "$BASH_VERSION"'],
@@ -139,46 +139,42 @@ def bash() -> Iterator[CheckFinding]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield failed(
+        return failed(
             f"{path} cannot be run: {getattr(error, 'strerror', None) or 'it does not exit'}",
             "reinstall bash",
         )
-        return
     if not asked.stdout or asked.returncode != 0:
-        yield failed(f"{path} is not a working bash", "reinstall bash")
-        return
-    yield ok(f"{path} {asked.stdout}")
+        return failed(f"{path} is not a working bash", "reinstall bash")
+    return ok(f"{path} {asked.stdout}")
 
 
-def loopback() -> Iterator[CheckFinding]:
+def loopback() -> CheckFinding:
     """Check the loopback interface, which agents and workers of one machine use."""
     hint = "`ip link show lo` must show UP; /etc/hosts must have `localhost`"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = server.getsockname()
-            with socket.create_connection(address, _TIMEOUT):
-                pass
+            socket.create_connection(address, _TIMEOUT).close()
     except OSError as error:
-        yield failed(f"127.0.0.1 cannot be reached: {error.strerror or error}", hint)
-        return
+        return failed(f"127.0.0.1 cannot be reached: {error.strerror or error}", hint)
     found, _ = _resolved("localhost")
     if "127.0.0.1" not in found:
-        yield warning(f"localhost resolves to {', '.join(found) or 'nothing'}, not 127.0.0.1", hint)
-        return
-    yield ok("127.0.0.1 is reachable, and localhost resolves to it")
+        return warning(
+            f"localhost resolves to {', '.join(found) or 'nothing'}, not 127.0.0.1", hint
+        )
+    return ok("127.0.0.1 is reachable, and localhost resolves to it")
 
 
-def host_name() -> Iterator[CheckFinding]:
+def host_name() -> CheckFinding:
     """Check that the host name resolves; gloo needs it unless an interface is set."""
     name = socket.gethostname()
     found, seconds = _resolved(name)
     hint = f"add a line `ADDRESS {name}` to /etc/hosts"
     if not found:
-        yield warning(f"{name} does not resolve", hint)
-    elif seconds > _SLOW_NAME:
-        yield warning(f"{name} took {seconds:.1f} s to resolve", hint)
-    else:
-        yield ok(f"{name} resolves to {', '.join(found)}")
+        return warning(f"{name} does not resolve", hint)
+    if seconds > _SLOW_NAME:
+        return warning(f"{name} took {seconds:.1f} s to resolve", hint)
+    return ok(f"{name} resolves to {', '.join(found)}")
 
 
 def _resolved(name: str) -> tuple[list[str], float]:
@@ -189,11 +185,9 @@ def _resolved(name: str) -> tuple[list[str], float]:
     found: list[str] = []
 
     def ask() -> None:
-        try:
+        with contextlib.suppress(OSError):
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except OSError:
-            return
-        found.extend(dict.fromkeys(str(answer[4][0]) for answer in answers))
+            found.extend(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
     begin = time.monotonic()
     thread = threading.Thread(target=ask, name="clusterjob-doctor", daemon=True)

@@ -9,6 +9,7 @@ import logging
 import os
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,14 +95,13 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the list of files as plain data."""
-        found = [
-            {"path": entry.path, "bytes": entry.size}
-            for entry in self.entries
-            if entry.kind == "file"
-        ]
         return {
             "directory": str(self.root),
-            "files": found,
+            "files": [
+                {"path": entry.path, "bytes": entry.size}
+                for entry in self.entries
+                if entry.kind == "file"
+            ],
             "bytes": self.size,
             "left_out": list(self.secrets),
         }
@@ -126,12 +126,8 @@ class Snapshot:
 
     def of_digests(self, wanted: set[str]) -> list[SnapshotEntry]:
         """Return one file of the snapshot for each digest."""
-        found = {
-            entry.value: entry
-            for entry in self.entries
-            if entry.kind == "file" and entry.value in wanted
-        }
-        return list(found.values())
+        files = (entry for entry in self.entries if entry.kind == "file")
+        return list({entry.value: entry for entry in files if entry.value in wanted}.values())
 
     def content(self, entries: list[SnapshotEntry]) -> Iterator[bytes]:
         """Yield the bytes of files, one file after the other, in pieces.
@@ -284,11 +280,9 @@ def _walk(
 
 
 def _left_out(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
-    for rule in reversed(rules):  # patterns of the nearest directory override the others
-        verdict = rule.verdict(path, is_directory=is_directory)
-        if verdict is not None:
-            return verdict
-    return False
+    # The patterns of the nearest directory override the others.
+    verdicts = (rule.verdict(path, is_directory=is_directory) for rule in reversed(rules))
+    return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
 def _hashed(root: Path, entry: SnapshotEntry) -> SnapshotEntry:
@@ -339,16 +333,12 @@ def _rules_above(root: Path) -> list[_Rules]:
 
 
 def _too_large(root: Path, entries: Iterable[SnapshotEntry], limit: int) -> SubmitError:
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for entry in entries:
-        top = entry.path.partition("/")[0]
-        sizes[top] = sizes.get(top, 0) + entry.size
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    what = ", ".join(f"{name} ({show_size(sizes[name])})" for name in largest)
-    message = (
-        f"{root} holds {show_size(sum(sizes.values()))}, "
-        f"more than the limit of {show_size(limit)}: {what}"
-    )
+        sizes[entry.path.partition("/")[0]] += entry.size
+    what = ", ".join(f"{name} ({show_size(size)})" for name, size in sizes.most_common(3))
     return SubmitError(
-        message, f"leave data out in {OWN_IGNORE}, or raise the limit: --set sync_limit=2G"
+        f"{root} holds {show_size(sizes.total())}, "
+        f"more than the limit of {show_size(limit)}: {what}",
+        f"leave data out in {OWN_IGNORE}, or raise the limit: --set sync_limit=2G",
     )

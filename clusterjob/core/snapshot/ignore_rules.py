@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _CLASSES = {
-    name: set(re.findall(rb"(?s)" + kind, bytes(range(128))))
+    name: set(b"".join(re.findall(kind, bytes(range(128)), re.DOTALL)))
     for name, kind in {
         b"alnum": rb"[0-9A-Za-z]",
         b"alpha": rb"[A-Za-z]",
@@ -216,7 +216,7 @@ def _bracket(text: bytes, begin: int) -> tuple[bytes, int] | None:
     at = begin + 1
     negated = text[at : at + 1] in (b"!", b"^")
     at += negated
-    chosen: set[bytes] = set()
+    chosen: set[int] = set()
     before, is_first = b"", True
     while (character := text[at : at + 1]) != b"]" or is_first:
         is_first, at = False, at + 1
@@ -229,24 +229,17 @@ def _bracket(text: bytes, begin: int) -> tuple[bytes, int] | None:
             continue
         if character == b"-" and before and text[at : at + 1] not in (b"]", b""):
             at += text[at : at + 1] == b"\\"
-            chosen |= (
-                {bytes([code]) for code in range(before[0], text[at : at + 1][0] + 1)}
-                if text[at : at + 1]
-                else set()
-            )
+            if text[at : at + 1]:
+                chosen |= set(range(before[0], text[at] + 1))
             before, at = b"", at + 1
             continue
         if character == b"\\":
             character, at = text[at : at + 1], at + 1
         if not character:
             return None
-        chosen.add(character)
+        chosen.add(character[0])
         before = character
     if negated:
-        chosen = {bytes([code]) for code in range(256)} - chosen
-    chosen -= {b"/"}
-    return (b"[" + b"".join(map(_in_set, sorted(chosen))) + b"]" if chosen else b"(?!)"), at + 1
-
-
-def _in_set(character: bytes) -> bytes:
-    return b"\\x%02x" % character[0]
+        chosen = set(range(256)) - chosen
+    codes = b"".join(b"\\x%02x" % code for code in sorted(chosen - {ord("/")}))
+    return (b"[" + codes + b"]" if codes else b"(?!)"), at + 1
