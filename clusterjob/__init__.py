@@ -6,8 +6,8 @@ large modules.
 
 from __future__ import annotations
 
-# Importing typing would be most of the cost of `import clusterjob.bootstrap`; type checkers accept
-# any such name.
+# `import typing` would take most of the time of `import clusterjob.bootstrap`. Type checkers also
+# accept this own TYPE_CHECKING.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

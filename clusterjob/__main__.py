@@ -12,22 +12,23 @@ _INTERRUPTED = 130  # 128 + SIGINT
 def main() -> int:
     """Run the command line and return its exit code."""
     if sys.argv[1:2] == ["launch"]:
-        # On a node: the submit half is not loaded, so that workers fork from a minimal process.
+        # This process runs on a node. It does not load the submit half: the workers' forkserver
+        # stays small.
         try:
             from clusterjob.node.launch import main as launch
         except KeyboardInterrupt:
             return _INTERRUPTED
-        # Outside the try: a forked worker runs its program in this call, and its KeyboardInterrupt
-        # must pass.
+        # Not in the try block: a forked worker runs its program in this call, and must see its own
+        # KeyboardInterrupt.
         return launch(sys.argv[2:])
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
-        # Inside a job there may be only the node zip.
+        # Inside a job, the node zip may be the only clusterjob: it has no command line.
         from clusterjob.node.environments.show import main as env
 
         return env(sys.argv[2:])
     import gc
 
-    # Imports create many objects and no garbage: collection takes 10 % of a short command's time.
+    # Imports create many objects and no garbage: collections would take 10 % of a short command.
     gc.set_threshold(50_000)
     try:
         from clusterjob.cli import main as command_line
@@ -37,7 +38,9 @@ def main() -> int:
         return _INTERRUPTED
     finally:
         gc.freeze()  # the exiting interpreter then skips these objects in its collection
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: do not interrupt the exit
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the command is done: Ctrl-C must not interrupt the exit
 
 
 if __name__ == "__main__":

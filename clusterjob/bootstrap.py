@@ -16,7 +16,8 @@ import sys
 
 from clusterjob.errors import UsageError
 
-# Importing typing costs as much as the rest of this module; type checkers accept any such name.
+# `import typing` takes as long as the rest of this module. Type checkers also accept this own
+# TYPE_CHECKING.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -40,27 +41,29 @@ def init(
 ) -> Context:
     """Get this process's rank, choose its device, and make the process group.
 
-    Every process of the job calls it. The rank assignment comes from the environment: torch's own
-    variables, which clusterjob and torchrun set, or a platform's. Without any of them, as in plain
-    ``python train.py``, this is a world of one. A process group that the script has made itself is
-    adopted, and is not destroyed at the end. A second call returns the context of the first.
+    Every process of the job calls `init`. It reads the rank assignment from torch's variables,
+    which clusterjob and torchrun set, or from a platform's variables. Without any of them, as in
+    plain ``python train.py``, the world size is 1. If the script has made a process group itself,
+    `init` uses that group, and `shutdown` does not destroy it. A second call returns the same
+    context.
 
     On a machine with GPUs the device is ``cuda:(local_rank % visible GPUs)``, on Intel's
     ``xpu:...``. If a launcher shows each process only one GPU, that GPU is cuda:0 in every process.
 
     Args:
         backend: ``nccl`` or ``gloo``; by default nccl if torch sees a GPU, else gloo.
-        process_group: whether to make a process group; by default in every launched process, also
-            in a world of one, and not in a plain process. A group in a plain process uses no store
-            that listens on a port.
+        process_group: whether to make a process group. By default, a launched process makes one,
+            also if the world size is 1; a plain process makes none. A group in a plain process
+            opens no port.
         timeout: seconds after which a collective, or the rendezvous of all ranks, fails; torch's
             default (10 minutes for nccl, 30 for gloo) if None.
         rank: rank of this process, for a launcher that clusterjob does not know; needs world_size.
-            Values that are not given come from torch's own variables (LOCAL_RANK, MASTER_ADDR,
-            MASTER_PORT and so on). For processes of multiprocessing or torch.multiprocessing, rank
-            and world_size are enough if all run on one machine and have one parent.
+            The other values are then read from torch's variables, such as MASTER_ADDR. Processes
+            of multiprocessing or torch.multiprocessing need only rank and world_size if they all
+            run on one machine and have the same parent.
         world_size: number of processes in the job; needs rank.
-        local_rank: index of this process on its node; needs rank and world_size, as do the rest.
+        local_rank: index of this process on its node. This argument and the following ones need
+            rank and world_size.
         local_world_size: number of processes on this node.
         master_addr: host name or address of rank 0's node.
         master_port: TCP port on which rank 0 serves torch's store.
@@ -70,10 +73,10 @@ def init(
         group.
 
     Raises:
-        PlacementError: the environment is half-set or contradictory (the message names the
-            variables), or it gives the rank of a node only, so that a launcher is needed.
+        PlacementError: the variables are incomplete or contradictory (the message names them), or
+            they give only the node's rank, so that a launcher has to start the processes.
         RendezvousError: the processes did not find each other.
-        UsageError: the arguments exclude each other, or contradict the context that exists already.
+        UsageError: the arguments exclude each other, or differ from those of the first call.
     """
     from clusterjob.worker import device, ending, group, process, rank_assignment
 
@@ -124,8 +127,8 @@ def init(
 def shutdown() -> None:
     """Leave the process group that `init` made and close the context.
 
-    It waits for running collectives of this process, and for no other process. It does nothing if
-    there is no context, or if it is called twice. A group that the script made itself stays.
+    It waits for running collectives of this process, but not for other processes. Without a
+    context, it does nothing. It does not destroy a group that the script made itself.
     """
     from clusterjob.worker import ending
 

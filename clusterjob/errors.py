@@ -1,23 +1,23 @@
 """Define the errors that a user may see, as one class hierarchy.
 
 Each error has a message of one line, a hint, and the exit code of a command that fails with it.
-Errors of third-party libraries are translated into these at the call, and stay in ``__cause__``.
+A call of a library raises one of these errors; the library's own error is its ``__cause__``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-OTHER_HOME = "set CLUSTERJOB_HOME to another directory"  # the hint if it cannot be used
+OTHER_HOME = "set CLUSTERJOB_HOME to another directory"  # hint for a directory that is unusable
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Return a hint with the known word that is nearest to a wrong one.
+    """Return a hint that suggests the known word which is most similar to a wrong word.
 
     Args:
         word: the wrong word.
         known: the valid words.
-        otherwise: the hint if no known word is near.
+        otherwise: the hint if no known word is similar.
         cutoff: minimum similarity from 0 to 1, as for `difflib.get_close_matches`.
     """
     import difflib
@@ -123,17 +123,17 @@ class AmbiguousId(JobNotFound):
 
 
 class PlacementError(UsageError):
-    """The environment gives no rank assignment: incomplete, contradictory, or for a node."""
+    """The environment's variables for the rank are missing, contradictory or for a node only."""
 
     general_hint = "`clusterjob env` shows each variable and the detected environment"
 
 
 class SubmitError(ClusterJobError):
-    """The job could not be started; all parts that had started were stopped again."""
+    """The job could not be started; its started parts were stopped."""
 
 
 class SubmitInDoubtError(SubmitError):
-    """The cluster did not answer, so the job may run: its record and its directory stay."""
+    """The cluster did not answer, so the job may run; its record and directory are kept."""
 
 
 class JobFailed(ClusterJobError):

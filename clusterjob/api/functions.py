@@ -2,8 +2,8 @@
 
 For example ``clusterjob.submit(train, lr, nodes=2)`` and ``clusterjob.map(train, rates)``.
 cloudpickle writes the call into the job directory, so functions of ``__main__`` and closures work
-too. Each worker calls the function with the process group ready, and writes its result into the
-job directory.
+too. Each worker creates the process group, calls the function, and writes the result into the job
+directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import call
 
-_DISTANT = ("ssh", "mlp")  # backends whose jobs write on other machines
+_DISTANT = ("ssh", "mlp")  # backends whose jobs write their results on other machines
 _PROGRAM = Program("module", call.__name__)
 
 
@@ -93,8 +93,8 @@ def submit(
 ) -> FunctionJob:
     """Run ``function(*args, **kwargs)`` on every worker of a new job and return at once.
 
-    In the function, `clusterjob.bootstrap.init()` returns the worker's context. The process group
-    of the context is ready.
+    When the function begins, the process group exists. In the function,
+    `clusterjob.bootstrap.init()` returns the worker's context.
 
     Args:
         function: a function that cloudpickle can pickle, including functions of ``__main__``,
@@ -116,7 +116,7 @@ def map(  # noqa: A001 - named like Executor.map
     values: Iterable[Any],
     **settings: Any,
 ) -> list[FunctionJob]:
-    """Run ``function(value)`` as a separate job for each value; under Slurm as one array.
+    """Run ``function(value)`` as a separate job for each value; Slurm runs them as one array.
 
     Args:
         function: as in `submit`.
@@ -181,8 +181,8 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
 def _sources(function: Callable[..., Any]) -> Iterator[Path]:
     """Yield the files with the code that submits the job, for the trust check.
 
-    These are the running script, or the directory of an interactive session, and the function's
-    file.
+    They are the function's file and the running script; in an interactive session, the current
+    directory replaces the script.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     yield Path(main) if main else Path.cwd()
@@ -204,9 +204,8 @@ def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> lis
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    # Workers must find the modules in the directory of the submitting script and in the directories
-    # that the script added to sys.path. The interpreter's own directories differ between hosts, so
-    # they are not in the pickle.
+    # Workers import from the submitting script's directory and from the directories that the script
+    # has added to sys.path. The interpreter's own directories differ between hosts: leave them out.
     own = tuple(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix})
     entries = (os.path.abspath(entry) for entry in sys.path)
     paths = [entry for entry in entries if not entry.startswith(own)]

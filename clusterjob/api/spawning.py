@@ -112,8 +112,8 @@ def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_")
     }
-    # A separate rendezvous address: a platform's port serves one job, and several calls of `spawn`
-    # may run at the same time.
+    # Do not use a platform's master address: several calls of `spawn` may run at the same time, and
+    # its port can serve only one of them.
     environ |= {
         "CLUSTERJOB_NNODES": "1",
         "CLUSTERJOB_NODE_RANK": "0",
@@ -155,8 +155,8 @@ def _run(job_dir: Path, count: int, environ: dict[str, str]) -> int:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C must reach only this process; it then closes the lifeline, and the agent
-                # stops the workers in order.
+                # Ctrl-C reaches only this process, which closes the lifeline. The agent then stops
+                # the workers.
                 start_new_session=True,
             )
         except OSError as error:

@@ -70,7 +70,7 @@ def _global_options(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    The exit code is that of the job if the command follows the job, else 0, 1, 2 or 130.
+    A command that follows a job has the job's exit code; any other has 0, 1, 2 or 130.
     """
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal cannot encode must not end the command.
@@ -104,7 +104,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _refusal(error: typer.TyperException) -> UsageError:
-    """Return a parser error as a `UsageError`; the hint is the probably intended option."""
+    """Return a parser error as a `UsageError`; the hint suggests the option that was meant."""
     unknown, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
     if type(error).__name__ == "NoSuchOption" and context is not None:
         from clusterjob.cli.suggestions import suggest

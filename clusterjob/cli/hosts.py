@@ -61,7 +61,7 @@ def show(
 ) -> int:
     """Check that hosts can run jobs; the exit code is 1 if a check fails.
 
-    Checks connection, host key, interpreter version, torch, free disk space and GPUs.
+    The checks are: connection, host key, interpreter version, torch, free disk space and GPUs.
     """
     if ctx.invoked_subcommand is not None:
         return 0

@@ -75,11 +75,11 @@ def trust(
     when the file changes, or when the ssh configuration, template or host file in it changes.
     """
     from clusterjob.cli import output
-    from clusterjob.core import config
+    from clusterjob.core import config_files
     from clusterjob.core import trust as trusted
     from clusterjob.node.system.sanitize import sanitize
 
-    file = config.project_file(Path(path))
+    file = config_files.project_file(Path(path))
     if trusted.is_trusted(file.path, file.data):
         output.print_message(f"{file.path} is already trusted")
         return 0
@@ -105,7 +105,7 @@ def trust(
 def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
     """Check whether a cluster can run a job.
 
-    Takes the options of the job and starts nothing. The exit code is 1 if a check fails.
+    The command takes the options of a job and starts no job. The exit code is 1 if a check fails.
     """
     from clusterjob.cli import output
     from clusterjob.core import job_settings, jobs

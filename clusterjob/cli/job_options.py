@@ -47,7 +47,7 @@ def _parameter(key: str, kind: Any, *names: str, **declaration: Any) -> inspect.
 
 
 def with_job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``**flags`` in a command ``(ctx, own options, **flags)`` by the job options."""
+    """Replace the ``**flags`` of a command's signature by one parameter per job option."""
     own = inspect.signature(command, eval_str=True)
     *mine, _flags = own.parameters.values()
     command.__signature__ = own.replace(parameters=[*mine, *_parameters()])  # type: ignore[attr-defined]

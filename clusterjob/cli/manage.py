@@ -76,8 +76,8 @@ def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
 def wait(job_id: Id) -> int:
     """Wait for a job to end, and exit with its exit code.
 
-    Prints the reason while the state is UNKNOWN. For an array, the exit code is the first exit code
-    that is not 0.
+    While the state is UNKNOWN, the command prints the reason. For an array, the exit code is the
+    first one that is not 0.
     """
     from clusterjob.cli import output
     from clusterjob.core import polling

@@ -171,14 +171,14 @@ def print_check(check: Check) -> None:
 
 
 class LogPrinter:
-    """Prints the merged output of the workers, each line with its rank.
+    """Print the merged output of the workers, each line with its rank.
 
     The workers' stdout goes to stdout and their stderr goes to stderr.
 
     Args:
-        world_is_one: the job has one worker; its lines get no label, so they can be piped.
-        raw: print the unchanged bytes of the workers, without labels and without folding of equal
-            lines.
+        world_is_one: whether the job has one worker; its lines get no label.
+        raw: whether to print the workers' bytes unchanged: no labels, and equal lines are not
+            joined.
     """
 
     def __init__(self, *, world_is_one: bool, raw: bool = False) -> None:
@@ -202,7 +202,7 @@ class LogPrinter:
             )
 
     def show_all(self, batches: Iterable[list[LogLine]]) -> None:
-        """Print lines, and fold equal lines that several ranks wrote at about the same time."""
+        """Print lines; print a line once that several ranks wrote at about the same time."""
         folder = Folder()
         for lines in batches:
             if self._raw:
@@ -226,16 +226,16 @@ class LogPrinter:
             stream.flush()
 
     def _shown(self, line: Folded) -> str:
-        # Without a line break: the line is a part of one long line.
+        # A part of one long line gets no line break.
         end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""
         text = sanitize(line.text, colours=True)
         return text + end if self._plain else f"[{line.label}] {text}{end}"
 
 
 class Progress:
-    """Shows why a job is pending: a spinner on a terminal, else a line when the reason changes.
+    """Show why a job is pending: a spinner on a terminal, else a line when the reason changes.
 
-    While the job runs, it prints only the number of each restart.
+    While the job runs, only the number of each restart is shown.
     """
 
     def __init__(self) -> None:

@@ -76,9 +76,9 @@ def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None)
 
 
 def _own_stdin() -> int | None:
-    """Return the descriptor of this command's stdin.
+    """Return the file descriptor of stdin; None if rank 0 cannot read from it.
 
-    Returns None if stdin is closed, or is a terminal that another command now uses.
+    It cannot if stdin is closed, or if this command runs in the background of a terminal.
     """
     try:
         os.fstat(0)
@@ -95,7 +95,8 @@ def run(ctx: typer.Context, **flags: Any) -> int:
 
     Ctrl-C interrupts the workers, which have --grace seconds to save and exit. A second Ctrl-C
     stops them at once. At a prompt of rank 0, such as pdb's, Ctrl-C interrupts only the prompt.
-    If this command is killed, a job of the local cluster ends too; other jobs continue.
+    If this command is killed, a job of the local cluster ends too. A job of another cluster
+    continues.
     """
     from clusterjob.cli import output, watch
     from clusterjob.core import jobs

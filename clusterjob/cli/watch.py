@@ -17,7 +17,7 @@ from clusterjob.node.verdict import JobState
 
 
 class Watch:
-    """Shows the output of one job; each call continues where the previous one stopped.
+    """Show the output of one job; each call continues where the previous one stopped.
 
     Args:
         record: the job.

@@ -24,8 +24,7 @@ class Array:
     Attributes:
         indices: the index of each element, ascending.
         at_once: maximum number of running elements; None for no limit by clusterjob.
-        values: for a sweep, the names and values of each element, in the order of `indices`; else
-            empty.
+        values: for a sweep, one tuple of (name, value) pairs per element; else empty.
     """
 
     indices: tuple[int, ...]
@@ -168,7 +167,7 @@ def program_of(program: Program, values: Sequence[tuple[str, str]]) -> Program:
     given = dict(values)
     mark = re.compile(
         "|".join(re.escape("{" + name + "}") for name in given)
-    )  # one substitution for all names: a value may also contain the text {name}
+    )  # one pattern for all names, so that {name} in an inserted value stays unchanged
     placed = {match[1:-1] for arg in program.args for match in mark.findall(arg)}
     args = [mark.sub(lambda match: given[match[0][1:-1]], arg) for arg in program.args]
     return replace(
@@ -180,8 +179,8 @@ def program_of(program: Program, values: Sequence[tuple[str, str]]) -> Program:
 def pieces(array: Array, largest: int) -> list[Piece]:
     """Split an array so that all indices of each piece are below `largest`.
 
-    Slurm's MaxArraySize limits the index and not the count, so each piece counts from an offset.
-    The limit of running elements is divided among the pieces.
+    Slurm's MaxArraySize limits the index, not the number of elements. So each piece has an offset
+    and small indices. The limit of running elements is divided among the pieces.
 
     Args:
         array: the elements.

@@ -16,7 +16,7 @@ class Capability(enum.Enum):
     HOSTS = "hosts"  # the user names the hosts
     GPU_LIST = "gpu_list"  # the user lists the GPUs of each host
     GPU_TYPES = "gpu_types"
-    SHARED_DIRECTORY = "shared_directory"  # run where the working directory exists already
+    SHARED_DIRECTORY = "shared_directory"  # the working directory is on the hosts already
     BACKEND_OPTIONS = "backend_options"  # --set
     CONTAINERS = "containers"
     ARRAYS = "arrays"
@@ -34,8 +34,8 @@ class _Feature:
 
     Attributes:
         used: returns whether a job needs the feature; any true value means yes.
-        refusal: the error, a format string with the values of `check`.
-        hint: a command or an option to use instead, a format string like `refusal`.
+        refusal: the error: a format string, which `check` fills in.
+        hint: what to use instead: a format string, which `check` fills in.
     """
 
     used: Callable[[JobSpec], object]

@@ -1,50 +1,28 @@
-"""Read configuration files and merge them with options and variables into a job's settings.
+"""Merge options, variables and configuration files into a job's settings.
 
 Options override CLUSTERJOB_* variables, variables override the cluster's profile, and the profile
-overrides the defaults of the project and of the user. A configuration file is clusterjob.toml,
-[tool.clusterjob] of pyproject.toml, or config.toml in the user's configuration directory::
-
-    cluster = "lab"  # used without --cluster
-
-    [defaults]
-    max_restarts = 1
-
-    [clusters.lab]
-    backend = "local"
-    gpus_per_node = 8
-    setup = ["module load cuda"]
+overrides the defaults. In each table, the project's file overrides the user's file.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import re
 import stat
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from clusterjob.core import trust
+from clusterjob.core.config_files import ConfigFile, find_files, nearest
 from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.trust import RiskySetting, Usage
 from clusterjob.core.units import show_size
-from clusterjob.errors import ConfigError, UnknownCluster, did_you_mean
-from clusterjob.node.system.files import read_regular
-from clusterjob.node.system.sanitize import sanitize
-
-_TOP_KEYS = ("cluster", "defaults", "clusters")
-_MAX_BYTES = 1 << 20  # maximum bytes of a configuration file
+from clusterjob.errors import ConfigError, UnknownCluster
 
 
 class ProjectSshConfig(str):
-    """Path of an ssh configuration, from a setting of a project's file.
-
-    ssh may execute commands when it reads such a configuration.
-    """
+    """Path of an ssh configuration that a project's file names; ssh may run its commands."""
 
     __slots__ = ()
 
@@ -57,33 +35,14 @@ class Settings:
         cluster: name of the profile, or of the backend if there is no such profile.
         backend: name of the cluster's backend.
         values: the settings that a file, a variable or an option sets, by key.
-        origins: the origin of each value, by key; for a merged value, all origins.
+        origins: the file, variable or option that sets each value, by key; a merged value has
+            several, joined with semicolons.
     """
 
     cluster: str
     backend: str
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    """A configuration file that was found and read.
-
-    Attributes:
-        path: path of the file.
-        data: its content.
-        own: whether it is the user's file, not a project's.
-    """
-
-    path: Path
-    data: Mapping[str, Any]
-    own: bool = False
-
-    @property
-    def clusters(self) -> Mapping[str, Mapping[str, Any]]:
-        """The profiles, by name."""
-        return cast(Mapping[str, Mapping[str, Any]], self.data.get("clusters", {}))
 
 
 def resolve(
@@ -101,8 +60,7 @@ def resolve(
         flags: options of the command line, by key of `OPTIONS`.
         cluster: value of --cluster, or None.
         environ: environment with the CLUSTERJOB_* variables.
-        directory: directory in which the search for the project's file starts; the search continues
-            in the directories above.
+        directory: the project's file is searched in this directory and in those above.
         backends: names of the backends; each is also the name of a cluster.
         fallback: returns the cluster; called only if no cluster is named. The default is the first
             backend.
@@ -121,7 +79,7 @@ def resolve(
     if cluster not in profiles and cluster not in backends:
         raise UnknownCluster(
             f"there is no cluster {cluster!r} ({chosen_at})",
-            _nearest(cluster, [*profiles, *backends]),
+            nearest(cluster, [*profiles, *backends]),
         )
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -159,7 +117,7 @@ def resolve(
 
 
 def _below(base: Path, key: str, value: Any) -> Any:
-    """Return a setting's value with its paths joined to a base, such as the file's directory."""
+    """Return a setting's value with its relative paths below a base directory."""
     if key == "set" and isinstance(value, dict) and "ssh_config" in value:
         place = value["ssh_config"]
         return value if place.startswith("~") else value | {"ssh_config": str(base / place)}
@@ -200,7 +158,7 @@ def _sent_elsewhere(
 ) -> Iterator[RiskySetting]:
     """Yield the lines of a project's file that send the job to another cluster.
 
-    This machine and the Slurm that it submits to do not count as another cluster.
+    This machine and its own Slurm are not another cluster.
     """
     if settings.backend in trust.HERE and "login" not in settings.values:
         return
@@ -211,7 +169,7 @@ def _sent_elsewhere(
 
 
 def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) -> str:
-    """Return the backend of a cluster: the one that a file names, else that of the same name.
+    """Return the backend that a file names for a cluster, else the backend of the same name.
 
     Raises:
         ConfigError: no file names a backend, or the backend is unknown.
@@ -223,7 +181,7 @@ def _backend_of(cluster: str, files: list[ConfigFile], backends: Sequence[str]) 
                 return backend
             raise ConfigError(
                 f"{file.path}: [clusters.{cluster}] names no known backend ({backend!r})",
-                _nearest(str(backend), list(backends)),
+                nearest(str(backend), list(backends)),
             )
     if cluster in backends:
         return cluster
@@ -274,160 +232,3 @@ def _layers(
     }
     yield lambda key: OPTIONS[key].variable, directory, variables, ""
     yield lambda key: OPTIONS[key].flag, directory, flags, ""
-
-
-def find_files(directory: Path) -> list[ConfigFile]:
-    """Return the user's and the project's configuration files that exist, in this order.
-
-    The project's file overrides the user's. A project's file that another user could have written
-    is ignored, with a warning.
-
-    Raises:
-        ConfigError: a file is broken or has an unknown key.
-    """
-    import platformdirs
-
-    found = []
-    user = platformdirs.user_config_path("clusterjob") / "config.toml"
-    if user.is_file():
-        found.append(_check(ConfigFile(user, _read(user), own=True)))
-    project = find_project(directory)
-    return [*found, project] if project is not None else found
-
-
-def find_project(directory: Path) -> ConfigFile | None:
-    """Return the project's file in a directory or above it; None if no file is usable.
-
-    Raises:
-        ConfigError: it is broken or has an unknown key.
-    """
-    for folder in (directory, *directory.parents):
-        own, project = folder / "clusterjob.toml", folder / "pyproject.toml"
-        if os.path.isfile(own) and _is_obeyed(own):
-            return _check(ConfigFile(own, _read(own)))
-        table = _pyproject_table(project) if os.path.isfile(project) else None
-        if table is not None:
-            return _check(ConfigFile(project, table))
-    return None
-
-
-def project_file(place: Path) -> ConfigFile:
-    """Return the project's file at a path; for a directory, the one in it or above it.
-
-    Raises:
-        ConfigError: there is no file, it is broken, or another user could have written it.
-    """
-    place = place.expanduser().absolute()
-    if place.is_dir():
-        if found := find_project(place):
-            return found
-        raise ConfigError(
-            f"there is no usable project configuration file in {place} or above it",
-            "it is clusterjob.toml, or a pyproject.toml with a table [tool.clusterjob]",
-        )
-    if not place.is_file():
-        raise ConfigError(f"{place} does not exist")
-    if why := trust.why_ignored(place):
-        raise ConfigError(
-            f"{place} is ignored: {why}",
-            "use a file and a directory that only you can write to",
-        )
-    data = _pyproject_table(place) if place.name == "pyproject.toml" else _read(place)
-    if data is None:
-        raise ConfigError(f"{place} has no table [tool.clusterjob]")
-    return _check(ConfigFile(place, data))
-
-
-def _is_obeyed(path: Path) -> bool:
-    """Return whether only the user could have written a project's file; else log a warning."""
-    why = trust.why_ignored(path)
-    if why:
-        logging.getLogger("clusterjob").warning(
-            "clusterjob: %s", sanitize(f"{path} is ignored: {why}")
-        )
-    return not why
-
-
-def _pyproject_table(path: Path) -> dict[str, Any] | None:
-    """Return the table [tool.clusterjob] of a pyproject.toml; None if there is none.
-
-    Raises:
-        ConfigError: the file is broken and seems to have this table.
-    """
-    try:
-        text = read_regular(path, _MAX_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return None
-    if "clusterjob" not in text:
-        return None
-    seems_ours = re.search(r"^\s*\[\s*tool\s*\.\s*clusterjob\b", text, re.MULTILINE)
-    # Only a file that seems to have [tool.clusterjob] gets the warning.
-    if not _is_obeyed(path) if seems_ours else trust.why_ignored(path):
-        return None
-    try:
-        table = _read(path).get("tool", {}).get("clusterjob")
-    except ConfigError:
-        if seems_ours:
-            raise
-        return None
-    return table if isinstance(table, dict) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        data: dict[str, Any] = tomllib.loads(
-            read_regular(path, _MAX_BYTES).decode().replace("\r\n", "\n")
-        )
-        return data
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
-
-
-def _check(file: ConfigFile) -> ConfigFile:
-    _known(file, "", table=file.data, known=_TOP_KEYS)
-    cluster = file.data.get("cluster", "")
-    if isinstance(cluster, dict) and cluster:
-        name = next(iter(cluster))
-        raise ConfigError(
-            f"{file.path}: [cluster.{name}] is not a profile",
-            f"write it as [clusters.{name}]",
-        )
-    if not isinstance(cluster, str):
-        raise ConfigError(f"{file.path}: cluster is not a name", 'write cluster = "NAME"')
-    _known(file, "[defaults] ", table=_table(file, "defaults"), known=OPTIONS)
-    for name in _table(file, "clusters"):
-        profile = file.clusters[name]
-        if not isinstance(profile, dict):
-            raise ConfigError(f"{file.path}: [clusters] {name} is not a table")
-        _known(file, f"[clusters.{name}] ", table=profile, known=["backend", *OPTIONS])
-    return file
-
-
-def _table(file: ConfigFile, key: str) -> Mapping[str, Any]:
-    table = file.data.get(key, {})
-    if not isinstance(table, dict):
-        raise ConfigError(
-            f"{file.path}: {key} is not a table", f"write [{key}] on a line of its own"
-        )
-    return table
-
-
-def _known(file: ConfigFile, where: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
-    known = list(known)
-    for key in table:
-        if key not in known:
-            raise ConfigError(f"{file.path}: {where}{key} is not a known key", _nearest(key, known))
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    return did_you_mean(name, known, f"use one of {', '.join(known)}")

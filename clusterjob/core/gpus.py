@@ -16,7 +16,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def shares(available: list[str], nodes: int, per_node: int) -> list[list[str]] | None:
-    """Return each node's GPUs when all nodes run on this machine; None if there are too few.
+    """Divide this machine's GPUs among nodes; return None if there are too few.
 
     Args:
         available: the GPUs of this machine.

@@ -16,8 +16,8 @@ _NAME = re.compile(r"[\w.-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")
 # No shell metacharacter: ssh inserts the user (%r) into commands such as ProxyCommand.
 _USER = re.compile(r"\w[\w.+%#=-]*(@\w[\w.-]*)?")
 
-# In a task of Volcengine's MLP of the kind MPI, only worker 0 runs the command. This file lists the
-# hosts of the other workers.
+# Variables of an MPI task of Volcengine's MLP. Such a task runs the command only on worker 0. The
+# file lists the other workers.
 PLATFORM_FILE, PLATFORM_PORT = "MLP_MPI_HOSTFILE", "MLP_SSH_PORT"
 
 
@@ -99,7 +99,7 @@ def named_hosts(text: str | None, file: str | None, directory: Path) -> tuple[Ho
     Args:
         text: the value of --hosts.
         file: the value of --hostfile.
-        directory: the directory that a relative path of a host file starts from.
+        directory: the base of a relative `file`.
 
     Raises:
         SpecError: both are given, or one of them is invalid.
@@ -112,7 +112,7 @@ def named_hosts(text: str | None, file: str | None, directory: Path) -> tuple[Ho
 
 
 def of_platform(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts that MLP lists for worker 0 of a task of the MPI kind; else none.
+    """Return the hosts that MLP lists on worker 0 of an MPI task; empty in any other process.
 
     Raises:
         SpecError: the platform's file or port is invalid.
@@ -141,7 +141,7 @@ def _slots(words: list[str]) -> int | None:
 
 
 def _expanded(part: str, text: str) -> Iterator[str]:
-    """Yield the words that a part with ranges expands to, such as ``r[1-2]n[01-03]``.
+    """Expand the ranges of one part of a list, such as ``r[1-2]n[01-03]``.
 
     Brackets around an IPv6 address are not a range.
     """

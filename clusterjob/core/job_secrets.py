@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clusterjob.errors import SpecError
 
-_MAX_BYTES = 100_000  # of a value; Linux allows 131,072 bytes per NAME=VALUE (MAX_ARG_STRLEN)
+_MAX_BYTES = 100_000  # maximum bytes of a value; Linux: 131,072 per NAME=VALUE (MAX_ARG_STRLEN)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Secret:
         """Return the value: the variable, or the content of the file without the final line break.
 
         Raises:
-            SpecError: there is no value, or it cannot be stored in a variable. The message does
-                not show the text after the name, which may be the secret itself by mistake.
+            SpecError: there is no value, or a variable cannot hold it. The message does not show
+                the file's name: a user may have typed the secret there by mistake.
         """
         if self.file is None:
             if self.name not in environ:

@@ -65,8 +65,8 @@ def resolve(
 def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
     """Return the settings with the project's ssh configuration replaced by a private copy.
 
-    `status` and other commands read the configuration later. By then the project's file may contain
-    lines that the user has neither run nor trusted. Settings without such a file stay unchanged.
+    `status` and other commands read the configuration later. Until then, somebody may add lines to
+    the project's file that the user has not trusted. Other settings stay unchanged.
     """
     options = settings.values.get("set", {})
     named = options.get("ssh_config")
@@ -89,7 +89,7 @@ def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
 
 
 def _with_value(item: str) -> str:
-    """Return NAME=VALUE for an item of ``--env``; add this process's value to NAME alone."""
+    """Return an item of ``--env`` as NAME=VALUE; a bare NAME gets this process's value."""
     if "=" in item:
         return item
     if item not in os.environ:
@@ -120,8 +120,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     Args:
         program: the program to run.
         settings: the job's settings.
-        directory: default working directory; relative paths of a working directory or template
-            start here.
+        directory: the default working directory, and the base of relative paths.
 
     Raises:
         SpecError: a field is invalid.
@@ -167,7 +166,7 @@ def _pop(values: dict[str, Any], target: Target) -> dict[str, Any]:
 
 
 def _gpus(asked: int | str | None) -> tuple[str, int | None]:
-    """Return the type and number of GPUs from ``8`` or ``a100:8``; the type may be empty."""
+    """Return the type (may be empty) and the number of GPUs from ``8`` or ``a100:8``."""
     gpu_type, _, count = asked.rpartition(":") if isinstance(asked, str) else ("", "", asked)
     return gpu_type, None if count is None else int(count)
 

@@ -84,12 +84,9 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         handle = backend.submit(plan)
         try:
             record = records.with_handle(record, handle)
-        except ClusterJobError:  # without a saved handle the job cannot be found: stop it
-            backend.cancel(records.elements(replace(record, handle=handle)))
-            raise
-        except KeyboardInterrupt:
-            # The job reads the cancel request below only after its start. This call also cancels a
-            # job that waits in a queue.
+        except (ClusterJobError, KeyboardInterrupt):
+            # Cancel it: without a saved handle, no command could find the job. The file that
+            # `ends.cancel` writes below cannot stop a job that waits in a queue.
             with contextlib.suppress(ClusterJobError):
                 backend.cancel(records.elements(replace(record, handle=handle)))
             raise
@@ -99,8 +96,8 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         )
         raise
     except KeyboardInterrupt:
-        # Ctrl-C may stop the submit at any point. `status` shows this request, and a part of the
-        # job that still starts reads it and ends.
+        # Ctrl-C may stop the submit at any point. This request makes the state CANCELLED; an agent
+        # that still starts reads it and ends.
         ends.cancel(plan.job_dir)
         raise
     except ClusterJobError:
@@ -113,9 +110,9 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
 
 
 def _remove_leftovers(records: Records) -> None:
-    """Remove partial records and old, unused job directories that killed submits left.
+    """Remove the partial records and old job directories of submits that were killed.
 
-    A directory is unused if it has no record and no process was started in it.
+    Only directories without a record in which no process was started are removed.
     """
     files.remove_leftovers(records.directory)
     try:
@@ -130,7 +127,7 @@ def _remove_leftovers(records: Records) -> None:
             or any((job_dir / ENDS).glob("*"))
         ):
             continue
-        # The directory of a queued job also looks unused, and NFS may not list its record yet.
+        # The directory of a queued job looks the same, and NFS may list its record late.
         with contextlib.suppress(OSError):
             if files.is_old(job_dir) and not records.has(job_dir.name):
                 shutil.rmtree(job_dir, ignore_errors=True)
@@ -142,7 +139,7 @@ def plan(spec: JobSpec, settings: config.Settings) -> Plan:
     check_capabilities(spec, settings.backend, backend)
     plan = backend.plan(spec)
     job_secrets.packed(spec.secret, os.environ)  # raises if a secret has no value
-    wrong = spec.syntax_error()  # only a note: the job's Python may be newer than this one
+    wrong = spec.syntax_error()  # a note, no error: the job's Python may be newer than this one
     return (
         replace(
             plan,
@@ -218,10 +215,10 @@ def fetch(
 
 
 def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
-    """Stop jobs; return each job, and whether it still had to be stopped.
+    """Cancel jobs; return each job, and False if it had already ended.
 
-    The elements of an array are stopped together. A job whose recorded end is provisional may still
-    run: its backend tries again and notes the attempt in the job's directory.
+    The elements of an array are cancelled together. A job with a provisional end may still run, so
+    its backend cancels it too and notes this in the job's directory.
     """
     pairs = polling.statuses(list(wanted))
     running: dict[str, list[Record]] = {}
@@ -237,9 +234,9 @@ def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
 
 
 def interrupt_prompt(record: Record) -> bool:
-    """Interrupt the worker that waits for input from this process's terminal.
+    """Interrupt the worker that reads from this terminal, such as at a debugger's prompt.
 
-    Such a worker is, for example, at a debugger's prompt. Return False if there is none.
+    Return False if there is no such worker.
     """
     backend = base.instance(record.backend)
     return isinstance(backend, Foreground) and backend.interrupt_prompt(record)

@@ -13,9 +13,9 @@ from clusterjob.backends.base import Status
 from clusterjob.core.records import SEPARATOR, Record, Records
 from clusterjob.node.system import files
 
-_CACHE = ".ended.json"  # in the directory of the records, whose names never begin with a dot
+_CACHE = ".ended.json"  # in the directory of the records; no record's name begins with a dot
 _SCHEMA = 1
-# Inode, modification time (ns since the epoch) and size (bytes); they change with the file.
+# Inode, modification time (ns since the epoch) and size (bytes) of a record file.
 Stamp = tuple[int, int, int]
 _MANY = 50  # number of new rows after which the cache is rewritten
 
@@ -93,7 +93,7 @@ class Listing:
         )
 
     def _add(self, name: str) -> None:
-        """Add the job of one record file that is not in the cache, or the elements of its array."""
+        """Read one record file that is not in the cache, and add its job or its array's elements."""
         record = self._records.read(name)
         if record is None:
             self.broken.append(f"{name}.json")
@@ -107,7 +107,7 @@ class Listing:
                     self._add_row(ended or record.element(index))
 
     def _add_row(self, record: Record) -> None:
-        """Add the row of a job that has ended, also to the cache; else add the job as open."""
+        """Add an ended job to the rows and to the cache; add any other job to the open jobs."""
         verdict = record.verdict
         if verdict is None or record.may_be_corrected:
             self.open.append(record)

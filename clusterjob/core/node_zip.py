@@ -25,27 +25,27 @@ LEFT_OUT = (
     "backends/slurm/",
     "backends/ssh/",
 )
-# The modules that load the other modules. The other modules are in one compressed block, which is
-# half as large as separate entries and is loaded faster.
+# These modules load all others. The others are in one compressed block, which has half the size of
+# separate entries and loads faster.
 _BARE_FILES = ("__init__.py", "node/__init__.py", "node/zip/__init__.py", "node/zip/importer.py")
 _INSTALL = (
     "\nfrom clusterjob.node.zip import importer as _importer\n\n_importer.install(__file__)\n"
 )
 _DOCSTRING = re.compile(r'r?"""')
 _END_BYTES = 22  # length of the end record of a zip without a comment
-_MAX_KEPT = 4  # maximum number of zips of other sources, such as another environment, to keep
+_MAX_KEPT = 4  # maximum number of zips of other sources (other environments) in the cache
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time, so equal sources give equal bytes
 
 
 def node_zip(cache: Path | None = None) -> bytes:
     """Return the package as a zip that Python can run, and import from on PYTHONPATH.
 
-    The zip has everything that a job needs, so it may shadow an installed package; `LEFT_OUT` lists
-    the parts that it lacks. It has only sources: compiled files would work with only one version of
-    Python, save 30 ms of the agent's start and triple the size. Comment lines and docstrings are
-    removed, but line numbers stay the same, so a traceback shows the lines of the source.
+    Inside a job, Python imports the zip even if a package is installed. `LEFT_OUT` lists the parts
+    that it lacks. The zip contains sources only: compiled files would save 30 ms of the agent's
+    start, but have three times the size and work with one version of Python only. Comments and
+    docstrings are removed. Line numbers stay the same, so tracebacks show the lines of the source.
 
-    Inside a job, the job's own zip is returned.
+    In a process that runs from a node zip, that zip is returned.
 
     Args:
         cache: a private directory of the user where `keep` may have stored the zip of the same
@@ -71,9 +71,9 @@ def cache_directory() -> Path:
 
 
 def keep(data: bytes, cache: Path) -> None:
-    """Store the zip of the current sources in a cache directory.
+    """Store the zip of the current sources in a cache directory, and remove old zips.
 
-    A few zips of other sources stay there. An error, such as a full disk, is ignored.
+    An error, such as a full disk, is ignored.
     """
     if importer.archive() is not None:
         return
@@ -155,9 +155,9 @@ def _make(kept_name: str) -> bytes:  # noqa: ARG001 - the key of the cache
 def bare(source: str) -> str:
     """Return Python source without comment lines and docstrings, each statement on its own line.
 
-    It scans the lines, which takes a twentieth of the time of Python's parser. It relies on the
-    layout of this package: a docstring has triple double quotes, follows a line that ends with a
-    colon or is the first statement, and ends its line. A test compares the result with the parser.
+    It scans the lines, which is 20 times as fast as Python's parser. It relies on the style of this
+    package: a docstring has triple double quotes, is the first statement or follows a line that
+    ends with a colon, and nothing follows it on its line. A test compares it with the parser.
     """
     kept: list[str] = []
     closing, in_docstring, may_begin = "", False, True

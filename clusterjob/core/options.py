@@ -20,7 +20,7 @@ _GPUS_OF_TYPE = re.compile(r"[A-Za-z][\w.-]*:\d{1,9}", re.ASCII)
 class Target(enum.Enum):
     """The part of a job that an option sets."""
 
-    SPEC = enum.auto()  # the field of `JobSpec` with the option's key, if there is one
+    SPEC = enum.auto()  # the field of `JobSpec` with the option's key
     RESOURCES = enum.auto()  # a field of `Resources`
     BACKEND = enum.auto()  # an entry of `JobSpec.options`, as if given with --set
     OTHER = enum.auto()  # `core.job_settings.make_spec` computes fields from it
@@ -116,7 +116,7 @@ def _duration(value: Any) -> int:
 
 
 def _memory(value: Any) -> int:
-    """Return a size in bytes; 0 is all memory of a node, as for Slurm."""
+    """Return a size in bytes; 0 means all memory of a node, as in Slurm."""
     text = _text_or_count(value)
     return 0 if re.fullmatch(r"\s*0+\s*[KMGT]?\s*", text, re.IGNORECASE) else parse_size(text)
 
@@ -148,7 +148,7 @@ def _listed(value: Any) -> str:
 
 
 class Structure(str):
-    """A list or a table of a configuration file, as JSON: a value of a backend's option."""
+    """JSON text of a list or table that a configuration file gives to a backend's option."""
 
     __slots__ = ()
 
@@ -167,7 +167,7 @@ def _structure(value: list[Any] | dict[str, Any]) -> Structure:
         return Structure(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise SpecError(
-            f"{_short(value)} holds what is neither a text nor a number nor true nor false"
+            f"{_short(value)} contains a value that is not a text, a number, true or false"
         ) from error
 
 

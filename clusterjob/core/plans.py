@@ -169,7 +169,7 @@ def new_id(name: str) -> str:
     """
     import unicodedata
 
-    # Only letters, marks and digits; no underscore, which separates the index of an array element.
+    # No underscore: it separates an array's id from the index of an element.
     kept = [
         letter if unicodedata.category(letter)[0] in "LMN" else "-"
         for letter in unicodedata.normalize("NFC", name).lower()
@@ -186,7 +186,8 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         values: the user's secrets, as `job_secrets.packed` returns them.
 
     Raises:
-        RecordError: it cannot be written, or the disk is full; no part of it is left.
+        RecordError: a file cannot be written, such as on a full disk; nothing is left of the
+            directory.
     """
     try:
         private_dirs.make(plan.job_dir.parent)

@@ -16,14 +16,14 @@ from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.verdict import JobState, Verdict
 
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 0.25  # first and maximum seconds between two polls of one job
-_ARRAY = "an array"  # shown instead of a state: each element has a state of its own
+_ARRAY = "an array"  # shown instead of a state: each element has its own state
 _MAX_PAUSE_OF_MANY = 1.0  # maximum seconds between two polls of many jobs
 
 
 def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     """Return the status of jobs, with one query to each backend; save new ends in the records.
 
-    An array is replaced by its elements, each a job of its own.
+    Instead of an array, the result contains each of its elements.
     """
     records = Records()
     wanted = [element for record in wanted for element in records.elements(record)]
@@ -41,7 +41,7 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
         if record.verdict is not None and (status.provisional or status.state is JobState.UNKNOWN):
-            status = _from_end(record.verdict)  # the recorded, provisional end
+            status = _from_end(record.verdict)  # keep the recorded end, although it is provisional
         if status.handle is not None and record.handle is None and record.index is None:
             record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job
         elif status.handle is not None and record.handle is None:
@@ -157,8 +157,7 @@ def follow(
         show: receives the new lines of one poll, in order, in small batches; a batch is empty if
             only an unfinished line has grown.
         progress: called with the status at each poll.
-        reader: source of the lines; it may have read some lines already, or may read only the lines
-            of one worker.
+        reader: source of the lines; by default all lines of the job.
         logs: whether to fetch the logs, which takes time if they are on another machine.
     """
     reader = reader or LogReader(record.job_dir)
@@ -182,7 +181,7 @@ def wait_for_all(wanted: Sequence[Record], on_end: Callable[[Record, Status], No
     """Wait until all jobs have ended; return the first exit code that is not 0, else 0.
 
     Args:
-        wanted: the jobs, such as an array's elements; "first" means the first in this order.
+        wanted: the jobs, such as an array's elements; their order decides which code is "first".
         on_end: called with each job when its end is seen.
     """
     open_ = [element for record in wanted for element in Records().elements(record)]

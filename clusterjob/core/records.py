@@ -22,7 +22,7 @@ from clusterjob.node.verdict import Verdict
 
 SCHEMA = 1
 _SUFFIX = ".json"
-_CORRECTED_WITHIN = 86400.0  # seconds after a provisional end in which its hosts are polled again
+_CORRECTED_WITHIN = 86400.0  # seconds for which the hosts of a provisional end are polled again
 SEPARATOR = "_"  # between an array's id and an element's index; never part of a generated id
 
 
@@ -170,7 +170,7 @@ class Record:
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of records and local jobs: CLUSTERJOB_HOME, or in the user's state."""
+    """Return the directory of records and jobs: CLUSTERJOB_HOME, else in the user's state."""
     if environ.get("CLUSTERJOB_HOME"):
         return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
     import platformdirs
@@ -252,8 +252,8 @@ class Records:
     ) -> Record:
         """Save the job's end and return the new record.
 
-        If the disk is full, the end is not saved and no error is raised. A record whose handle
-        another process has changed is not overwritten, and a removed record is not written again.
+        On a full disk, the end is not saved and no error is raised. A record is not written if it
+        was removed, or if another process has changed its handle.
         """
         now = self.read(record.whole_id)
         if now is not None and record.index is None and now.handle != record.handle:
@@ -266,12 +266,12 @@ class Records:
 
     def remove(self, job_id: str) -> None:
         """Remove the record of a job that could not be submitted."""
-        # If the directory is not writable, it has no record of this job.
+        # A directory that is not writable has no record of this job.
         with contextlib.suppress(OSError):
             self._path(job_id).unlink(missing_ok=True)
 
     def elements(self, record: Record) -> list[Record]:
-        """Return the elements of an array with their recorded ends; for another job, the job."""
+        """Return an array's elements with their recorded ends; any other job is its own element."""
         if record.array is None:
             return [record]
         noted = {name for name in self._names() if name.startswith(record.job_id + SEPARATOR)}
@@ -351,10 +351,10 @@ class Records:
             return None
 
     def has(self, name: str) -> bool:
-        """Return whether the file of this record exists, even if a directory listing lacks it.
+        """Return whether the file of this record exists; an NFS directory listing may lack it.
 
         Raises:
-            OSError: the file system returned another error than "not found".
+            OSError: the file system returned an error other than "not found".
         """
         try:
             self._path(name).lstat()

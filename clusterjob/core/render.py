@@ -2,10 +2,10 @@
 
 The filters of this module quote every value. Templates are in ``templates/`` at the top of the
 source tree; a wheel contains them as ``clusterjob/templates``. A template may be part of a cloned
-repository, and a dry run renders it. Therefore it runs in jinja2's sandbox. The length of the
-script is limited, as are the results of the operators ``*``, ``**`` and ``%``. Methods and filters
-such as ``ljust`` and ``center`` are not limited: a hostile template can use much memory and time,
-but cannot do other harm.
+repository, and a dry run renders it. Therefore it runs in jinja2's sandbox. The lengths of the
+script and of the results of the operators ``*``, ``**`` and ``%`` are limited. Methods and filters
+such as ``ljust`` and ``center`` are not limited. A hostile template can use much memory and time, but it cannot run
+commands.
 """
 
 from __future__ import annotations
@@ -42,18 +42,17 @@ def sh(value: object) -> Quoted:
     """
     if isinstance(value, Quoted):
         return value
-    # shlex.quote keeps a carriage return inside the quotes, and sbatch refuses a script that has a
-    # carriage return before a line break.
+    # shlex.quote does not escape a carriage return, which sbatch refuses before a line break.
     return Quoted(shlex.quote(str(value)).replace("\r", "'$'\\r''"))
 
 
 def sh_words(values: Iterable[object]) -> Quoted:
-    """Quote several values as several bash words."""
+    """Quote each value as one bash word."""
     return Quoted(" ".join(map(sh, values)))
 
 
 def sh_line(values: Iterable[object]) -> Quoted:
-    """Quote several values as several bash words on one line, also if a value has a line break."""
+    """Quote values as bash words on one line, even if a value contains a line break."""
     # In the result of sh_words, every line break is between single quotes.
     return Quoted(sh_words(values).replace("\n", "'$'\\n''"))
 
@@ -84,7 +83,7 @@ def yaml(value: object) -> Quoted:
         ) from error
     except YAMLError as error:
         raise TemplateError(f"{str(value)[:60]!r} cannot be written as YAML: {error}") from error
-    return Quoted(text.removesuffix("\n").removesuffix("\n..."))  # "..." ends a bare scalar
+    return Quoted(text.removesuffix("\n").removesuffix("\n..."))  # PyYAML adds "..." after a scalar
 
 
 @functools.cache
@@ -93,7 +92,7 @@ def _line_dumper() -> Any:
 
     class LineDumper(SafeDumper):
         def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002
-            return True  # writes the same list twice, without an anchor and an alias
+            return True  # write a list that occurs twice in full, without a YAML alias
 
     def text(dumper: LineDumper, value: str) -> ScalarNode:
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -106,7 +105,7 @@ def _line_dumper() -> Any:
 
 
 def verbatim(value: object) -> Quoted:
-    """Mark a value as quoted without changing it: for setup lines, which are shell code."""
+    """Mark shell code, such as setup lines, as quoted; the text stays unchanged."""
     return Quoted(value)
 
 
@@ -157,8 +156,8 @@ def render(template: str | Path, values: Mapping[str, Any]) -> str:
         values: variables for the template; docs/backends.md lists them.
 
     Raises:
-        TemplateError: it cannot be read, is broken, uses an undefined variable, or writes a value
-            without quoting it.
+        TemplateError: the template cannot be read, has a syntax error, uses an undefined variable,
+            or writes a value without quoting it.
     """
     import jinja2
 
@@ -197,7 +196,7 @@ def _bounded(pieces: Iterable[str]) -> str:
 
     found, size = [], 0
     for piece in pieces:
-        size += len(piece) + 1  # + 1: an empty piece also takes time
+        size += len(piece) + 1  # + 1 limits the number of empty pieces too
         if size > _MAX_TEXT:
             raise jinja2.TemplateRuntimeError(f"it writes more than {_MAX_TEXT:,} characters")
         found.append(piece)

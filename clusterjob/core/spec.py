@@ -61,11 +61,14 @@ class Resources:
     gpu_type: str = ""
 
     def __post_init__(self) -> None:
-        _at_least("nodes", self.nodes, least=1)
-        _at_least("gpus per node", self.gpus_per_node, least=0)
-        _at_least("cpus per task", self.cpus_per_task, least=1)
-        _at_least("memory", self.mem, least=0)
-        _at_least("time limit", self.time_limit, least=1)
+        for label, value, least in (
+            ("nodes", self.nodes, 1),
+            ("gpus per node", self.gpus_per_node, 0),
+            ("cpus per task", self.cpus_per_task, 1),
+            ("memory", self.mem, 0),
+            ("time limit", self.time_limit, 1),
+        ):
+            _at_least(label, value, least=least)
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,10 @@ class JobSpec:
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
         resources: the requested resources.
         nproc_per_node: workers on each node.
-        nproc_is_default: whether nproc_per_node is a default; a platform may replace it by the
-            number of GPUs of a node. In a plan, whether the platform will replace it.
+        nproc_is_default: whether nproc_per_node is a default, which a platform may replace by a
+            node's number of GPUs; in a plan: whether the platform will replace it.
         max_restarts: maximum number of restarts of the workers after a failure.
-        start: ``fork`` from a process that has imported torch, ``exec`` each, or ``auto``.
+        start: start method of the workers: ``fork``, ``exec`` or ``auto``.
         launcher: ``agent``, ``torchrun`` for torch's agent on each node, or ``srun`` for one Slurm
             task per worker.
         require_gpus: refuse the job if there are too few GPUs, instead of using the CPU.
@@ -97,8 +100,8 @@ class JobSpec:
         login: login host of a cluster whose commands are missing on this machine; empty if this
             machine has them.
         include_secrets: also send files that look like secrets.
-        sync: send the working directory to the hosts, or to the login host; if false, these hosts
-            already have it under the same path.
+        sync: whether to send the working directory to the hosts or the login host; if not, it must
+            exist there under the same path.
         container: container image in which a node runs the job.
         array, sweep: the elements of the job, if it is an array; see
             `clusterjob.core.arrays.parse`.
@@ -181,13 +184,8 @@ class JobSpec:
                 f"the host {twice} is named twice",
                 "name it once; --nproc-per-node 2 starts two workers on each host",
             )
-        for text in (
-            *self.setup,
-            *self.program.args,
-            self.program.target,
-            self.python,
-            str(self.workdir),
-        ):
+        program = (self.python, self.program.target, *self.program.args)
+        for text in (*self.setup, *program, str(self.workdir)):
             if "\0" in text:
                 raise SpecError(f"{text!r} holds a NUL byte, which no command line can carry")
         self.elements()
@@ -222,11 +220,9 @@ class JobSpec:
         """
         if not self.sync or not self.program.is_python:
             return ""
-        target = (
-            self.program.target
-            if self.program.kind == "script"
-            else f"{self.program.target.replace('.', '/')}.py"
-        )
+        target = self.program.target
+        if self.program.kind == "module":
+            target = f"{target.replace('.', '/')}.py"
         try:
             source = (self.workdir / target).read_bytes()
         except OSError:
@@ -245,7 +241,7 @@ class JobSpec:
         return arrays.parse(self.array, self.sweep)
 
     def launch_options(self, **more: Any) -> LaunchOptions:
-        """Return the options of each node's agent; `more` holds the backend's, such as lifeline."""
+        """Return the options of each node's agent, with `more` options of the backend."""
         limit = self.resources.time_limit
         values = {
             option.node: getattr(
@@ -377,18 +373,18 @@ def _check_script(workdir: Path, target: str) -> None:
         )
 
 
-@functools.lru_cache(maxsize=4)  # each copy of a spec is checked again
+@functools.lru_cache(maxsize=4)  # each copy of a spec is validated again, with the same source
 def _syntax_error(source: bytes, name: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the job shows its warnings itself
+            warnings.simplefilter("ignore")  # the job itself will show these warnings
             compile(source, name, "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         line = f": {error.text.strip()[:80]}" if error.text and error.text.strip() else ""
         return f"{name}{where}: {type(error).__name__}: {error.msg}{line}"
     except (ValueError, MemoryError, RecursionError, OverflowError):
-        return ""  # no syntax error, so the job's Python may still run it
+        return ""  # this is not a syntax error: the job's Python may accept the source
     return ""
 
 

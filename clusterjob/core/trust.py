@@ -3,8 +3,8 @@
 The decision depends on the users who could have written the file, on the program that the user
 runs, and on the files that the user has trusted. A cloned repository may contain a configuration
 file. Its numbers and names are harmless. Every other setting executes something or sends a job to
-another cluster. Such a setting is used for a program of the same project; for any other program it
-is used only after ``clusterjob trust``.
+another cluster. A job of the same project may use such a setting. A job of another program may use
+it only after ``clusterjob trust``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from clusterjob.errors import ConfigError, Untrusted
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 
-# Settings that neither execute anything nor send a job to another cluster. Every other setting
-# needs trust, so a new setting needs trust until it is added to this set.
+# These settings do not execute anything and do not send a job to another cluster. Every other
+# setting needs trust. A new setting needs trust until somebody adds it here.
 HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
     "max_restarts", "start", "launcher", "require_gpus", "gpus", "sync", "account", "partition",
@@ -34,7 +34,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing to another machine or cluster
 _NAMED_FILES = ("template", "hostfile")
-LARGEST_NAMED = 4_000_000  # largest size of a file that a project's file names, in bytes
+LARGEST_NAMED = 4_000_000  # maximum bytes of a file that a configuration file refers to
 _SCRIPTS = (".py", ".sh")
 _INTERPRETERS = re.compile(
     r"(?:python[0-9.]*|pypy[0-9.]*|bash|sh|dash|ksh|zsh|env|torchrun|accelerate|deepspeed)",
@@ -142,10 +142,10 @@ def check(
         path: the project's file.
         data: its content.
         lines: the settings of the file that the command would use and that need trust.
-        workdirs: the directory in which the program starts; if a project's file sets it, also the
-            user's current directory. The program must be below the file's directory from each of
-            these directories. Otherwise a file could declare that another project's program is its
-            own.
+        workdirs: the directory in which the program starts. If the project's file sets it, the
+            user's current directory is added. Relative to each of them, the program must be below
+            the file's directory. Otherwise a file could use `workdir` to make another program
+            look like its own.
         use: how the command will use the settings.
 
     Raises:
@@ -186,7 +186,7 @@ def _begun(program: Program, workdirs: Sequence[Path]) -> str | None:
 def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
     """Return the script or module that an interpreter or launcher runs; None if it is unclear.
 
-    For example, it is ``train.py`` in ``torchrun --nproc-per-node 2 train.py``.
+    Example: ``train.py`` in ``torchrun --nproc-per-node 2 train.py``.
     """
     before = ""
     for word in words:
@@ -210,16 +210,16 @@ def _script_of(words: Sequence[str], workdirs: Sequence[Path]) -> str | None:
             or _INTERPRETERS.fullmatch(Path(word).name)
         ):
             continue
-        # Any other word after an option may be the option's value.
+        # A word after an option may be the option's value, unless it is a script.
         elif not after_option or word.endswith(_SCRIPTS):
             return word if any((at / word).is_file() for at in workdirs) else None
     return None
 
 
 def _installed_at(module: str) -> str | None:
-    """Return the path where a module's package is installed; else the module's name.
+    """Return the path where a module's package is installed.
 
-    The name is then taken as a path in the working directory.
+    For a package that is not installed, return its name, as a path in the working directory.
     """
     try:
         # Only the top-level name: with a submodule, find_spec would import the package.
@@ -236,13 +236,10 @@ def _installed_at(module: str) -> str | None:
 
 
 def _is_below(place: Path, root: Path) -> bool:
-    """Return whether a path is inside a directory, as written or with links resolved."""
+    """Return whether a path is inside a directory, either as written or with links resolved."""
     return Path(os.path.abspath(place)).is_relative_to(root) or place.resolve().is_relative_to(
         root.resolve()
     )
-
-
-# -- trusted files ---------------------------------------------------------------------------------
 
 
 def digest(path: Path, data: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ class CheckState(str, Enum):
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
-    UNKNOWN = "unknown"  # not checked, or visible only to a running job
+    UNKNOWN = "unknown"  # not checked, or only a running job can find out
 
     def __str__(self) -> str:
         return self.value
@@ -102,7 +102,12 @@ def run_checks(steps: Iterable[CheckStep]) -> Iterator[Check]:
 
 
 def _findings(step: CheckStep, absent: str | None) -> Iterator[CheckFinding]:
-    """Run one check, unless an earlier check that it needs is absent; an error is a finding."""
+    """Run one check and yield its findings; an error becomes a finding.
+
+    Args:
+        step: the check.
+        absent: name of an earlier check that it needs and that failed; None if all succeeded.
+    """
     try:
         if absent:
             yield unknown(f"not checked: it needs {absent!r}")
@@ -122,7 +127,7 @@ def one_line(text: str) -> str:
 
 
 def of_hosts(found: Mapping[str, CheckFinding], total: int | None = None) -> Iterator[CheckFinding]:
-    """Yield the findings of hosts, with equal findings joined into one that names its hosts.
+    """Yield the findings of hosts; hosts with equal findings share one that names them.
 
     Args:
         found: the finding of each host, by host name.

@@ -14,7 +14,7 @@ from clusterjob.doctor.engine import CheckFinding, failed, ok, warning
 
 # Free bytes: below NEEDED a job cannot run, below LITTLE there is a warning.
 NEEDED, LITTLE = 50_000_000, 1 << 30
-_SLOW_IMPORT = 15.0  # seconds
+_SLOW_IMPORT = 15.0  # seconds; a slower import of torch is a warning
 
 Answer = Mapping[str, Any]
 

@@ -180,7 +180,7 @@ def host_name() -> CheckFinding:
 def _resolved(name: str) -> tuple[list[str], float]:
     """Return the addresses of a name and the seconds that the resolution took.
 
-    The addresses are empty if the name does not resolve before the timeout.
+    The list is empty if the name does not resolve before the timeout.
     """
     found: list[str] = []
 

@@ -17,7 +17,8 @@ import pytest
 from procs import TEST_TIMEOUT
 
 from clusterjob.core import trust
-from clusterjob.core.config import find_files, project_file, resolve
+from clusterjob.core.config import resolve
+from clusterjob.core.config_files import find_files, project_file
 from clusterjob.core.options import OPTIONS
 from clusterjob.errors import ConfigError, Untrusted
 from clusterjob.node.program import Program

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.core.config import Settings, find_files, resolve
+from clusterjob.core.config import Settings, resolve
+from clusterjob.core.config_files import find_files
 from clusterjob.errors import ConfigError, UnknownCluster
 
 BACKENDS = ("local", "slurm", "ssh")

@@ -79,7 +79,7 @@ class Snapshot:
         return sum(entry.size for entry in self.entries)
 
     def left_out(self, most: int = _MAX_NAMED) -> str:
-        """Return one line that names at most `most` excluded secrets; empty if there are none."""
+        """Return a line that names at most `most` of the excluded secrets; empty if none."""
         shown = ", ".join(sanitize(path) for path in self.secrets[:most])
         more = f" and {len(self.secrets) - most} more" if len(self.secrets) > most else ""
         return (
@@ -199,7 +199,7 @@ def take(
 
 
 def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
-    """Return a snapshot as `take` does, but of any size and without the digests of the files.
+    """Return a snapshot like `take`, without digests and without a limit of the total size.
 
     Raises:
         SubmitError: the directory holds too many files, or a directory cannot be read.
@@ -233,10 +233,10 @@ class _Rules:
 
     Attributes:
         patterns: the patterns.
-        base: path of the file's directory relative to the root, ending with a slash; empty if the
-            directory is the root or above it.
-        prefix: path of the root relative to the file's directory, ending with a slash; empty if the
-            directory is not above the root.
+        base: for a file below the root: path of its directory relative to the root, with a slash
+            at the end; else empty.
+        prefix: for a file above the root: path of the root relative to the file's directory, with a
+            slash at the end; else empty.
     """
 
     patterns: Patterns
@@ -305,7 +305,7 @@ def _patterns_in(path: Path) -> Patterns:
     if len(text) > _MAX_PATTERN_BYTES:
         raise SubmitError(f"{path} holds more than {show_size(_MAX_PATTERN_BYTES)} of patterns")
     lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if len(lines) - 1 > _MAX_PATTERN_LINES:  # the last line also ends with a line break
+    if len(lines) - 1 > _MAX_PATTERN_LINES:  # - 1: the empty text after the last line break
         raise SubmitError(f"{path} holds more than {_MAX_PATTERN_LINES:,} lines of patterns")
     return Patterns(lines)
 

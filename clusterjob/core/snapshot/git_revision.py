@@ -1,4 +1,4 @@
-"""Read a working directory's git revision and uncommitted changes without running its hooks.
+"""Read a directory's git revision and uncommitted changes without running git hooks.
 
 A repository's own configuration and hooks may execute commands: filters, diff drivers, monitors,
 transports. Therefore git reads the changes with an empty configuration and another .git directory,
@@ -121,7 +121,7 @@ def excludes_file(root: Path) -> Path | None:
 def _make_empty(place: Path, revision: str, object_format: str, git_dir: Path) -> None:
     """Create a .git directory at a revision, with a copy of the index.
 
-    Its configuration holds only what the format of the objects needs.
+    Its configuration contains only the format of the objects.
     """
     (place / "refs").mkdir()
     (place / "info").mkdir()

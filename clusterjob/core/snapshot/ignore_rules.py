@@ -1,9 +1,8 @@
 """Match paths against .gitignore patterns, as git does, without exponential run time.
 
-Each pattern becomes one regular expression over bytes without nested backtracking: the text after a
-``*`` is matched at its first occurrence, and no other occurrence is tried. This loses no match.
-With backtracking, a pattern such as ``*a*a*a*a`` would try every way to split a name, which can
-take hours.
+Each pattern becomes one regular expression over bytes. The text after a ``*`` is matched at its
+first occurrence, and no other occurrence is tried. The result is the same as with backtracking, but
+a pattern such as ``*a*a*a*a`` would then try every way to split a name, which can take hours.
 Source: gitignore(5), git's wildmatch.c.
 """
 
@@ -58,9 +57,9 @@ class Patterns:
 
     Args:
         lines: lines of the file.
-        simple: whether the lines are known to be simple. Then all lines form one combined
-            expression, which rejects a path without a match several times faster. For hostile lines
-            it would be slower than one expression per line.
+        simple: whether all lines are simple, as in clusterjob's own list. One combined expression
+            then rejects most paths, which is several times as fast. With hostile lines, it would
+            be slower.
     """
 
     def __init__(self, lines: Iterable[bytes], *, simple: bool = False) -> None:
@@ -113,7 +112,7 @@ def _pattern(line: bytes) -> Pattern | None:
         return None
     names = b"/" not in line
     expression = _segment(line) if names else _path(line.removeprefix(b"/"))
-    # An open bracket, or a backslash at the end: in git such a line matches nothing.
+    # In git, a line with an open bracket or a backslash at the end matches nothing.
     if expression is None:
         return None
     return Pattern(
@@ -200,9 +199,9 @@ def _segment(text: bytes) -> bytes | None:
 
 
 def _found_first(expression: bytes) -> bytes:
-    """Return an expression that matches only at the first match of the given expression.
+    """Return an expression that tries only the first match of the given expression.
 
-    It replaces an atomic group, which Python 3.10 lacks.
+    It does the same as an atomic group, which Python 3.10 does not have.
     """
     name = b"g%d" % next(_numbers)
     return b"(?=(?P<" + name + b">" + expression + b"))(?P=" + name + b")"
@@ -211,7 +210,7 @@ def _found_first(expression: bytes) -> bytes:
 def _bracket(text: bytes, begin: int) -> tuple[bytes, int] | None:
     """Return the regular expression of a set such as ``[!a-z]`` and the offset after it.
 
-    None if the set is not closed, or if it names an unknown class.
+    Return None if the set is not closed or contains an unknown class.
     """
     at = begin + 1
     negated = text[at : at + 1] in (b"!", b"^")
