@@ -6,8 +6,8 @@ large modules.
 
 from __future__ import annotations
 
-# `import typing` would take most of the time of `import clusterjob.bootstrap`. Type checkers also
-# accept this own TYPE_CHECKING.
+# `import typing` would take most of the time of `import clusterjob.bootstrap`. Type checkers
+# accept any variable of this name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -22,7 +22,7 @@ def main() -> int:
         # KeyboardInterrupt.
         return launch(sys.argv[2:])
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
-        # Inside a job, the node zip may be the only clusterjob: it has no command line.
+        # Inside a job, clusterjob may exist only as the node zip, which lacks the command line.
         from clusterjob.node.environments.show import main as env
 
         return env(sys.argv[2:])

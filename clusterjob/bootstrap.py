@@ -16,8 +16,8 @@ import sys
 
 from clusterjob.errors import UsageError
 
-# `import typing` takes as long as the rest of this module. Type checkers also accept this own
-# TYPE_CHECKING.
+# `import typing` takes as long as the rest of this module. Type checkers accept any variable
+# of this name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -47,16 +47,17 @@ def init(
     `init` uses that group, and `shutdown` does not destroy it. A second call returns the same
     context.
 
-    On a machine with GPUs the device is ``cuda:(local_rank % visible GPUs)``, on Intel's
-    ``xpu:...``. If a launcher shows each process only one GPU, that GPU is cuda:0 in every process.
+    On a machine with GPUs, the device is ``cuda:(local_rank % visible GPUs)``; with Intel GPUs, it
+    is ``xpu:...``. If a launcher shows each process only one GPU, that GPU is cuda:0 in every
+    process.
 
     Args:
         backend: ``nccl`` or ``gloo``; by default nccl if torch sees a GPU, else gloo.
         process_group: whether to make a process group. By default, a launched process makes one,
             also if the world size is 1; a plain process makes none. A group in a plain process
             opens no port.
-        timeout: seconds after which a collective, or the rendezvous of all ranks, fails; torch's
-            default (10 minutes for nccl, 30 for gloo) if None.
+        timeout: seconds after which a collective, or the rendezvous of all ranks, fails; None for
+            torch's default (10 minutes for nccl, 30 for gloo).
         rank: rank of this process, for a launcher that clusterjob does not know; needs world_size.
             The other values are then read from torch's variables, such as MASTER_ADDR. Processes
             of multiprocessing or torch.multiprocessing need only rank and world_size if they all
@@ -69,8 +70,8 @@ def init(
         master_port: TCP port on which rank 0 serves torch's store.
 
     Returns:
-        The context. `shutdown`, the end of its with block, or the end of the process leaves the
-        group.
+        The context. The process leaves the group at `shutdown`, at the end of the context's with
+        block, or when it ends.
 
     Raises:
         PlacementError: the variables are incomplete or contradictory (the message names them), or

@@ -64,8 +64,10 @@ def spawn(
         Exception: the function's exception on the rank that failed first, with the rank and its
             traceback as the cause.
         JobFailed: a process was killed, or ended without a result.
-        UsageError: a GPU is not visible to this process, or an argument is invalid.
-        PlacementError: this process already belongs to a job, or to one of several nodes.
+        UsageError: a GPU is not visible to this process, an argument is invalid, or this machine is
+            one of several nodes of a job.
+        PlacementError: this process already belongs to a job, or the environment's variables for
+            the rank are incomplete or contradictory.
         ClusterJobError: the call cannot be pickled.
     """
     if not callable(function):

@@ -209,7 +209,8 @@ def _agree(names: list[str]) -> bool:
         f" and {len(names) - 5} more" if len(names) > 5 else ""
     )
     return typer.confirm(
-        f"{shown}: changed here, or code that was sent. Replace with the host's version?", err=True
+        f"{shown}: changed on this machine, or sent as code. Replace with the host's version?",
+        err=True,
     )
 
 

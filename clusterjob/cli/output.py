@@ -202,7 +202,7 @@ class LogPrinter:
             )
 
     def show_all(self, batches: Iterable[list[LogLine]]) -> None:
-        """Print lines; print a line once that several ranks wrote at about the same time."""
+        """Print lines; equal lines that several ranks wrote at about the same time become one."""
         folder = Folder()
         for lines in batches:
             if self._raw:

@@ -22,7 +22,7 @@ from clusterjob.errors import ConfigError, UnknownCluster
 
 
 class ProjectSshConfig(str):
-    """Path of an ssh configuration that a project's file names; ssh may run its commands."""
+    """Path of an ssh configuration from a project's file; it can make ssh run commands."""
 
     __slots__ = ()
 
@@ -144,7 +144,11 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
     for place in named:
         try:
             found = place.expanduser().stat()
-        except (OSError, RuntimeError, ValueError):  # the code that reads the file reports this
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ):  # the code that reads the file reports the error
             continue
         regular = stat.S_ISREG(found.st_mode) and found.st_size <= trust.LARGEST_NAMED
         if not regular and not stat.S_ISDIR(found.st_mode):

@@ -112,7 +112,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
 def _remove_leftovers(records: Records) -> None:
     """Remove the partial records and old job directories of submits that were killed.
 
-    Only directories without a record in which no process was started are removed.
+    A directory is removed only if it has no record and no process was started in it.
     """
     files.remove_leftovers(records.directory)
     try:
@@ -127,7 +127,7 @@ def _remove_leftovers(records: Records) -> None:
             or any((job_dir / ENDS).glob("*"))
         ):
             continue
-        # The directory of a queued job looks the same, and NFS may list its record late.
+        # The directory of a job in a queue looks unused too, and NFS may list its record late.
         with contextlib.suppress(OSError):
             if files.is_old(job_dir) and not records.has(job_dir.name):
                 shutil.rmtree(job_dir, ignore_errors=True)

@@ -93,7 +93,7 @@ class Listing:
         )
 
     def _add(self, name: str) -> None:
-        """Read one record file that is not in the cache, and add its job or its array's elements."""
+        """Read a record file that is not in the cache, and add its job or its array elements."""
         record = self._records.read(name)
         if record is None:
             self.broken.append(f"{name}.json")

@@ -186,8 +186,7 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         values: the user's secrets, as `job_secrets.packed` returns them.
 
     Raises:
-        RecordError: a file cannot be written, such as on a full disk; nothing is left of the
-            directory.
+        RecordError: a file cannot be written, such as on a full disk; the directory is removed.
     """
     try:
         private_dirs.make(plan.job_dir.parent)

@@ -94,7 +94,7 @@ class Record:
         try:
             end = Verdict.from_json(data["end"]).to_json() if data.get("end") else None
         except ValueError:
-            end = None  # a later poll reads it again
+            end = None  # a later poll finds the end again
         checked = {**data, "end": end, "provisional": data.get("provisional") is True}
         record = msgspec.convert(checked, cls, dec_hook=lambda _, text: Path(text))
         array = record.array
@@ -266,12 +266,12 @@ class Records:
 
     def remove(self, job_id: str) -> None:
         """Remove the record of a job that could not be submitted."""
-        # A directory that is not writable has no record of this job.
+        # If the directory is not writable, the record was not written either.
         with contextlib.suppress(OSError):
             self._path(job_id).unlink(missing_ok=True)
 
     def elements(self, record: Record) -> list[Record]:
-        """Return an array's elements with their recorded ends; any other job is its own element."""
+        """Return an array's elements with their recorded ends, or a list with only the job."""
         if record.array is None:
             return [record]
         noted = {name for name in self._names() if name.startswith(record.job_id + SEPARATOR)}

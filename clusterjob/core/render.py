@@ -4,8 +4,8 @@ The filters of this module quote every value. Templates are in ``templates/`` at
 source tree; a wheel contains them as ``clusterjob/templates``. A template may be part of a cloned
 repository, and a dry run renders it. Therefore it runs in jinja2's sandbox. The lengths of the
 script and of the results of the operators ``*``, ``**`` and ``%`` are limited. Methods and filters
-such as ``ljust`` and ``center`` are not limited. A hostile template can use much memory and time, but it cannot run
-commands.
+such as ``ljust`` and ``center`` are not limited: a hostile template can use much memory and time,
+but it cannot run commands.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _line_dumper() -> Any:
 
     class LineDumper(SafeDumper):
         def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002
-            return True  # write a list that occurs twice in full, without a YAML alias
+            return True  # write a repeated list in full each time, not as a YAML alias
 
     def text(dumper: LineDumper, value: str) -> ScalarNode:
         if any("\ud800" <= character <= "\udfff" for character in value):

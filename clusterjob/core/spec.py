@@ -97,8 +97,7 @@ class JobSpec:
         options: backend options by name, such as Slurm flags (``--set``).
         hosts: the hosts of the nodes, in order, for backends without a queue.
         gpus: GPUs of each host: their numbers, or ``auto`` for idle GPUs; empty for all.
-        login: login host of a cluster whose commands are missing on this machine; empty if this
-            machine has them.
+        login: login host of the cluster; empty if this machine has the cluster's commands.
         include_secrets: also send files that look like secrets.
         sync: whether to send the working directory to the hosts or the login host; if not, it must
             exist there under the same path.
@@ -187,7 +186,9 @@ class JobSpec:
         program = (self.python, self.program.target, *self.program.args)
         for text in (*self.setup, *program, str(self.workdir)):
             if "\0" in text:
-                raise SpecError(f"{text!r} holds a NUL byte, which no command line can carry")
+                raise SpecError(
+                    f"{text!r} contains a NUL byte, which a command line cannot contain"
+                )
         self.elements()
         if self.template is not None and not self.template.is_file():
             raise SpecError(f"the template {str(self.template)!r} does not exist")

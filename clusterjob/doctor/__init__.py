@@ -1,1 +1,1 @@
-"""Checks before a job: the engine, this machine, the fitness tests."""
+"""Checks before a job: the engine, this machine, and findings about any machine."""

@@ -25,7 +25,7 @@ def interpreter(answer: Answer) -> CheckFinding:
         hint = (
             "run the setup line in a shell: it must succeed on its own"
             if answer["setup"]
-            else "--python names another interpreter"
+            else "use --python to name another interpreter"
         )
         return failed(answer["unfit"], hint)
     return ok(f"{answer['executable']}, Python {'.'.join(map(str, answer['version']))}")
@@ -110,10 +110,10 @@ def gpus(installed: int, answer: Answer, wanted: int | None, *, required: bool) 
     if wanted and installed < wanted:
         message = f"{_count(installed)}, but the job needs {wanted}"
         if required:
-            return failed(message, "fewer --gpus-per-node, or another cluster")
+            return failed(message, "request fewer --gpus-per-node, or use another cluster")
         return warning(
             f"{message}: the job would be a rehearsal on the CPU",
-            "fewer --gpus-per-node; --require-gpus makes this an error",
+            "request fewer --gpus-per-node; --require-gpus makes this an error",
         )
     if wanted == 0 or not installed:
         return ok("none" if not installed else f"{_count(installed)}, hidden from the job")
@@ -140,10 +140,10 @@ def space(free: int, where: str) -> CheckFinding:
     if free < NEEDED:
         return failed(
             f"disk full: {message}",
-            "logs and job files need space: free some, or set CLUSTERJOB_HOME",
+            "delete files, or set CLUSTERJOB_HOME: logs and job files need space",
         )
     return (
-        warning(message, "logs grow: remove directories of old jobs")
+        warning(message, "remove directories of old jobs: logs grow")
         if free < LITTLE
         else ok(message)
     )

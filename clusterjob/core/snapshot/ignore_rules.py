@@ -1,8 +1,8 @@
 """Match paths against .gitignore patterns, as git does, without exponential run time.
 
 Each pattern becomes one regular expression over bytes. The text after a ``*`` is matched at its
-first occurrence, and no other occurrence is tried. The result is the same as with backtracking, but
-a pattern such as ``*a*a*a*a`` would then try every way to split a name, which can take hours.
+first occurrence, and no other occurrence is tried. Backtracking would give the same result, but
+with a pattern such as ``*a*a*a*a`` it would try every way to split a name, which can take hours.
 Source: gitignore(5), git's wildmatch.c.
 """
 
