@@ -1,7 +1,8 @@
 """Define the errors that a user may see, as one class hierarchy.
 
 Each error has a message of one line, a hint, and the exit code of a command that fails with it.
-A call of a library raises one of these errors; the library's own error is its ``__cause__``.
+clusterjob catches the errors of libraries and raises one of these, with the library's error as its
+``__cause__``.
 """
 
 from __future__ import annotations

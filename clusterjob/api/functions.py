@@ -75,10 +75,9 @@ class FunctionJob:
         Raises the same exceptions as `result`.
         """
         record = self._record()
-        verdict = polling.wait(record)
         return call.results(
             record.job_dir,
-            verdict,
+            polling.wait(record),
             world_size=record.nodes * record.job.nproc_per_node,
             name=f"job {self.id}",
             hint=f"clusterjob logs {self.id} shows its output",
@@ -174,8 +173,9 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
         return [
             record for payload in payloads for record in _start({}, settings, payloads=[payload])
         ]
-    array = {"array": f"0-{len(calls) - 1}{at_once}"} if many else {}
-    return _start(array, settings, payloads=payloads)
+    return _start(
+        {"array": f"0-{len(calls) - 1}{at_once}"} if many else {}, settings, payloads=payloads
+    )
 
 
 def _sources(function: Callable[..., Any]) -> Iterator[Path]:
@@ -199,8 +199,8 @@ def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> lis
         PlannedFile(call.call_file(plan.job_dir, index), payload)
         for index, payload in enumerate(payloads)
     )
-    record = jobs.submit(replace(plan, files=(*plan.files, *files)), settings.cluster, detach=True)
-    return Records().elements(record)
+    plan = replace(plan, files=(*plan.files, *files))
+    return Records().elements(jobs.submit(plan, settings.cluster, detach=True))
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

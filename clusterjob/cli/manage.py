@@ -31,8 +31,8 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
 
-    records = Records()
-    pairs = polling.statuses([records.find(text) for text in ids]) if ids else polling.unfinished()
+    wanted = [Records().find(text) for text in ids or ()]
+    pairs = polling.statuses(wanted) if ids else polling.unfinished()
     if as_json:
         output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
     elif not pairs:
@@ -105,8 +105,7 @@ def cancel(ids: Ids) -> int:
     from clusterjob.core import jobs
     from clusterjob.core.records import Records
 
-    records = Records()
-    output.print_cancelled(jobs.cancel([records.find(text) for text in ids]))
+    output.print_cancelled(jobs.cancel([Records().find(text) for text in ids]))
     return 0
 
 

@@ -290,11 +290,14 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
 
 def settings_json(settings: Settings) -> dict[str, Any]:
     """Return settings as plain data for JSON."""
-    values = {
-        key: {"value": value, "origin": settings.origins[key]}
-        for key, value in settings.values.items()
+    return {
+        "cluster": settings.cluster,
+        "backend": settings.backend,
+        "settings": {
+            key: {"value": value, "origin": settings.origins[key]}
+            for key, value in settings.values.items()
+        },
     }
-    return {"cluster": settings.cluster, "backend": settings.backend, "settings": values}
 
 
 def _on_one_line(value: Any) -> str:

@@ -95,8 +95,7 @@ def run(ctx: typer.Context, **flags: Any) -> int:
 
     Ctrl-C interrupts the workers, which have --grace seconds to save and exit. A second Ctrl-C
     stops them at once. At a prompt of rank 0, such as pdb's, Ctrl-C interrupts only the prompt.
-    If this command is killed, a job of the local cluster ends too. A job of another cluster
-    continues.
+    If this command is killed, a job of the local cluster ends too; other jobs continue.
     """
     from clusterjob.cli import output, watch
     from clusterjob.core import jobs

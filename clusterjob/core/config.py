@@ -101,8 +101,9 @@ def resolve(
             origins[key] = f"{origins[key]}; {origin(key)}" if merge else origin(key)
             lines = of_project.get(key, []) if merge else []
             of_project[key] = lines + ([RiskySetting(table, key, value=value)] if table else [])
-    backend = _backend_of(cluster, files, backends=backends)
-    settings = Settings(cluster, backend, values=values, origins=origins)
+    settings = Settings(
+        cluster, _backend_of(cluster, files, backends=backends), values=values, origins=origins
+    )
     if files and not files[-1].own:
         held = [
             line for key, lines in of_project.items() if key not in trust.HARMLESS for line in lines

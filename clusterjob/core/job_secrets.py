@@ -68,12 +68,10 @@ class Secret:
                 value = self.file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or "no such file"
-                hint = (
-                    f"the text after {self.name}= is a file name;"
-                    f" --secret {self.name} uses the variable of this environment"
-                )
                 raise SpecError(
-                    f"--secret {self.name}: its file cannot be read: {why}", hint
+                    f"--secret {self.name}: its file cannot be read: {why}",
+                    f"the text after {self.name}= is a file name;"
+                    f" --secret {self.name} uses the variable of this environment",
                 ) from None
         if b"\0" in value or len(value) > _MAX_BYTES:
             raise SpecError(

@@ -161,8 +161,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
 
 def _pop(values: dict[str, Any], target: Target) -> dict[str, Any]:
     """Remove the options with this target from the values, and return them by key."""
-    keys = [key for key in values if OPTIONS[key].target is target]
-    return {key: values.pop(key) for key in keys}
+    return {key: values.pop(key) for key in list(values) if OPTIONS[key].target is target}
 
 
 def _gpus(asked: int | str | None) -> tuple[str, int | None]:

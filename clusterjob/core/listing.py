@@ -39,16 +39,14 @@ class ListRow(NamedTuple):
 
 def row_of(record: Record, status: Status) -> ListRow:
     """Return the row of a job with this status."""
-    code = "" if status.verdict is None else str(status.verdict.exit_code)
-    reason = status.reason.partition("\n")[0]
     return ListRow(
         record.job_id,
         str(status.state),
-        exit_code=code,
+        exit_code="" if status.verdict is None else str(status.verdict.exit_code),
         nodes=str(record.nodes),
         cluster=record.cluster,
         submitted_at=record.submitted_at,
-        reason=reason,
+        reason=status.reason.partition("\n")[0],
     )
 
 

@@ -38,7 +38,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time, so equal sources give equal bytes
 
 
 def node_zip(cache: Path | None = None) -> bytes:
-    """Return the package as a zip that Python can run, and import from on PYTHONPATH.
+    """Return the package as a zip that Python can run and that can be on PYTHONPATH.
 
     Inside a job, Python imports the zip even if a package is installed. `LEFT_OUT` lists the parts
     that it lacks. The zip contains sources only: compiled files would save 30 ms of the agent's
@@ -153,11 +153,12 @@ def _make(kept_name: str) -> bytes:  # noqa: ARG001 - the key of the cache
 
 
 def bare(source: str) -> str:
-    """Return Python source without comment lines and docstrings, each statement on its own line.
+    """Return Python source with empty lines instead of comment lines and docstrings.
 
     It scans the lines, which is 20 times as fast as Python's parser. It relies on the style of this
     package: a docstring has triple double quotes, is the first statement or follows a line that
-    ends with a colon, and nothing follows it on its line. A test compares it with the parser.
+    ends with a colon, and nothing follows it on its line. A test compares the result with
+    that of the parser.
     """
     kept: list[str] = []
     closing, in_docstring, may_begin = "", False, True

@@ -117,9 +117,11 @@ def _ask(name: str, group: Sequence[Record]) -> dict[str, Status]:
 
 def unfinished() -> list[tuple[Record, Status]]:
     """Return the jobs that have not ended, with their status, oldest first."""
-    found = Listing(Records())
-    pairs = [(record, status) for record, status in statuses(found.open) if not status.state.final]
-    return sorted(pairs, key=lambda pair: place_in_list(row_of(*pair)))
+    pairs = statuses(Listing(Records()).open)
+    return sorted(
+        [(record, status) for record, status in pairs if not status.state.final],
+        key=lambda pair: place_in_list(row_of(*pair)),
+    )
 
 
 def _from_end(verdict: Verdict) -> Status:

@@ -70,7 +70,7 @@ class RiskySetting:
 
 @dataclass(frozen=True)
 class Usage:
-    """The use that a command will make of the settings.
+    """What a command does with the settings.
 
     Attributes:
         executes: whether the command executes anything or contacts a host; a dry run does neither.
@@ -142,10 +142,10 @@ def check(
         path: the project's file.
         data: its content.
         lines: the settings of the file that the command would use and that need trust.
-        workdirs: the directory in which the program starts. If the project's file sets it, the
-            user's current directory is added. Relative to each of them, the program must be below
-            the file's directory. Otherwise a file could use `workdir` to make another program
-            look like its own.
+        workdirs: the directory in which the program starts; if the project's file sets it, also the
+            user's current directory. The program must be inside the project, whichever of them its
+            path is relative to. Otherwise a file could set `workdir` so that another project's
+            program seems to be its own.
         use: how the command will use the settings.
 
     Raises:

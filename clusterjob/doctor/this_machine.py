@@ -153,8 +153,7 @@ def loopback() -> CheckFinding:
     hint = "`ip link show lo` must show UP; /etc/hosts must have `localhost`"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            address = server.getsockname()
-            socket.create_connection(address, _TIMEOUT).close()
+            socket.create_connection(server.getsockname(), _TIMEOUT).close()
     except OSError as error:
         return failed(f"127.0.0.1 cannot be reached: {error.strerror or error}", hint)
     found, _ = _resolved("localhost")
