@@ -145,12 +145,8 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
     for place in named:
         try:
             found = place.expanduser().stat()
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ):  # the code that reads the file reports the error
-            continue
+        except (OSError, RuntimeError, ValueError):
+            continue  # the code that reads the file reports the error
         regular = stat.S_ISREG(found.st_mode) and found.st_size <= trust.LARGEST_NAMED
         if not regular and not stat.S_ISDIR(found.st_mode):
             raise ConfigError(

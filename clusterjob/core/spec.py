@@ -213,7 +213,7 @@ class JobSpec:
         if self.hosts or self.login or self.container:
             is_this = False  # the path is that of another machine or a container
         if is_this and (wrong := self.syntax_error()):
-            raise SpecError(wrong, f"no node can run it: {self.python} is this interpreter")
+            raise SpecError(wrong, f"no node could run it: {self.python} is this interpreter")
 
     def syntax_error(self) -> str:
         """Return the program's syntax error in this process's Python as one line.
