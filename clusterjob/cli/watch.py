@@ -7,7 +7,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from clusterjob.cli.output import LogPrinter, Progress, live_lines, print_end, print_verdict
+from clusterjob.cli import output
+from clusterjob.cli.output import LogPrinter, Progress, print_end, print_verdict
 from clusterjob.core import polling
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
@@ -70,7 +71,7 @@ class Watch:
             )
         finally:
             self._progress.stop()
-            live_lines.clear()
+            output.live_lines.clear()
         print_verdict(self._record, verdict)
         if verdict.state is not JobState.SUCCEEDED:
             print(sanitize(f"  logs: {self._record.job_dir / 'logs'}"), file=sys.stderr)

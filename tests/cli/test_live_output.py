@@ -154,7 +154,7 @@ def test_watch_folds_lines_and_reads_open_lines_once_per_poll(
     )
     readers: list[LogReader] = []
     monkeypatch.setattr(LogReader, "open_lines", lambda reader: readers.append(reader) or [])
-    monkeypatch.setattr(output, "_live", LiveLines())
+    monkeypatch.setattr(output, "live_lines", LiveLines())
     monkeypatch.setattr(LiveLines, "has_terminal", terminal)
     assert Watch(record).to_the_end() == 0
     assert capsys.readouterr().out == "[0-3] ready\n"
