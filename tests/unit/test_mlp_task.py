@@ -338,5 +338,7 @@ def test_list_option_is_refused_by_slurm_backend(tmp_path: Path) -> None:
     options: Mapping[str, str] = read_setting("set", {"exclude": ["n1", "n2"]}, origin="here")
     with pytest.raises(SpecError, match=r"exclude: .* is not a text or a number"):
         flags.options(options)
-    with pytest.raises(config.ConfigError, match="contains a value that is not a text, a number, true or false"):
+    with pytest.raises(
+        config.ConfigError, match="contains a value that is not a text, a number, true or false"
+    ):
         read_setting("set", {"x": [time]}, origin="here")
