@@ -209,9 +209,8 @@ class JobSpec:
         elif self.program.kind == "command" and not self.program.target:
             raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
         python = os.path.realpath(shutil.which(self.python) or "")
-        is_this = python == os.path.realpath(sys.executable)
-        if self.hosts or self.login or self.container:
-            is_this = False  # the path is that of another machine or a container
+        runs_here = not (self.hosts or self.login or self.container)
+        is_this = runs_here and python == os.path.realpath(sys.executable)
         if is_this and (wrong := self.syntax_error()):
             raise SpecError(wrong, f"no node could run it: {self.python} is this interpreter")
 
