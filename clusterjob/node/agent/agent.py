@@ -18,7 +18,7 @@ from clusterjob.node.logs.events import now
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import coordinator_link, messages
 from clusterjob.node.rendezvous.coordinator import Coordinator
-from clusterjob.node.rendezvous.coordinator_link import Link, LocalLink
+from clusterjob.node.rendezvous.coordinator_link import LocalLink, RemoteLink
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.system import crashes, processes
@@ -63,7 +63,7 @@ class Agent:
         self._forkserver = forkserver
         self._console = console
         self._host = scheduler.node_name()
-        self._link: Link | None = None
+        self._link: LocalLink | RemoteLink | None = None
         self._coordinator: Coordinator | None = None  # on node 0
         self._coordinator_task: asyncio.Task[Verdict] | None = None
         self._supervisor = scheduler.supervisor(os.environ)

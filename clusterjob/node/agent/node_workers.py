@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract
-from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
@@ -25,7 +24,6 @@ from clusterjob.node.system import devices, processes
 from clusterjob.node.verdict import Failure
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.forkserver_client import ForkserverClient
-from clusterjob.node.workers.missing_worker import MissingWorker
 from clusterjob.node.workers.worker_failures import Failures, how
 from clusterjob.node.workers.worker_status import WorkerStatus
 
@@ -64,25 +62,17 @@ class NodeWorkers:
         self._forkserver = forkserver
         self._console = console
         self._send = send
-        self._world: World | None = None
+        self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks
         self._exec_reason = ""  # why the workers are not forked, until it is sent
         self.stop_ordered = False
         self._directory = log_files.node_directory(job_dir, topology.node_rank)
-        host = scheduler.node_name()
         self.failures = Failures(
             topology.node_rank,
-            host,
+            scheduler.node_name(),
             directory=self._directory,
             attempt=job.attempt,
             under_torchrun=options.launcher == "torchrun",
-        )
-        self._status = WorkerStatus(
-            topology.node_rank,
-            host,
-            directory=self._directory,
-            attempt=job.attempt,
-            failures=self.failures,
         )
 
     # -- orders of the coordinator -----------------------------------------------------------------
@@ -91,9 +81,8 @@ class NodeWorkers:
         """Start a round of workers."""
         gpus = devices.visible_gpus(os.environ)
         world = replace(order.world, gpus=gpus)
-        self._world = world
         self.stop_ordered = False
-        self._status.begin(world)
+        self._status = WorkerStatus(self.failures, world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._forkserver.error:
             self.node_failed(self._forkserver.error)
@@ -132,9 +121,9 @@ class NodeWorkers:
 
     def probe(self, order: messages.ProbeRanks) -> None:
         """Report what each of these workers does; the forkserver probes those that run."""
-        if self._world is None:
+        if self._status is None:
             return
-        wanted = [rank - self._world.first_rank for rank in order.ranks]
+        wanted = [rank - self._status.world.first_rank for rank in order.ranks]
         started = self._forkserver.ready and not self._forkserver.waiting
         known = [] if order.note else self._status.known(wanted, started=started)
         if known:
@@ -146,8 +135,10 @@ class NodeWorkers:
             )
 
     def note_found(self, order: messages.RanksFound) -> None:
-        """Write what other nodes found about missing ranks to the waiting worker's stderr."""
-        self._status.note_found(order.local_rank, order.lines)
+        """Write the state of missing ranks into the stderr of the worker that waits for them."""
+        if self._status is not None:
+            stderr = self.failures.stderr_of(self._status.world, order.local_rank)
+            log_files.append(stderr, order.lines)
 
     def report_failures(self) -> None:
         """Report all failures known by now; the forkserver first reports every worker's end."""
@@ -160,15 +151,17 @@ class NodeWorkers:
 
     def receive(self) -> None:
         """Handle one message of the forkserver, or its end."""
-        handlers: dict[type, Callable[[Any], None]] = {
+        handlers: dict[type, Callable[[Any], object]] = {
             forkserver_messages.Ready: self._on_ready,
             forkserver_messages.WorkerFailing: self._on_worker_failing,
             forkserver_messages.WorkerExited: self._on_worker_exited,
             forkserver_messages.WorkerWaiting: self._on_worker_waiting,
-            forkserver_messages.WorkersProbed: self._on_workers_probed,
+            forkserver_messages.WorkersProbed: lambda probed: self._send_probed(
+                probed.workers, final=probed.final
+            ),
             forkserver_messages.StoreExited: self._on_store_exited,
-            forkserver_messages.EndsReported: self._on_ends_reported,
-            forkserver_messages.WorkersGone: self._on_workers_gone,
+            forkserver_messages.EndsReported: lambda _reported: self._send_early_exits(),
+            forkserver_messages.WorkersGone: lambda _gone: self._send(messages.Stopped()),
         }
         message = self._forkserver.receive()
         if message is None:
@@ -192,31 +185,27 @@ class NodeWorkers:
             self._exec_reason = ""
 
     def _on_worker_waiting(self, message: forkserver_messages.WorkerWaiting) -> None:
-        if self._world is not None:
+        if self._status is not None:
             self._send(
                 messages.RanksMissing(
-                    self._world.restart,
+                    self._status.world.restart,
                     message.local_rank,
                     ranks=message.ranks,
                     final=message.final,
                 )
             )
 
-    def _on_workers_probed(self, message: forkserver_messages.WorkersProbed) -> None:
-        found = [
-            self._status.describe(each.local_rank, each.pid, text=each.text, stack=each.stack)
-            for each in message.workers
-        ]
-        self._send_probed(found, final=message.final)
-
-    def _send_probed(self, found: Sequence[MissingWorker], *, final: bool) -> None:
-        if self._world is not None:
+    def _send_probed(
+        self, found: Sequence[forkserver_messages.ProbedWorker], *, final: bool
+    ) -> None:
+        status = self._status
+        if status is not None:
             self._send(
                 messages.RanksProbed(
-                    self._world.restart,
+                    status.world.restart,
                     final=final,
-                    lines=self._status.lines(found),
-                    failures=self._status.missing_failures(found) if final else (),
+                    lines=tuple(map(status.line, found)),
+                    failures=tuple(map(status.missing_failure, found)) if final else (),
                 )
             )
 
@@ -226,16 +215,10 @@ class NodeWorkers:
             last = log_files.last_lines(self._directory / STORE_LOG, 1)
             self.node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
 
-    def _on_ends_reported(self, _message: forkserver_messages.EndsReported) -> None:
-        self._send_early_exits()
-
     def _send_early_exits(self) -> None:
-        if self._world is not None:
+        if self._status is not None:
             exits = tuple(messages.EarlyExit(*each) for each in self._status.early_exits())
-            self._send(messages.FailuresReported(self._world.restart, exits))
-
-    def _on_workers_gone(self, _message: forkserver_messages.WorkersGone) -> None:
-        self._send(messages.Stopped())
+            self._send(messages.FailuresReported(self._status.world.restart, exits))
 
     def _on_forkserver_exited(self) -> None:
         """Fail, unless the forkserver was stopped: the kernel has killed the workers with it."""
@@ -250,15 +233,15 @@ class NodeWorkers:
     def _forkserver_failed(self, why: str) -> None:
         """Report that no workers can run: now if a round runs, else when one starts."""
         self._forkserver.error = why
-        if self._world is not None:
+        if self._status is not None:
             self.node_failed(why)
 
     # -- failures ----------------------------------------------------------------------------------
 
     def _on_worker_failing(self, message: forkserver_messages.WorkerFailing) -> None:
-        assert self._world is not None
+        assert self._status is not None
         failure = self.failures.of_worker(
-            self._world,
+            self._status.world,
             message.local_rank,
             code=message.exit_code,
             signal_name=None,
@@ -268,17 +251,17 @@ class NodeWorkers:
         self._send_failure(failure, message.monotonic, exited=not message.started)
 
     def _on_worker_exited(self, message: forkserver_messages.WorkerExited) -> None:
-        assert self._world is not None
+        assert self._status is not None
         local_rank = message.local_rank
         self._running.discard(local_rank)
         code, signal_name = processes.exit_code_of(message.status)
         self._status.ended[local_rank] = how(code, signal_name)
         if code == 0 and self._options.launcher == "agent":
-            self._status.note_exit(local_rank, message.monotonic)
+            self._status.exits[local_rank] = message.monotonic
             self._send(messages.Succeeded(local_rank))
         if code != 0:
             failure = self.failures.of_worker(
-                self._world,
+                self._status.world,
                 local_rank,
                 code=code,
                 signal_name=signal_name,

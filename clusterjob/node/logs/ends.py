@@ -70,10 +70,9 @@ def cancelled(job_dir: Path) -> bool:
 
 def interrupted(job_dir: Path) -> bool:
     """Return whether Ctrl-C caused the cancel: workers then get SIGINT instead of SIGTERM."""
-    try:
+    with contextlib.suppress(OSError):
         return (job_dir / CANCELLED).read_bytes() == _INTERRUPT
-    except OSError:
-        return False
+    return False
 
 
 def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
@@ -83,10 +82,8 @@ def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
         job_dir: the job's directory.
         interrupt: whether the workers get SIGINT first.
     """
-    try:
+    with contextlib.suppress(OSError):
         files.write_atomic(job_dir / CANCELLED, _INTERRUPT if interrupt else b"")
-    except OSError:
-        pass
 
 
 def warned(job_dir: Path, attempt: int) -> bool:
@@ -99,10 +96,8 @@ def warn(job_dir: Path, attempt: int) -> None:
 
     They poll the file. An error in writing is ignored.
     """
-    try:
+    with contextlib.suppress(OSError):
         warning_file(job_dir, attempt).touch(0o600)
-    except OSError:
-        pass
 
 
 def warning_file(job_dir: Path, attempt: int) -> Path:
@@ -132,12 +127,11 @@ def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
     for path in _glob(directory(job_dir), "node*.json"):
         end = files.read_json(path)
         if (
-            not isinstance(end, dict)
-            or end.get("attempt", 0) != attempt
-            or type(end.get("node_rank")) is not int
+            isinstance(end, dict)
+            and end.get("attempt", 0) == attempt
+            and type(end.get("node_rank")) is int
+            and path.stem == f"node{end['node_rank']}"  # ignore an end of another node's rank
         ):
-            continue
-        if path.stem == f"node{end['node_rank']}":  # ignore an end of another node's rank
             found.append(end | {"reason": str(end.get("reason") or "")[:_SHORT_TEXT]})
     return sorted(found, key=lambda end: end["node_rank"])
 
@@ -176,32 +170,25 @@ def _fitting(end: dict[str, Any]) -> bytes:
     data = files.json_bytes(end)
     if len(data) <= files.RESERVED:
         return data
+    end = end | {"reason": str(end.get("reason", ""))[:_SHORT_TEXT], "consequences": []}
     failure = end.get("failure")
     if failure:
         last_lines = [line[:200] for line in failure["last_lines"][-20:]]
-        failure = failure | {"message": failure["message"][:_SHORT_TEXT], "last_lines": last_lines}
-    return files.json_bytes(
-        end
-        | {
-            "failure": failure,
-            "reason": str(end.get("reason", ""))[:_SHORT_TEXT],
-            "consequences": [],
-        }
-    )
+        short = {"message": failure["message"][:_SHORT_TEXT], "last_lines": last_lines}
+        end["failure"] = failure | short
+    return files.json_bytes(end)
 
 
 def read_result(job_dir: Path) -> Verdict | None:
     """Return the recorded verdict; None if there is no file with a valid verdict."""
     for path in (job_dir / RESULT, _aside(job_dir)):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return Verdict.from_json(files.read_json(path))
-        except (OSError, ValueError):
-            continue
     return None
 
 
 def _write_aside(job_dir: Path, verdict: Verdict) -> None:
-    try:
+    with contextlib.suppress(OSError):  # then only connected processes receive the verdict
         _ASIDE.mkdir(mode=0o700, exist_ok=True)
         if _is_ours(_ASIDE):
             files.write_json(_aside(job_dir), verdict.to_json())
@@ -209,8 +196,6 @@ def _write_aside(job_dir: Path, verdict: Verdict) -> None:
                 with contextlib.suppress(FileNotFoundError):  # another process removed it
                     if time.time() - old.stat().st_mtime > _KEPT_ASIDE:
                         old.unlink()
-    except OSError:
-        pass  # only connected processes then receive the verdict
 
 
 def _aside(job_dir: Path) -> Path:
@@ -223,13 +208,11 @@ def _aside(job_dir: Path) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         found = path.lstat()
-    except OSError:
-        return False
-    return (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    )
+        owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        return owned and not found.st_mode & 0o077
+    return False
 
 
 def has_result(job_dir: Path, attempt: int) -> bool:
@@ -288,14 +271,10 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
     suffix = _refusal_suffix(attempt)
     for path in _glob(directory(job_dir), f"node*{suffix}"):
         try:
-            code, _, message = (
-                files.read_regular(path, _MAX_REFUSAL)
-                .decode(errors="replace")
-                .strip()
-                .partition("\n")
-            )
+            text = files.read_regular(path, _MAX_REFUSAL).decode(errors="replace").strip()
         except (OSError, ValueError):
             continue  # removed since it was listed, or written by another program
+        code, _, message = text.partition("\n")
         host, _, why = message.partition(": ")
         number = path.name.removeprefix("node").removesuffix(suffix)
         if _NUMBER.fullmatch(number):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import stat
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from clusterjob.node.logs.log_files import open_regular
 
 _MAX_LINE, _MAX_FILE = 1 << 20, 256 << 20  # maximum bytes to read
 # Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
@@ -38,11 +39,11 @@ class EventLog:
         at = now()
         line = {"time": at, "monotonic": round(time.monotonic(), 6), "event": event}
         line |= {name: _cut(value) for name, value in details.items()}
-        try:
-            with self._path.open("a", encoding="utf-8", errors="replace") as stream:
-                stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-        except OSError:
-            pass
+        with (
+            contextlib.suppress(OSError),
+            self._path.open("a", encoding="utf-8", errors="replace") as stream,
+        ):
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
         return at
 
 
@@ -57,17 +58,13 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
     Lines that are too long or are not events are skipped.
     """
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
-            left = _MAX_FILE if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else 0
-            while left > 0 and (line := stream.readline(_MAX_LINE)):
-                left -= len(line)
-                try:
-                    event = json.loads(line.decode(errors="replace"))
-                except (ValueError, RecursionError):
-                    # The writer died before it finished its last line, or the line is too long.
-                    continue
-                if isinstance(event, dict):
-                    yield event
-    except OSError:
-        return
+    with contextlib.suppress(OSError), open_regular(path) as stream:
+        left = _MAX_FILE
+        while left > 0 and (line := stream.readline(_MAX_LINE)):
+            left -= len(line)
+            try:
+                event = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                continue  # the writer died before it finished the line, or the line is too long
+            if isinstance(event, dict):
+                yield event

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from clusterjob.node.verdict import FailureKind
 
@@ -29,99 +28,96 @@ class Meaning(enum.Enum):
     IN_TORCH_DISTRIBUTED = enum.auto()  # the failure is inside torch.distributed
 
 
-@dataclass(frozen=True)
-class _Rule:
-    meaning: Meaning
-    pattern: re.Pattern[str]
-    source: str
-
-
-def _rule(meaning: Meaning, pattern: str, source: str) -> _Rule:
-    return _Rule(meaning, re.compile(pattern, re.IGNORECASE | re.MULTILINE), source)
-
-
+# Meaning, pattern, and the source of the text.
 _RULES = (
-    _rule(
+    (
         Meaning.PEER_LOST,
         r"Connection closed by peer|application timeout caused pair closure",
         "gloo/transport/tcp/pair.cc",
     ),
-    _rule(
+    (
         Meaning.PEER_LOST,
         r"Connection reset by peer|Broken pipe",
         "errno(3), through gloo and c10d",
     ),
-    _rule(
+    (
         Meaning.PEER_LOST,
-        r"Connection was likely closed|Socket Timeout|failed to recv, got 0 bytes|Failed to recv"
-        r"|DistNetworkError|recvValue failed|sendBytes failed|recvVector failed"
-        r"|wait timeout after \d+ms",
+        (
+            r"Connection was likely closed|Socket Timeout|failed to recv, got 0 bytes|Failed to recv"
+            r"|DistNetworkError|recvValue failed|sendBytes failed|recvVector failed"
+            r"|wait timeout after \d+ms"
+        ),
         "torch/csrc/distributed/c10d/TCPStore.cpp, pytorch#113546, #194871",
     ),
-    _rule(
+    (
         Meaning.PEER_LOST,
         r"remote process exited or there was a network error|NCCL communicator was aborted",
         "nccl/src/init.cc, ProcessGroupNCCL.cpp",
     ),
-    _rule(
+    (
         Meaning.PEER_LOST,
         r"Timed out waiting \d+ms for (?:recv|send) operation",
         "gloo/transport/tcp/unbound_buffer.cc",
     ),
-    _rule(
+    (
         Meaning.RANKS_MISSING,
         r"\bRanksMissingError: ",
         "clusterjob.errors, in the traceback of a worker that has no report pipe",
     ),
-    _rule(
+    (
         Meaning.TERMINATED,
         r"killed by signal: Terminated|DataLoader worker .* exited unexpectedly",
         "torch/csrc/DataLoader.cpp, torch/utils/data/dataloader.py",
     ),
-    _rule(
+    (
         Meaning.TERMINATED,
         r"got signal: 15\b",
         "torch/distributed/elastic/agent/server/api.py",
     ),
-    _rule(
+    (
         Meaning.CHILD_KILLED,
         r"DataLoader worker .* (?:is killed by signal: Killed|exited unexpectedly)",
         "torch/csrc/DataLoader.cpp, torch/utils/data/dataloader.py",
     ),
-    _rule(
+    (
         Meaning.NO_GPU_FOR_NCCL,
         r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs, no GPUs found",
         "torch/distributed/distributed_c10d.py, ProcessGroupNCCL.cpp",
     ),
-    _rule(
+    (
         Meaning.OOM_DEVICE,
         r"\bOutOfMemoryError: |CUDA out of memory",
         "c10/cuda/CUDACachingAllocator.cpp",
     ),
-    _rule(
+    (
         Meaning.DEVICE,
         r"CUDA error: |uncorrectable ECC error|\bNVRM: Xid\b",
         "c10/cuda/CUDAException.cpp, docs.nvidia.com/deploy/xid-errors",
     ),
-    _rule(
+    (
         Meaning.OOM_HOST,
         r"^(?:\[rank\d+\]: ?)?MemoryError\b|DefaultCPUAllocator: .*not enough memory",
         "Python's MemoryError, c10/core/CPUAllocator.cpp",
     ),
-    _rule(
+    (
         Meaning.IMPORT,
         r"^(?:\[rank\d+\]: ?)?(?:ImportError|ModuleNotFoundError): ",
         "Python",
     ),
     # torch/distributed/elastic is excluded: `@record` of torchrun wraps a whole script.
-    _rule(
+    (
         Meaning.IN_TORCH_DISTRIBUTED,
-        r'File ".*/torch/(?:nn/parallel/)?distributed(?:\.py|/(?!elastic/))'
-        r"|torch\.distributed\.Dist|c10::Dist|\bProcessGroup|\[c10d\]|gloo/transport/|\bNCCL\b"
-        r"|\bRendezvousError: |\bRanksMissingError: ",
+        (
+            r'File ".*/torch/(?:nn/parallel/)?distributed(?:\.py|/(?!elastic/))'
+            r"|torch\.distributed\.Dist|c10::Dist|\bProcessGroup|\[c10d\]|gloo/transport/|\bNCCL\b"
+            r"|\bRendezvousError: |\bRanksMissingError: "
+        ),
         "the frames of torch.distributed, and the loggers of c10d, gloo and NCCL",
     ),
 )
+_PATTERNS = [
+    (meaning, re.compile(pattern, re.IGNORECASE | re.MULTILINE)) for meaning, pattern, _ in _RULES
+]
 
 # The first frame inside torch names the function that the script called, except torch's wrapper
 # for logs.
@@ -144,12 +140,7 @@ _KINDS = {
 def meanings(lines: Sequence[str]) -> frozenset[Meaning]:
     """Return the meanings of all error texts in some lines."""
     text = "\n".join(lines)
-    return frozenset(rule.meaning for rule in _RULES if rule.pattern.search(text))
-
-
-def kind(found: frozenset[Meaning]) -> FailureKind | None:
-    """Return the failure kind of these meanings; None if they imply none."""
-    return next((kind for meaning, kind in _KINDS.items() if meaning in found), None)
+    return frozenset(meaning for meaning, pattern in _PATTERNS if pattern.search(text))
 
 
 def kind_of_end(
@@ -167,12 +158,11 @@ def kind_of_end(
         signal_name: the signal that ended it, or None.
         raised: whether its last lines contain a traceback.
     """
-    general = (None, FailureKind.CODE, FailureKind.EXIT_CODE)
     if signal_name == "SIGTERM":
         return FailureKind.TERMINATED
-    if reported not in general and reported is not None:
+    if reported not in (None, FailureKind.CODE, FailureKind.EXIT_CODE):
         return reported
-    found = kind(meanings)
+    found = next((kind for meaning, kind in _KINDS.items() if meaning in meanings), None)
     if found is not None and signal_name in (None, "SIGABRT"):
         return found
     if signal_name is not None:

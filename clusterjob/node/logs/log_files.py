@@ -16,11 +16,14 @@ The files of node 0 in ``logs/node0/``:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from clusterjob.node.logs.job_dir import LOGS, TIMELINE
 
@@ -87,20 +90,35 @@ def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...
     return tuple(line for line in lines if line)[-count:]
 
 
+def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading; refuse a pipe or a device, which could block forever.
+
+    The caller closes it.
+
+    Args:
+        path: the file.
+        buffering: as in `open`; 0 for an unbuffered file.
+
+    Raises:
+        OSError: the path is not a regular file, or it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb", buffering=buffering)
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def append(path: Path, lines: Sequence[str]) -> None:
     """Append lines with the prefix ``clusterjob:`` to a worker's file, in one write.
 
     An error such as a full disk loses the lines.
     """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:
-        return
+    text = "".join(f"clusterjob: {line}\n" for line in lines)
     with contextlib.suppress(OSError):
-        os.write(
-            descriptor, "".join(f"clusterjob: {line}\n" for line in lines).encode(errors="replace")
-        )
-    os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        with open(descriptor, "wb", buffering=0) as stream:
+            stream.write(text.encode(errors="replace"))
 
 
 def shown(part: bytes) -> str:
@@ -128,7 +146,7 @@ class Timeline:
         """
         moment = f"{time.time():.3f}"
         grown = []
-        try:
+        with contextlib.suppress(OSError):
             for path in sorted(self._directory.iterdir()):
                 size = path.stat().st_size if FILE_NAME.fullmatch(path.name) else 0
                 if size > self._sizes.get(path.name, 0):
@@ -137,5 +155,3 @@ class Timeline:
             if grown:
                 with (self._directory / TIMELINE).open("a") as stream:
                     stream.write("".join(grown))
-        except OSError:
-            pass

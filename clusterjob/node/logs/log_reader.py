@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import heapq
 import itertools
 import os
 import re
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, TIMELINE
 from clusterjob.node.logs.log_files import (
@@ -21,12 +20,14 @@ from clusterjob.node.logs.log_files import (
     file_names,
     last_state,
     node_directory,
+    open_regular,
     shown,
 )
 
 LONGEST = 1 << 20  # maximum bytes of a line; a longer line is returned in parts
 _PIECE = 1 << 16  # bytes to read at once
 _MAX_OPEN = 4096  # maximum bytes to show of a line without a newline
+_NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 _NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
 
 
@@ -72,7 +73,7 @@ class _File:
             seconds: the time of the lines.
         """
         try:
-            stream = _open_regular(self.path)
+            stream = open_regular(self.path, buffering=0)
         except OSError:
             return
         with stream:
@@ -83,9 +84,7 @@ class _File:
                 self.offset += len(data)
                 whole, found, rest = (self.rest + data).rpartition(b"\n")
                 lines = self._lines(whole, seconds) if found else []
-                self.rest = rest
-                if not self.raw:
-                    self.rest = _without_overwritten(self.rest)
+                self.rest = rest if self.raw else _without_overwritten(rest)
                 if len(self.rest) >= LONGEST:
                     lines.append(self._line(self.rest, seconds, ended=False))
                     self.rest = b""
@@ -98,14 +97,12 @@ class _File:
     def skip_to_tail(self, count: int) -> None:
         """Continue at the last `count` lines, without reading the lines before them."""
         try:
-            stream = _open_regular(self.path)
+            stream = open_regular(self.path, buffering=0)
         except OSError:
             return
         with stream:
-            begin, left = (
-                os.fstat(stream.fileno()).st_size,
-                count + 1,
-            )  # the last line may have a newline
+            begin = os.fstat(stream.fileno()).st_size
+            left = count + 1  # the last line may have a newline
             while begin > 0 and left > 0:
                 end, begin = begin, max(0, begin - _PIECE)
                 stream.seek(begin)
@@ -137,21 +134,6 @@ class _File:
         return LogLine(
             self.node_rank, self.rank, stream=self.stream, text=text, seconds=seconds, ended=ended
         )
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """Open a regular file; refuse a pipe or a device, which could block forever.
-
-    The caller closes it.
-
-    Raises:
-        OSError: the path is not a regular file, or it cannot be opened.
-    """
-    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0)  # noqa: SIM115
-    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        return stream
-    stream.close()
-    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def _without_overwritten(part: bytes) -> bytes:
@@ -234,30 +216,21 @@ class LogReader:
         if not end:
             return
         for node_rank in self._nodes():
-            for name in file_names(node_directory(self._logs.parent, node_rank)):
-                file = self._file(node_rank, name)
-                if file is not None:
-                    yield from file.lines_up_to(None, self._moment)
-                    yield file.last_line(self._moment)
+            for file in self._files_of(node_rank):
+                yield from file.lines_up_to(None, self._moment)
+                yield file.last_line(self._moment)
 
     def skip_to_tail(self, count: int) -> None:
         """Continue at the last `count` lines of each file, or shortly before them."""
         for node_rank in self._nodes():
-            for name in file_names(node_directory(self._logs.parent, node_rank)):
-                file = self._file(node_rank, name)
-                if file is not None:
-                    file.skip_to_tail(count)
+            for file in self._files_of(node_rank):
+                file.skip_to_tail(count)
 
     def open_lines(self) -> list[LogLine]:
         """Return lines without a newline, such as progress bars, of each worker's newest files."""
-        newest: dict[tuple[int, int, str], tuple[tuple[int, int, int, str], _File]] = {}
-        for (node_rank, name), file in self._files.items():
-            key = (node_rank, -1 if file.rank is None else file.rank, file.stream)
-            newest[key] = max(
-                newest.get(key, (by_start(name), file)),
-                (by_start(name), file),
-                key=lambda pair: pair[0],
-            )
+        newest: dict[tuple[int, int, str], _File] = {}
+        for file in sorted(self._files.values(), key=lambda file: by_start(file.path.name)):
+            newest[file.node_rank, -1 if file.rank is None else file.rank, file.stream] = file
         return [
             LogLine(
                 file.node_rank,
@@ -266,7 +239,7 @@ class LogReader:
                 text=shown(file.rest[-_MAX_OPEN:]),
                 ended=False,
             )
-            for _, (_, file) in sorted(newest.items())
+            for _, file in sorted(newest.items(), key=lambda item: item[0])
             if file.rest.strip()
         ]
 
@@ -296,45 +269,38 @@ class LogReader:
             directory = node_directory(self._logs.parent, node_rank)
             if (directory / TIMELINE).exists() or (directory / AGENT_LOG).exists():
                 continue
-            for name in file_names(directory):
-                file = self._file(node_rank, name)
-                size = _size(directory / name) if file is not None else 0
-                if file is not None and size > file.offset:
-                    found.append(_Note(time.time(), node_rank, order=by_start(name), size=size))
+            for file in self._files_of(node_rank):
+                with contextlib.suppress(OSError):
+                    size = file.path.stat().st_size
+                    if size > file.offset:
+                        order = by_start(file.path.name)
+                        found.append(_Note(time.time(), node_rank, order=order, size=size))
         return sorted(found)
 
+    def _files_of(self, node_rank: int) -> Iterator[_File]:
+        """Yield the files of a node that the reader returns, in the order of starts."""
+        for name in file_names(node_directory(self._logs.parent, node_rank)):
+            file = self._file(node_rank, name)
+            if file is not None:
+                yield file
+
     def _nodes(self) -> list[int]:
-        try:
-            names = [
-                path.name
-                for path in self._logs.iterdir()
-                if re.fullmatch(r"node\d{1,9}", path.name, re.ASCII)
-            ]
-        except OSError:
-            return []
-        return sorted(
-            number for number in (int(name[4:]) for name in names) if self._node in (None, number)
-        )
+        with contextlib.suppress(OSError):
+            matches = [_NODE.fullmatch(path.name) for path in self._logs.iterdir()]
+            numbers = [int(match[1]) for match in matches if match is not None]
+            return sorted(number for number in numbers if self._node in (None, number))
+        return []
 
     def _file(self, node_rank: int, name: str) -> _File | None:
         match = FILE_NAME.fullmatch(name)
         if match is None:
             return None
         rank = int(match["rank"]) if match["rank"] else None
-        if self._rank not in (None, rank) or self._attempt not in (
-            None,
-            int(match["attempt"] or 0),
-        ):
+        attempt = int(match["attempt"] or 0)
+        if self._rank not in (None, rank) or self._attempt not in (None, attempt):
             return None
         path = node_directory(self._logs.parent, node_rank) / name
         return self._files.setdefault(
             (node_rank, name),
             _File(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),
         )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,18 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import messages, missing_ranks, outcome, ports, worlds
-from clusterjob.node.rendezvous.failure_poll import FailurePoll
+from clusterjob.node.rendezvous import messages, outcome, ports, worlds
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preemption import Preemption
-from clusterjob.node.rendezvous.root_cause import RootCause
-from clusterjob.node.rendezvous.stragglers import Stragglers
+from clusterjob.node.rendezvous.round import Round
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 # Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
 _FAILURE_GRACE = 0.5
 _NOTICE_INTERVAL = 5.0  # seconds between two notices about missing nodes
-_MAX_SHOWN = 8  # maximum stacks to show of workers that still run, per node
 _STOP_TIMEOUT = 5.0  # seconds after the grace for an agent to answer the stop order
 _REFUSALS_INTERVAL = 0.25  # seconds between two checks for a node that cannot start
 
@@ -70,27 +67,15 @@ class Coordinator:
         self._started_at: str | None = None
         self._deadline = float("inf")
         self._time_limit_runs = False
-        # Nodes of this round, each until it reports that its workers have all started, have all
-        # ended, are all stopped.
-        self._unstarted: set[int] = set()
-        self._undone: set[int] = set()
-        self._unstopped: set[int] = set()
         self._restarts = 0
         self._preemption = Preemption(options.warning, options.grace)
-        self._begin_round()
+        self._round = self._new_round()
+        # The handlers of the round itself handle the other messages.
         self._handlers: dict[type, Callable[[Peer, Any], Outcome | None]] = {
-            messages.Joined: self._ignore,
-            messages.KillNow: self._ignore,
-            messages.Hello: self._ignore,
+            messages.KillNow: lambda _peer, _kill: None,
+            messages.Hello: lambda _peer, _hello: None,
             messages.Running: self._on_running,
-            messages.Done: self._on_done,
-            messages.Stopped: self._on_stopped,
-            messages.Succeeded: self._on_succeeded,
             messages.StartedByExec: self._on_started_by_exec,
-            messages.Failing: self._on_failing,
-            messages.RanksMissing: self._on_ranks_missing,
-            messages.RanksProbed: self._on_ranks_probed,
-            messages.FailuresReported: self._on_failures_reported,
             messages.Cancel: self._on_cancel,
             messages.PreemptionWarning: self._on_preemption_warning,
             messages.CoordinatorLost: self._on_lost,
@@ -217,38 +202,38 @@ class Coordinator:
 
     # -- one round ---------------------------------------------------------------------------------
 
-    def _begin_round(self, first_ranks: list[int] | None = None, world_size: int = 0) -> None:
-        self._root_cause = RootCause()
-        self._failure_poll = FailurePoll(
-            self._restarts, self._root_cause, membership=self.membership, options=self._options
+    def _new_round(self, first_ranks: Sequence[int] = (), world_size: int = 0) -> Round:
+        return Round(
+            self._restarts,
+            self.membership,
+            preemption=self._preemption,
+            options=self._options,
+            events=self._events,
+            first_ranks=first_ranks,
+            world_size=world_size,
         )
-        self._missing_ranks = missing_ranks.MissingRanks(first_ranks or (), world_size)
-        self._stragglers = Stragglers(first_ranks or (), world_size)
-        self._preemption.begin_round()
 
     def _start_round(self) -> None:
-        plan = worlds.plan_round(
+        of_nodes, store = worlds.plan_round(
             [self._peers[rank] for rank in sorted(self._peers)],
             self._restarts,
             topology=self._topology,
             job=self._job,
             serve_store=self._options.launcher == "agent" and self._job.has_torch,
         )
-        self._begin_round(plan.first_ranks, plan.world_size)
-        self._unstarted = set(self._peers)
-        self._undone = set(self._peers)
-        self._unstopped = set(self._peers)
-        for world in plan.worlds:
+        first = of_nodes[0]
+        self._round = self._new_round([world.first_rank for world in of_nodes], first.world_size)
+        for world in of_nodes:
             start = messages.Start(world)
-            if plan.store is not None and world.node_rank == 0:
-                start = messages.StartWithStore(world, plan.store)
+            if store is not None and world.node_rank == 0:
+                start = messages.StartWithStore(world, store)
             self._peers[world.node_rank].send(start)
         at = self._events.add(
             "started",
             attempt=self._job.attempt,
             restart=self._restarts,
-            world_size=plan.world_size,
-            master_port=plan.master_port,
+            world_size=first.world_size,
+            master_port=first.master_port,
         )
         if self._started_at is None:
             self._started_at = at
@@ -260,13 +245,14 @@ class Coordinator:
 
     async def _wait_for_round(self) -> Outcome:
         """Wait until all workers have ended, one has failed, or the job must end."""
-        while self._undone or self._preemption.suspects_due < float("inf") or self._unexplained():
+        current = self._round
+        while current.undone or self._preemption.suspects_due < float("inf") or self._unexplained():
             due = min(
-                self._root_cause.stop_due(),
+                current.root_cause.stop_due(),
                 self._preemption.suspects_due,
                 self._preemption.due,
                 self._deadline,
-                self._stragglers.due,
+                current.stragglers.due,
             )
             end = None
             if due > time.monotonic():
@@ -278,7 +264,7 @@ class Coordinator:
                 end = self._handle_due()
             if end is not None:
                 return end
-        root = self._root()
+        root = current.root()
         if root is not None:
             return outcome.failed(root)
         if self._preemption.left:
@@ -287,21 +273,22 @@ class Coordinator:
 
     def _unexplained(self) -> bool:
         """Return whether every failure only names a lost peer; the nodes are then polled."""
-        root = self._root()
+        root = self._round.root()
         return root is not None and root.effect
 
     def _handle_due(self) -> Outcome | None:
         """Handle a deadline that has passed; return an outcome if it ends the round."""
-        moment = time.monotonic()
-        if self._stragglers.due <= moment:
-            self._name_stragglers()
-        self._preemption.release(self._root_cause, moment)
-        root = self._root()
-        stop_is_due = root is not None and self._root_cause.stop_due() <= moment
-        if root is not None and stop_is_due:
-            explained = not root.effect or self._failure_poll.is_over(moment)
-            if explained:
-                return outcome.failed(root)
+        moment, current = time.monotonic(), self._round
+        if current.stragglers.due <= moment:
+            current.name_stragglers()
+        self._preemption.release(current.root_cause, moment)
+        root = current.root()
+        if (
+            root is not None
+            and current.root_cause.stop_due() <= moment
+            and (not root.effect or current.poll_is_over(moment))
+        ):
+            return outcome.failed(root)
         if self._preemption.due <= moment:
             seconds = self._preemption.seconds
             return self._preempted(f"its workers still ran {seconds:g} s later and were stopped")
@@ -311,90 +298,28 @@ class Coordinator:
             return outcome.out_of_time(self._options.time_limit or 0.0)
         return None
 
-    def _root(self) -> Failure | None:
-        """Return the first failure; ignore effects if a worker left because of a preemption."""
-        if self._preemption.left:
-            self._root_cause.drop_effects()
-        return self._root_cause.root()
-
     def _preempted(self, how: str) -> Outcome:
         return outcome.preempted(f"{self._preemption.reason}: {how}")
-
-    def _name_stragglers(self) -> None:
-        """Print the workers that still run, and write their stacks to their logs."""
-        text, by_node = self._stragglers.name()
-        self._events.add("stragglers", text=text)
-        for node_rank, ranks in by_node.items():
-            probe = messages.ProbeRanks(tuple(ranks[:_MAX_SHOWN]), final=False, note=text)
-            self._peers[node_rank].send(probe)
 
     # -- messages of the agents --------------------------------------------------------------------
 
     def _handle(self, node_rank: int, message: Any) -> Outcome | None:
         """Handle one message; return an outcome if it ends the round."""
-        return self._handlers[type(message)](self._peers[node_rank], message)
-
-    def _ignore(self, _peer: Peer, _message: object) -> None:
-        return None
+        handle = self._handlers.get(type(message)) or self._round.handlers[type(message)]
+        return handle(self._peers[node_rank], message)
 
     def _on_running(self, peer: Peer, _message: messages.Running) -> None:
-        self._unstarted.discard(peer.node_rank)
-        if self._started_at is None or self._unstarted or self._time_limit_runs:
+        unstarted = self._round.unstarted
+        unstarted.discard(peer.node_rank)
+        if self._started_at is None or unstarted or self._time_limit_runs:
             return
         self._time_limit_runs = True
         self._events.add("running", restart=self._restarts)
         if self._options.time_limit is not None:  # importing torch does not count
             self._deadline = time.monotonic() + self._options.time_limit
 
-    def _on_done(self, peer: Peer, _message: messages.Done) -> None:
-        self._undone.discard(peer.node_rank)
-
-    def _on_stopped(self, peer: Peer, _message: messages.Stopped) -> None:
-        self._unstopped.discard(peer.node_rank)
-
-    def _on_succeeded(self, peer: Peer, message: messages.Succeeded) -> None:
-        if self._started_at is not None and message.local_rank < peer.nproc:
-            self._stragglers.ended(peer.node_rank, message.local_rank)
-
     def _on_started_by_exec(self, peer: Peer, message: messages.StartedByExec) -> None:
         self._events.add("exec", node_rank=peer.node_rank, why=message.why)
-
-    def _on_failing(self, _peer: Peer, message: messages.Failing) -> None:
-        at = time.monotonic() - message.age
-        if not self._preemption.explains(message.failure, at, exited=message.exited):
-            self._root_cause.add(message.failure, at, exited=message.exited)
-            self._missing_ranks.note(message.failure)
-            self._add_missing_ranks()
-
-    def _on_ranks_missing(self, peer: Peer, message: messages.RanksMissing) -> None:
-        """Ask the agents for the state of the ranks that a worker waits for."""
-        if message.restart != self._restarts:
-            return
-        by_node = self._missing_ranks.ask(peer.node_rank, message)
-        if message.final and by_node:
-            until = time.monotonic() + missing_ranks.ANSWER_TIMEOUT
-            self._root_cause.wait_for_cause(until, "missing ranks")
-        for node_rank, ranks in by_node.items():
-            self._peers[node_rank].send(messages.ProbeRanks(tuple(ranks), final=message.final))
-
-    def _on_ranks_probed(self, peer: Peer, message: messages.RanksProbed) -> None:
-        if message.restart != self._restarts:
-            return
-        self._events.add("missing", node_rank=peer.node_rank, workers=list(message.lines))
-        found = self._missing_ranks.receive(peer.node_rank, message)
-        if found is not None:
-            self._peers[found[0]].send(found[1])
-        if message.final and self._missing_ranks.answered:
-            self._root_cause.wait_for_cause(0.0, "missing ranks")
-        self._add_missing_ranks()
-
-    def _add_missing_ranks(self) -> None:
-        for failure in self._missing_ranks.causes():
-            self._root_cause.add(failure, time.monotonic(), exited=True)
-
-    def _on_failures_reported(self, peer: Peer, message: messages.FailuresReported) -> None:
-        if message.restart == self._restarts:
-            self._failure_poll.receive(peer.node_rank, message)
 
     def _on_cancel(self, _peer: Peer, message: messages.Cancel) -> Outcome:
         return outcome.cancelled(sanitize(message.why), interrupt=message.interrupt)
@@ -415,7 +340,7 @@ class Coordinator:
         if peer.lost:
             return None
         peer.lost = True
-        self._unstopped.discard(peer.node_rank)
+        self._round.unstopped.discard(peer.node_rank)
         why = sanitize(message.why)
         self._events.add("lost", node_rank=peer.node_rank, host=peer.host, why=why)
         failure = outcome.node_loss(
@@ -425,25 +350,26 @@ class Coordinator:
             by_agent=isinstance(message, messages.CoordinatorLost),
             stalled=self.membership.stalls.recent(self._options.lease),
         )
-        if self._preemption.reason and self._root() is None:
+        if self._preemption.reason and self._round.root() is None:
             return self._preempted(failure.message)  # the scheduler has taken the node
-        self._root_cause.add(failure, time.monotonic(), exited=True)
-        return outcome.failed(self._root_cause.root() or failure)
+        self._round.root_cause.add(failure, time.monotonic(), exited=True)
+        return outcome.failed(self._round.root_cause.root() or failure)
 
     # -- the end -----------------------------------------------------------------------------------
 
     async def _stop_round(self, end: Outcome) -> Outcome | None:
         """Stop what still runs on every node; return the cancellation that arrived meanwhile."""
         cancelled = None
-        self._preemption.end_round(self._root_cause)
-        self._root_cause.note_stop(time.monotonic())
+        unstopped, root_cause = self._round.unstopped, self._round.root_cause
+        self._preemption.end_round(root_cause)
+        root_cause.note_stop(time.monotonic())
         grace = _FAILURE_GRACE if end.failure else self._options.grace
         if end.state is JobState.SUCCEEDED:
             grace = 0.0
         self.membership.broadcast(messages.Stop(grace, int(end.signal)))
         stalls = self.membership.stalls
         deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
-        while self._unstopped:
+        while unstopped:
             message = await self._next_message(deadline - time.monotonic())
             if message is not None:
                 if isinstance(message[1], messages.KillNow):
@@ -456,18 +382,18 @@ class Coordinator:
             if stalls.total > stalled:  # this process itself did not run
                 deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
                 continue
-            for peer in map(self._peers.__getitem__, sorted(self._unstopped)):
+            for peer in map(self._peers.__getitem__, sorted(unstopped)):
                 peer.lost = True
                 self._print_line(
                     f"node {peer.node_rank} on {peer.host} does not answer the stop order"
                 )
-            self._unstopped.clear()
+            unstopped.clear()
         return cancelled
 
     def _give_verdict(self, end: Outcome) -> Verdict:
         verdict = outcome.final_verdict(
             end,
-            self._root_cause,
+            self._round.root_cause,
             restarts=self._restarts,
             attempt=self._job.attempt,
             started_at=self._started_at,

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node.environments.topology import Topology
@@ -30,28 +30,15 @@ _RESOLVE_SECONDS = 3.0
 _MACHINE_NAMES = ("clusterjob", "slurm")
 
 
-class Link(Protocol):
-    """A link to the coordinator, in this process or over the network.
-
-    Attributes:
-        orders: messages of the coordinator, and `ConnectionLost` when it is lost.
-    """
-
-    orders: asyncio.Queue[Any]
-
-    def send(self, message: Any) -> None:
-        """Send a message to the coordinator."""
-
-    async def close(self) -> None:
-        """Close the link after all messages were sent."""
-
-
 class LocalLink:
     """The link of node 0's agent, whose process runs the coordinator.
 
     Args:
         membership: the coordinator's membership, which this agent joins.
         hello: the first message of this agent.
+
+    Attributes:
+        orders: messages of the coordinator.
     """
 
     def __init__(self, membership: Membership, hello: messages.Hello) -> None:
@@ -73,6 +60,10 @@ class RemoteLink:
     Args:
         channel: the connection, authenticated.
         options: the heartbeat interval and the lease, in seconds.
+
+    Attributes:
+        orders: messages of the coordinator, and `ConnectionLost` when it is lost.
+        tasks: the background tasks of the link.
     """
 
     def __init__(self, channel: Channel, options: LaunchOptions) -> None:
@@ -174,14 +165,13 @@ async def connect(
         while True:
             found: dict[str, list[int]] = {}
             errors = errors or found
-            unresolved = no_server = False
+            last: BaseException | None = None
             for port in job.ports:
                 if found and time.monotonic() - begin > options.join_timeout:
                     break  # each attempt takes seconds where packets are dropped
                 try:
-                    return await _try(
-                        topology.master_addr, port, options=options, job=job, hello=hello
-                    )
+                    channel = await _try(topology.master_addr, port, job=job, hello=hello)
+                    return RemoteLink(channel, options)
                 except (
                     OSError,
                     asyncio.TimeoutError,
@@ -189,18 +179,17 @@ async def connect(
                     protocol.UnauthenticatedError,
                 ) as error:
                     found.setdefault(_why(error), []).append(port)
-                    unresolved = isinstance(error, socket.gaierror)
-                    no_server = isinstance(error, network.NoNameServerError)
-                if unresolved:
-                    break  # the name would not resolve for another port either
+                    last = error
+                    if isinstance(error, socket.gaierror):
+                        break  # the name would not resolve for another port either
             errors = found
             waited = time.monotonic() - begin
             if refusal():
                 raise RendezvousError(f"node 0 did not start: {refusal()}")
             unknown_name = (
-                unresolved
+                isinstance(last, socket.gaierror)
                 and topology.source in _MACHINE_NAMES
-                and (no_server or waited > _RESOLVE_SECONDS)
+                and (isinstance(last, network.NoNameServerError) or waited > _RESOLVE_SECONDS)
             )
             if unknown_name or waited > options.join_timeout:
                 raise RendezvousError(f"{describe()}; gave up after {waited:.0f} s")
@@ -210,9 +199,7 @@ async def connect(
         notifying.cancel()
 
 
-async def _try(
-    host: str, port: int, options: LaunchOptions, job: JobIdentity, hello: messages.Hello
-) -> RemoteLink:
+async def _try(host: str, port: int, job: JobIdentity, hello: messages.Hello) -> Channel:
     # asyncio's own lookup runs in a thread that cannot be cancelled and would delay this agent's
     # exit.
     addresses = await asyncio.to_thread(network.addresses_of, host)
@@ -225,10 +212,7 @@ async def _try(
             if address == addresses[-1]:
                 raise
     try:
-        channel = await protocol.join(
-            reader, writer, token=job.token, job_id=job.job_id, hello=hello
-        )
-        return RemoteLink(channel, options)
+        return await protocol.join(reader, writer, token=job.token, job_id=job.job_id, hello=hello)
     except BaseException:
         writer.close()
         raise

@@ -52,7 +52,7 @@ class Membership:
 
     Attributes:
         peers: the agents that have joined, by node_rank.
-        inbox: (node_rank, message) in order of arrival: `Joined` first, `ConnectionLost` when an
+        inbox: (node_rank, message) in order of arrival: `Hello` first, `ConnectionLost` when an
             agent is gone.
         refusals: agents of this job that may not join, such as a second one with the same
             node_rank.
@@ -117,16 +117,13 @@ class Membership:
         disk.
         """
         moment = time.monotonic()
-        if self._rejected < _MAX_REJECTED:
-            self._events.add("unauthenticated", address=address, why=sanitize(why))
-        elif moment - self._rejected_at < _REJECTED_INTERVAL:
+        each = self._rejected < _MAX_REJECTED
+        if not each and moment - self._rejected_at < _REJECTED_INTERVAL:
             self._uncounted += 1
             return
-        else:
-            self._events.add(
-                "unauthenticated", address=address, why=sanitize(why), more=self._uncounted
-            )
-            self._uncounted = 0
+        count = {} if each else {"more": self._uncounted}
+        self._events.add("unauthenticated", address=address, why=sanitize(why), **count)
+        self._uncounted = 0
         self._rejected += 1
         self._rejected_at = moment
 
@@ -184,12 +181,11 @@ class Membership:
             wants_endpoints=hello.wants_endpoints,
         )
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)
-        self.inbox.put_nowait((node_rank, messages.Joined()))
+        self.inbox.put_nowait((node_rank, hello))
 
     def receive(self, node_rank: int, message: Any) -> None:
         """Put a message of an agent that has joined into the inbox."""
-        peer = self.peers[node_rank]
-        peer.heard_at = time.monotonic()
+        self.peers[node_rank].heard_at = time.monotonic()
         if not isinstance(message, messages.Heartbeat):
             self.inbox.put_nowait((node_rank, message))
 

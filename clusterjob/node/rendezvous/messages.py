@@ -251,11 +251,6 @@ class End:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """An agent has joined."""
-
-
-@dataclass(frozen=True)
 class ConnectionLost:
     """The connection to an agent, or to the coordinator, has ended or is silent."""
 
@@ -282,7 +277,16 @@ def check_sender(message: object, node_rank: int) -> None:
         MalformedMessageError: a failure belongs to another node, or its worker or exit code is
             impossible.
     """
-    for failure in _failures(message):
+    failures: list[Failure] = []
+    if isinstance(message, Failing):
+        failures = [message.failure]
+    elif isinstance(message, RanksProbed):
+        failures = list(message.failures)
+    elif isinstance(message, FailuresReported):
+        failures = [each.failure for each in message.exits]
+        if any(failure.rank is None for failure in failures):
+            raise MalformedMessageError("an early exit without a rank")
+    for failure in failures:
         if failure.node_rank != node_rank:
             raise MalformedMessageError(f"a failure of node {failure.node_rank}")
         if (failure.rank is None) != (failure.local_rank is None):
@@ -291,15 +295,3 @@ def check_sender(message: object, node_rank: int) -> None:
             raise MalformedMessageError(f"a failure of rank {failure.rank}")
         if not 0 <= failure.exit_code <= _MAX_EXIT_CODE:
             raise MalformedMessageError(f"a failure with exit code {failure.exit_code}")
-    if isinstance(message, FailuresReported) and any(e.failure.rank is None for e in message.exits):
-        raise MalformedMessageError("an early exit without a rank")
-
-
-def _failures(message: object) -> list[Failure]:
-    if isinstance(message, Failing):
-        return [message.failure]
-    if isinstance(message, RanksProbed):
-        return list(message.failures)
-    if isinstance(message, FailuresReported):
-        return [each.failure for each in message.exits]
-    return []

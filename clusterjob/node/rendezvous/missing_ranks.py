@@ -8,9 +8,6 @@ from clusterjob.node.environments.topology import ranks_by_node
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.verdict import Failure, FailureKind
 
-# Seconds for which a verdict waits for the agents' answers: stacks.ANSWER_SECONDS and the network.
-ANSWER_TIMEOUT = 3.0
-
 
 class MissingRanks:
     """The ranks of one round for which other ranks wait.

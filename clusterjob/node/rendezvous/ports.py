@@ -31,19 +31,6 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
     return [named_port] if named_port is not None else _candidates(job_id, attempt)
 
 
-def of_workers(job_id: str, attempt: int, restart: int) -> list[int]:
-    """Return ports for workers that bind their port later themselves.
-
-    The kernel assigns none of them to other sockets meanwhile.
-
-    Args:
-        job_id: the job's id.
-        attempt: the number of the job's attempt, from 0.
-        restart: the number of this round of workers in the attempt.
-    """
-    return _candidates(f"{job_id}\0{restart}", attempt)
-
-
 def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
     """Return a socket that listens at the first free port.
 

@@ -8,21 +8,12 @@ end by such a signal may be reported before the warning that explains it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from clusterjob.node.rendezvous.root_cause import RootCause
+from clusterjob.node.rendezvous.root_cause import Entry, Key, RootCause, key_of
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, Failure, FailureKind
 
 # Seconds to wait for the warning after a worker's end that looks like a preemption.
 WARNING_TIMEOUT = 3.0
 _MARGIN = 2.0  # seconds for the verdict, beyond the grace
-
-
-@dataclass
-class _Suspect:
-    failure: Failure
-    at: float  # the coordinator's monotonic time
-    exited: bool
 
 
 class Preemption:
@@ -42,8 +33,8 @@ class Preemption:
     def __init__(self, warning: float | None, grace: float) -> None:
         self._warning = warning
         self._grace = grace
-        self._suspects: list[_Suspect] = []
-        self._left: set[tuple[int, int | None]] = set()
+        self._suspects: dict[Key, Entry] = {}
+        self._left: set[Key] = set()
         self._stopping = False
         self.reason = ""
         self.due = float("inf")
@@ -63,7 +54,9 @@ class Preemption:
     @property
     def suspects_due(self) -> float:
         """The coordinator's monotonic time at which the first suspect counts as a failure."""
-        return min((each.at + WARNING_TIMEOUT for each in self._suspects), default=float("inf"))
+        return min(
+            (each.at + WARNING_TIMEOUT for each in self._suspects.values()), default=float("inf")
+        )
 
     def warn(self, reason: str, at: float) -> bool:
         """Record a warning; return whether it is the first.
@@ -75,8 +68,7 @@ class Preemption:
         if self.reason:
             return False
         self.reason, self.due = reason, at + self.seconds
-        for suspect in self._suspects:
-            self._note_left(suspect.failure)
+        self._left |= self._suspects.keys()
         self._suspects.clear()
         return True
 
@@ -96,23 +88,19 @@ class Preemption:
         """
         if self._stopping or (self._warning is None and not self.reason):
             return False
-        key = (failure.node_rank, failure.local_rank)
+        key = key_of(failure)
         terminated = failure.kind is FailureKind.TERMINATED
         leaves = terminated or failure.exit_code == PREEMPTED_EXIT_CODE
         if self.reason:
             if leaves or (self._left and failure.effect):
-                self._note_left(failure)
+                self._left.add(key)
             return key in self._left
-        known = [
-            suspect
-            for suspect in self._suspects
-            if (suspect.failure.node_rank, suspect.failure.local_rank) == key
-        ]
-        if leaves and not known:
-            self._suspects.append(_Suspect(failure, at, exited=exited))
-        for suspect in known:
-            suspect.exited |= exited
-        return leaves or bool(known)
+        known = self._suspects.get(key)
+        if known is not None:
+            known.exited |= exited
+        elif leaves:
+            self._suspects[key] = Entry(failure, at, exited=exited)
+        return key in self._suspects
 
     def end_round(self, root_cause: RootCause) -> None:
         """Count all suspects as failures; the stop order causes all later ends."""
@@ -126,9 +114,7 @@ class Preemption:
             root_cause: receives the failures.
             moment: the coordinator's monotonic time.
         """
-        for suspect in [each for each in self._suspects if each.at + WARNING_TIMEOUT <= moment]:
-            self._suspects.remove(suspect)
-            root_cause.add(suspect.failure, suspect.at, exited=suspect.exited)
-
-    def _note_left(self, failure: Failure) -> None:
-        self._left.add((failure.node_rank, failure.local_rank))
+        for key, suspect in list(self._suspects.items()):
+            if suspect.at + WARNING_TIMEOUT <= moment:
+                del self._suspects[key]
+                root_cause.add(suspect.failure, suspect.at, exited=suspect.exited)

@@ -141,31 +141,6 @@ async def authenticate_to_coordinator(
     )
 
 
-async def authenticate_to_agent(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, job_id: str
-) -> Channel:
-    """Open a channel to an agent; the first message on it proves the agent's token.
-
-    Raises:
-        UnauthenticatedError: the peer is not an agent of this job.
-        OSError: the connection broke.
-    """
-    opening = await _read(reader)
-    if opening.get("clusterjob") != PROTOCOL or opening.get("job") != job_id:
-        raise UnauthenticatedError("it is not an agent of this job")
-    nonce = secrets.token_hex(16)
-    session = _sign(token, b"session", _bytes(opening.get("nonce")), nonce.encode())
-    _write(writer, {"nonce": nonce, "proof": _sign(session, b"coordinator").decode()})
-    return Channel(
-        reader,
-        writer,
-        sends=messages.FROM_COORDINATOR,
-        receives=messages.FROM_AGENT,
-        send_key=_sign(session, b"from coordinator"),
-        receive_key=_sign(session, b"to coordinator"),
-    )
-
-
 async def join(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
@@ -206,6 +181,8 @@ async def accept(
 ) -> tuple[Channel, messages.Hello]:
     """Authenticate an agent; return the channel and its `Hello`, which the caller answers.
 
+    The signature of `Hello` proves that the agent has the token.
+
     Raises:
         UnauthenticatedError: the peer does not prove the token, or belongs to another job.
         RefusedError: it proved the token, but its first message is not `Hello`; `Refused` was sent.
@@ -213,19 +190,33 @@ async def accept(
     """
 
     async def exchange() -> tuple[Channel, Any]:
-        channel = await authenticate_to_agent(reader, writer, token=token, job_id=job_id)
+        opening = await _read(reader)
+        if opening.get("clusterjob") != PROTOCOL or opening.get("job") != job_id:
+            raise UnauthenticatedError("it is not an agent of this job")
+        nonce = secrets.token_hex(16)
+        session = _sign(token, b"session", _bytes(opening.get("nonce")), nonce.encode())
+        _write(writer, {"nonce": nonce, "proof": _sign(session, b"coordinator").decode()})
+        channel = Channel(
+            reader,
+            writer,
+            sends=messages.FROM_COORDINATOR,
+            receives=messages.FROM_AGENT,
+            send_key=_sign(session, b"from coordinator"),
+            receive_key=_sign(session, b"to coordinator"),
+        )
         try:
             return channel, await channel.receive()
         except MalformedMessageError as error:
-            await refuse(channel, str(error))
-            raise RefusedError(str(error)) from error
+            return channel, error
 
     channel, hello = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
     if hello is None:
         raise UnauthenticatedError("it closed the connection")
     if not isinstance(hello, messages.Hello):
-        await refuse(channel, "its first message is not Hello")
-        raise RefusedError("its first message is not Hello")
+        wrong = isinstance(hello, MalformedMessageError)
+        why = str(hello) if wrong else "its first message is not Hello"
+        await refuse(channel, why)
+        raise RefusedError(why)
     return channel, hello
 
 
@@ -260,8 +251,8 @@ async def _read(reader: asyncio.StreamReader) -> Mapping[str, Any]:
 def _object(line: bytes) -> Mapping[str, Any]:
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UnauthenticatedError("it does not speak the agents' protocol") from error
+    except (ValueError, RecursionError):
+        fields = None
     if not isinstance(fields, dict):
         raise UnauthenticatedError("it does not speak the agents' protocol")
     return fields

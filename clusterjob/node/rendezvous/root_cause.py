@@ -9,9 +9,10 @@ stop order is an effect of that order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from clusterjob.node.rendezvous import early_exits
+from clusterjob.node.logs import failure_texts
 from clusterjob.node.verdict import Failure, FailureKind
 
 # Seconds for which the coordinator waits for the root cause when a failure only names a lost peer.
@@ -23,22 +24,38 @@ EXIT_TIMEOUT = 5.0
 # its agent noticed it, and the agent of a busy machine is slow.
 _LATE_EXIT_SECONDS = 2.0
 
-_Key = tuple[int, "int | None"]  # node_rank, local_rank
+_MAX_NAMED = 8  # ranks that a message names
+_UNNAMED = "in a collective"
+
+Key = tuple[int, "int | None"]  # node_rank, local_rank
 
 
 @dataclass
-class _Entry:
-    at: float  # the coordinator's monotonic time
+class Entry:
+    """A reported failure.
+
+    Attributes:
+        failure: the failure.
+        at: when it began, by the coordinator's monotonic clock.
+        exited: whether the worker has ended.
+    """
+
     failure: Failure
+    at: float
     exited: bool
+
+
+def key_of(failure: Failure) -> Key:
+    """Return the key of a failed worker, or of a failed node."""
+    return failure.node_rank, failure.local_rank
 
 
 class RootCause:
     """Collect the failures of one round of workers, and name the first."""
 
     def __init__(self) -> None:
-        self._failures: dict[_Key, _Entry] = {}
-        self._early_exits: dict[_Key, _Entry] = {}  # ranks that ended with exit code 0
+        self._failures: dict[Key, Entry] = {}
+        self._early_exits: dict[Key, Entry] = {}  # ranks that ended with exit code 0
         self._stopped_at = float("inf")
         self._wait_until: dict[str, float] = {}
 
@@ -60,8 +77,7 @@ class RootCause:
             failure: the rank, as a failure without a message.
             at: when it ended, by the coordinator's monotonic clock.
         """
-        key = (failure.node_rank, failure.local_rank)
-        self._early_exits.setdefault(key, _Entry(at, failure, exited=True))
+        self._early_exits.setdefault(key_of(failure), Entry(failure, at, exited=True))
 
     def add(self, failure: Failure, at: float, *, exited: bool) -> None:
         """Add a failure.
@@ -72,13 +88,11 @@ class RootCause:
             exited: whether the worker has ended; a worker may be reported twice, before and after
                 its end.
         """
-        key = (failure.node_rank, failure.local_rank)
-        known = self._failures.get(key)
+        known = self._failures.get(key_of(failure))
         if known is None:
             if at < self._stopped_at:
-                self._failures[key] = _Entry(at, failure, exited=exited)
-            return
-        if exited and not known.exited:
+                self._failures[key_of(failure)] = Entry(failure, at, exited=exited)
+        elif exited and not known.exited:
             known.failure = _completed(known.failure, failure, by_stop=at >= self._stopped_at)
             known.exited = True
 
@@ -94,7 +108,7 @@ class RootCause:
 
     def stop_due(self) -> float:
         """Return the monotonic time at which to stop all workers; infinity without a failure."""
-        entries = list(self._failures.values())
+        entries = self._failures.values()
         if not entries:
             return float("inf")
         causes = [entry for entry in entries if not entry.failure.effect]
@@ -102,10 +116,8 @@ class RootCause:
             return 0.0
         if causes:
             return min(entry.at for entry in causes) + EXIT_TIMEOUT
-        exited = [entry.at for entry in entries if entry.exited]
-        due = min(entry.at for entry in entries) + EXIT_TIMEOUT
-        if exited:
-            due = min(exited) + EFFECT_TIMEOUT
+        exited = [entry.at + EFFECT_TIMEOUT for entry in entries if entry.exited]
+        due = min(exited or [entry.at + EXIT_TIMEOUT for entry in entries])
         return max(due, *self._wait_until.values(), 0.0)
 
     def root(self) -> Failure | None:
@@ -115,9 +127,7 @@ class RootCause:
         failures, else the first effect.
         """
         ranked = self._ranked()
-        if not ranked:
-            return None
-        return self._early_exit() or ranked[0].failure
+        return (self._early_exit() or ranked[0].failure) if ranked else None
 
     def consequences(self) -> tuple[Failure, ...]:
         """Return the other failures, in order of time."""
@@ -134,15 +144,18 @@ class RootCause:
             (e for e in self._early_exits.values() if e.at <= failures[0].at + _LATE_EXIT_SECONDS),
             key=lambda entry: entry.at,
         )
-        if not exits or not any(early_exits.in_torch(entry.failure) for entry in failures):
+        # At least one rank must have failed in torch.distributed, where it needed the others.
+        in_torch = [
+            entry.failure
+            for entry in failures
+            if failure_texts.in_collective((entry.failure.message, *entry.failure.last_lines))
+        ]
+        if not exits or not in_torch:
             return None
-        return early_exits.failure(
-            [entry.failure for entry in exits],
-            failures[0].at - exits[0].at,
-            effects=[entry.failure for entry in failures],
-        )
+        seconds = failures[0].at - exits[0].at
+        return _as_cause([entry.failure for entry in exits], seconds, effects=in_torch)
 
-    def _ranked(self) -> list[_Entry]:
+    def _ranked(self) -> list[Entry]:
         return sorted(self._failures.values(), key=lambda entry: (entry.failure.effect, entry.at))
 
 
@@ -162,3 +175,37 @@ def _completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
         )
     after = "" if by_stop else f" (then {end.message})"
     return replace(announced, message=f"{announced.message}{after}", last_lines=end.last_lines)
+
+
+def _as_cause(exits: Sequence[Failure], seconds: float, effects: Sequence[Failure]) -> Failure:
+    """Return the rank that ended first as the root cause of the others' failures.
+
+    Args:
+        exits: the ranks that ended with exit code 0, in order of time.
+        seconds: from the end of the first of them to the first failure of another rank.
+        effects: the failures of other ranks in torch.distributed.
+    """
+    before = f"{seconds:.1f} s before" if seconds >= 0.05 else "at that moment"
+    also = f", as {_ranks(exits[1:])} did" if exits[1:] else ""
+    calls: dict[str, list[Failure]] = {}
+    for effect in effects:
+        name = failure_texts.collective(effect.last_lines)
+        calls.setdefault(f"in {name}" if name else _UNNAMED, []).append(effect)
+    if len(calls) > 1:  # the traceback of a rank that was stopped may be incomplete
+        calls.pop(_UNNAMED, None)
+    clauses = [
+        f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {call}"
+        for call, ranks in calls.items()
+    ]
+    return replace(
+        exits[0],
+        kind=FailureKind.EARLY_EXIT,
+        message=f"ended with exit code 0 {before}{also}; {', '.join(clauses)}",
+    )
+
+
+def _ranks(failures: Sequence[Failure]) -> str:
+    numbers = sorted(each.rank for each in failures if each.rank is not None)
+    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
+    named = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    return f"rank{'s' if len(numbers) > 1 else ''} {named}{more}"

@@ -1,18 +1,14 @@
 """Measure how long this process itself did not run, before it reports a silent peer as lost.
 
 A process that was stopped or suspended, or that got no CPU, received and sent nothing meanwhile.
-CLOCK_BOOTTIME goes on while a machine is suspended;
-CLOCK_MONOTONIC does not (clock_gettime(2)).
+CLOCK_BOOTTIME also counts the time for which the machine is suspended; CLOCK_MONOTONIC does not
+(clock_gettime(2)).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-
-def _boottime() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Stalls:
@@ -25,12 +21,14 @@ class Stalls:
 
     Attributes:
         total: seconds of all stalls so far.
-        last: seconds of the latest stall.
     """
 
-    def __init__(self, interval: float, clock: Callable[[], float] = _boottime) -> None:
-        self.total = 0.0
-        self.last = 0.0
+    def __init__(
+        self,
+        interval: float,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self.total = self._last = 0.0
         self._interval = interval
         self._clock = clock
         self._ticked = clock()
@@ -42,11 +40,11 @@ class Stalls:
         elapsed, self._ticked = moment - self._ticked, moment
         if elapsed <= 2 * self._interval:
             return 0.0
-        self.last, self._ended = elapsed, moment
+        self._last, self._ended = elapsed, moment
         self.total += elapsed
         return elapsed
 
     def recent(self, seconds: float) -> float:
         """Return the seconds of the latest stall if it ended within the last `seconds`, else 0."""
         self.tick()
-        return self.last if self._clock() - self._ended <= seconds else 0.0
+        return self._last if self._clock() - self._ended <= seconds else 0.0

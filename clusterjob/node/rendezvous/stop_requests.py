@@ -61,10 +61,13 @@ class StopRequests:
         loop = asyncio.get_running_loop()
         for number in signals.handled(preemptible=self._options.warning is not None):
             loop.add_signal_handler(number, self._on_signal, number)
-        for early_number in early:
-            self._on_signal(early_number)
+        for number in early:
+            self._on_signal(number)
         if self._options.lifeline:
-            self._watch_lifeline()
+            try:
+                loop.add_reader(0, self._on_lifeline)
+            except PermissionError:  # epoll refuses files and /dev/null: stdin is at its end
+                self._on_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
             self._warn(f"a warning on {scheduler.node_name()}, while the job was starting")
 
@@ -84,9 +87,9 @@ class StopRequests:
                 processes.send_signal(reader, signal.SIGINT)
                 return
         why = f"{processes.signal_name(number)} on {scheduler.node_name()}"
-        cancelled = ends.cancelled(self._job_dir)
         if self._options.warning is not None and (
-            number == signal.SIGUSR1 or (number == signal.SIGTERM and not cancelled)
+            number == signal.SIGUSR1
+            or (number == signal.SIGTERM and not ends.cancelled(self._job_dir))
         ):
             self._warn(why)
             return
@@ -95,7 +98,7 @@ class StopRequests:
             self.kill_now.set_result(None)
         if number == signal.SIGINT and not self.cancelled.done():
             self.interrupted, self._interrupted_at = True, time.monotonic()
-        self._cancel("cancelled" if cancelled else why)
+        self._cancel(why)
 
     def _warn(self, why: str) -> None:
         if not self.warned.done():
@@ -103,18 +106,9 @@ class StopRequests:
 
     def _cancel(self, why: str) -> None:
         if not self.cancelled.done():
-            self.cancelled.set_result(why)
-
-    def _watch_lifeline(self) -> None:
-        try:
-            asyncio.get_running_loop().add_reader(0, self._on_lifeline)
-        except (
-            PermissionError
-        ):  # epoll accepts no regular file and no /dev/null: stdin is at its end
-            self._on_lifeline()
+            self.cancelled.set_result("cancelled" if ends.cancelled(self._job_dir) else why)
 
     def _on_lifeline(self) -> None:
         asyncio.get_running_loop().remove_reader(0)
         if not ends.detached(self._job_dir):
-            cancelled = ends.cancelled(self._job_dir)
-            self._cancel("cancelled" if cancelled else "the command that ran the job is gone")
+            self._cancel("the command that ran the job is gone")

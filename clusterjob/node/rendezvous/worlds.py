@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from clusterjob.node.contract import World
-from clusterjob.node.environments import worker_endpoints
+from clusterjob.node.environments import candidate_ports, worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.rendezvous import ports
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Peer
 
 
-@dataclass(frozen=True)
-class RoundPlan:
-    """One round of workers on all nodes.
-
-    Attributes:
-        worlds: the world of each node, by node_rank.
-        first_ranks: the rank of each node's first worker.
-        world_size: workers of the job.
-        master_port: the port of torch's store.
-        store: the socket that node 0's agent serves as torch's store; None where rank 0, or
-            torchrun's own agent, binds the port.
-    """
-
-    worlds: list[World]
-    first_ranks: list[int]
-    world_size: int
-    master_port: int
-    store: socket.socket | None
-
-
 def plan_round(
     peers: Sequence[Peer], restart: int, topology: Topology, job: JobIdentity, *, serve_store: bool
-) -> RoundPlan:
-    """Bind the store's port and compute every node's world for one round.
+) -> tuple[list[World], socket.socket | None]:
+    """Bind the store's port; return every node's world, by node_rank, and the store's socket.
+
+    Node 0's agent serves that socket as torch's store. It is None if rank 0, or torchrun's own
+    agent, binds the port.
 
     Args:
         peers: the agents, by node_rank.
@@ -50,7 +32,9 @@ def plan_round(
     Raises:
         RendezvousError: no port for the store is free.
     """
-    candidates = [0] if serve_store else ports.of_workers(job.job_id, job.attempt, restart=restart)
+    candidates = [0]
+    if not serve_store:  # a worker binds the port later; the kernel assigns none of these meanwhile
+        candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
     store = ports.listen(topology.master_addr, candidates, alone=topology.nnodes == 1)
     port = int(store.getsockname()[1])
     if not serve_store:
@@ -79,10 +63,4 @@ def plan_round(
         )
         for peer, first_rank in zip(peers, first_ranks, strict=True)
     ]
-    return RoundPlan(
-        worlds,
-        first_ranks,
-        world_size=world_size,
-        master_port=port,
-        store=store if serve_store else None,
-    )
+    return worlds, store if serve_store else None

@@ -10,6 +10,7 @@ The messages are in `forkserver_messages`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -40,7 +41,7 @@ from clusterjob.node.workers import (
 )
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.preemption_pipe import WarningPipe
-from clusterjob.node.workers.report_pipe import ReportPipe
+from clusterjob.node.workers.report import ReportPipe
 from clusterjob.node.workers.status_probe import StatusProbe
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
@@ -86,9 +87,7 @@ class Forkserver:
         self._stdin = stdin
         self._agent_pid = os.getppid()
         self._fork = False
-        self._live: dict[int, int] = {}  # pid -> local rank
-        self._begun: dict[int, float] = {}  # pid -> monotonic start time
-        self._logs: dict[int, Path] = {}  # local rank -> stderr file
+        self._running: dict[int, worker_process.RunningWorker] = {}  # by pid
         self._status_probe = StatusProbe()
         self._store: int | None = None
         self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
@@ -103,7 +102,7 @@ class Forkserver:
             messages.WarnWorkers: self._on_warn,
             messages.ProbeWorkers: self._on_probe,
             messages.ReportEnds: self._on_report_ends,
-            messages.StopWorkers: self._on_stop,
+            messages.StopWorkers: lambda stop: self._begin_stop(stop.grace, stop.signal),
             messages.Quit: self._on_quit,
         }
 
@@ -115,11 +114,9 @@ class Forkserver:
         """
         # A scheduler may signal every process of a job; only the agent decides on a signal. Workers
         # reset these handlers.
-        for number in (
-            signal.SIGTERM,
-            *([] if self._options.warning is None else [signal.SIGUSR1]),
-        ):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._options.warning is not None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         # During the import this process cannot read EOF on the control socket: the kernel kills it
         # if the agent dies.
         processes.die_with_parent(self._agent_pid, signal.SIGKILL)
@@ -138,13 +135,16 @@ class Forkserver:
         self._send(messages.Ready(why))
         while not (self._quit and self._stopping is None):
             for key, _ in self._selector.select(self._select_timeout()):
-                program = self._handle_event(key.fd)
-                if program is not None:
+                if key.fd == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                elif key.fd == self._reports.read_end:
+                    self._read_reports()
+                elif (program := self._handle_message()) is not None:
                     return program
             self._reap()
             self._continue_stop()
             if self._status_probe.ready():
-                answers = self._status_probe.answers(self._logs, forked=self._fork)
+                answers = self._status_probe.answers(forked=self._fork)
                 if answers is not None:
                     self._send(answers)
         if self._agent_gone:
@@ -157,9 +157,9 @@ class Forkserver:
             return None
         if not options.program.is_python:
             return "a command, not a Python program" if options.start == "fork" else None
-        why = (
-            early_variables.set_in(options.program, os.environ) if options.start == "auto" else None
-        )
+        why = None
+        if options.start == "auto":
+            why = early_variables.set_in(options.program, os.environ)
         why = why or preload.preload_torch()
         self._fork = why is None
         return why
@@ -184,15 +184,6 @@ class Forkserver:
         due = self._status_probe.due
         return None if due is None else max(0.0, due - time.monotonic())
 
-    def _handle_event(self, descriptor: int) -> Program | None:
-        if descriptor == self._wake_read:
-            os.read(self._wake_read, 4096)
-        elif descriptor == self._reports.read_end:
-            self._read_reports()
-        else:
-            return self._handle_message()
-        return None
-
     def _handle_message(self) -> Program | None:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
@@ -200,7 +191,10 @@ class Forkserver:
             data, descriptors = b"", []
         if not data:
             self._agent_gone = self._quit = True
-            self._kill_agent_group()
+            if self._agent_group == self._agent_pid:  # else the group is not the agent's own
+                # Kill the background processes that the agent's setup lines have left.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._agent_group, signal.SIGKILL)
             self._selector.unregister(self._control.fileno())
             self._begin_stop(_ORPHANED_GRACE)
             return None
@@ -216,16 +210,14 @@ class Forkserver:
             self._warning.warn()
 
     def _on_probe(self, message: messages.ProbeWorkers) -> None:
+        running = self._running.values()
         self._status_probe.start(
-            message.local_ranks, self._live, self._begun, final=message.final, note=message.note
+            message.local_ranks, running, final=message.final, note=message.note
         )
 
     def _on_report_ends(self, _message: messages.ReportEnds) -> None:
         self._reap()
         self._send(messages.EndsReported())
-
-    def _on_stop(self, message: messages.StopWorkers) -> None:
-        self._begin_stop(message.grace, message.signal)
 
     def _on_quit(self, _message: messages.Quit) -> None:
         self._quit = True
@@ -237,7 +229,6 @@ class Forkserver:
         self, world: World, variables: dict[str, str], descriptors: list[int]
     ) -> Program | None:
         self._empty_since = None
-        self._begun.clear()
         self._status_probe.cancel()
         directory = log_files.node_directory(self._job_dir, world.node_rank)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
@@ -245,10 +236,10 @@ class Forkserver:
             self._store = store_process.start(
                 world, descriptors[0], log=directory / STORE_LOG, close=[*own, *self._reports.ends]
             )
-        variables = variables | hook_directory.variables(os.environ, self._hook)
+        variables |= hook_directory.variables(os.environ, self._hook)
         if self._options.warning is not None:
             self._warning = WarningPipe(warned=self._warned)
-            variables = variables | {contract.WARNING_FD: self._warning.name}
+            variables[contract.WARNING_FD] = self._warning.name
             own.append(self._warning.write_end)
         for start in self._starts(world, variables, directory=directory):
             try:
@@ -269,9 +260,9 @@ class Forkserver:
                 # The worker has closed this descriptor; the program may reuse its number.
                 self._control.detach()
                 return self._options.program
-            self._live[pid] = start.local_rank
-            self._begun[pid] = time.monotonic()
-            self._logs[start.local_rank] = start.err
+            self._running[pid] = worker_process.RunningWorker(
+                pid, start.local_rank, started=time.monotonic(), err=start.err
+            )
         return None
 
     def _starts(
@@ -324,14 +315,15 @@ class Forkserver:
                     os.waitstatus_to_exitcode(status) != store_process.NO_TORCH
                 ):
                     self._send(messages.StoreExited(status))
-            elif pid in self._live:
+            elif pid in self._running:
                 self._read_reports()  # so that a worker's report is sent before its exit
-                local_rank = self._live.pop(pid)
+                local_rank = self._running.pop(pid).local_rank
                 self._send(messages.WorkerExited(local_rank, status, time.monotonic()))
 
     def _read_reports(self) -> None:
+        local_ranks = {worker.local_rank for worker in self._running.values()}
         for message in self._reports.read():
-            if message.local_rank in self._live.values():
+            if message.local_rank in local_ranks:
                 self._send(message)
 
     # -- stopping ----------------------------------------------------------------------------------
@@ -345,20 +337,16 @@ class Forkserver:
         due = time.monotonic() + grace
         self._stopping = due if self._stopping is None else min(due, self._stopping)
         # As a terminal does with Ctrl-C: a shell does not forward signals to its children.
-        signal_descendants = number == signal.SIGINT and not self._options.program.is_python
-        below = [
-            child
-            for pid in self._live
-            if signal_descendants
-            for child in processes.descendants(pid)
-        ]
-        self._signal([*self._live, *below], number)
+        below = []
+        if number == signal.SIGINT and not self._options.program.is_python:
+            below = [child for pid in self._running for child in processes.descendants(pid)]
+        self._signal([*self._running, *below], number)
 
     def _continue_stop(self) -> None:
         if self._stopping is None:
             return
         moment = time.monotonic()
-        if self._live:
+        if self._running:
             if moment >= self._stopping:
                 self._signal(processes.descendants(os.getpid()), signal.SIGKILL)
             return
@@ -384,33 +372,18 @@ class Forkserver:
         for pid in pids:
             processes.send_signal(pid, with_signal)
 
-    def _kill_agent_group(self) -> None:
-        """Kill the background processes that the setup lines of a dead agent left.
-
-        Leave the process group alone if the agent was not its leader.
-        """
-        if self._agent_group == self._agent_pid:
-            try:
-                os.killpg(self._agent_group, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-
     def _send(self, message: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the agent has ended; the loop also sees EOF
             self._control.send(messages.encode(messages.FROM_FORKSERVER, message))
-        except OSError:
-            pass  # the agent has ended; the loop also sees EOF on the socket
 
     def _record_end(self) -> None:
         why = (
             f"the agent of node {self._node_rank} on {scheduler.node_name()}"
             f" (pid {self._agent_pid}) was killed"
         )
-        try:
-            if all(
-                end["node_rank"] != self._node_rank
-                for end in ends.written(self._job_dir, self._attempt)
-            ):
+        with contextlib.suppress(OSError):
+            written = ends.written(self._job_dir, self._attempt)
+            if all(end["node_rank"] != self._node_rank for end in written):
                 end = {
                     "state": str(JobState.LOST),
                     "reason": why,
@@ -418,5 +391,3 @@ class Forkserver:
                     "time": now(),
                 }
                 ends.write(self._job_dir, self._node_rank, end=end)
-        except OSError:
-            pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -79,10 +80,8 @@ class ForkserverClient:
 
     def send(self, message: Any) -> None:
         """Send a message; ignore an error, because the agent also sees EOF on the socket."""
-        try:
+        with contextlib.suppress(OSError):
             self.control.send(messages.encode(messages.FROM_AGENT, message))
-        except OSError:
-            pass
 
     def receive(self) -> Any:
         """Return one message of the forkserver when the socket is readable; None at EOF."""
@@ -100,7 +99,7 @@ class ForkserverClient:
         return processes.exit_code_of(status)
 
     async def quit(self) -> None:
-        """Let the forkserver stop everything and exit; kill it if it does not; await `reap`."""
+        """Let the forkserver stop everything and exit; kill it after 3 s. Wait for `reap`."""
         if self.ready:
             self.send(messages.Quit())
         elif not self.gone:

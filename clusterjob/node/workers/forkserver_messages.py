@@ -129,10 +129,16 @@ class StoreExited:
 
 @dataclass(frozen=True)
 class ProbedWorker:
-    """The state of a worker: a text, and the innermost frames of its main thread."""
+    """The state of a worker that other ranks wait for.
+
+    Attributes:
+        pid: its process id; None if it does not run.
+        text: its current activity, or how it ended.
+        stack: its main thread's frames, innermost first.
+    """
 
     local_rank: int
-    pid: int
+    pid: int | None
     text: str
     stack: tuple[str, ...]
 

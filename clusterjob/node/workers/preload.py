@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
-from typing import NoReturn
 
 from clusterjob.node.workers import early_variables, hook
 
@@ -96,24 +94,3 @@ def refresh_after_fork() -> None:
         # So that each line is in the log at once, for a command that follows it.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     early_variables.apply_at_import()
-
-
-def serve_store(host: str, port: int, listener_fd: int) -> NoReturn:
-    """Serve torch's TCPStore on a listening socket until this process is killed.
-
-    The socket was bound before any client got its port. So there is no EADDRINUSE race, and
-    early clients wait in the backlog.
-
-    Args:
-        host: the address at which the clients reach the socket.
-        port: the socket's port.
-        listener_fd: the socket's descriptor; the store takes ownership.
-    """
-    from torch.distributed import TCPStore
-
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd
-    )
-    while store is not None:
-        signal.pause()
-    raise AssertionError("unreachable")

@@ -1,9 +1,15 @@
-"""Reports from a worker to its forkserver: a failure, or ranks that the worker waits for."""
+"""Reports of workers to their forkserver: a failure, or ranks that a worker waits for.
+
+The workers write lines of JSON into one pipe, which the forkserver reads.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from clusterjob.node.workers import forkserver_messages as messages
@@ -11,6 +17,7 @@ from clusterjob.node.workers import forkserver_messages as messages
 # The longest write to a pipe that is atomic (pipe(7): 4096 bytes on Linux).
 _ATOMIC_WRITE = 4096
 _SHORT_MESSAGE = 300  # characters of a message that does not fit
+_MAX_MESSAGE = 4096  # characters of a worker's message
 
 
 def report(
@@ -28,22 +35,13 @@ def report(
     failing = messages.WorkerFailing(
         local_rank, time.monotonic(), message=message, exit_code=exit_code, kind=kind
     )
-    line = _line(failing)
-    if len(line) > _ATOMIC_WRITE:
-        line = _line(
-            messages.WorkerFailing(
-                local_rank,
-                failing.monotonic,
-                message=message[:_SHORT_MESSAGE],
-                exit_code=exit_code,
-                kind=kind,
-            )
-        )
-    _write(report_fd, line)
+    if len(_line(failing)) > _ATOMIC_WRITE:
+        failing = replace(failing, message=message[:_SHORT_MESSAGE])
+    _write(report_fd, failing)
 
 
 def report_missing(report_fd: int, local_rank: int, missing: list[int], *, final: bool) -> None:
-    """Request the agents' answers about ranks that this worker waits for.
+    """Ask the agents about ranks that this worker waits for.
 
     The agents write their answers into this worker's stderr.
 
@@ -54,16 +52,49 @@ def report_missing(report_fd: int, local_rank: int, missing: list[int], *, final
         final: whether it gives up now.
     """
     ranks = tuple(missing[: messages.MAX_NAMED])
-    _write(report_fd, _line(messages.WorkerWaiting(local_rank, ranks, final=final)))
+    _write(report_fd, messages.WorkerWaiting(local_rank, ranks, final=final))
 
 
 def _line(message: Any) -> bytes:
     return messages.encode(messages.FROM_WORKER, message) + b"\n"
 
 
-def _write(report_fd: int, line: bytes) -> None:
-    """Write a line at once, so that the lines of several workers do not mix."""
-    try:
-        os.write(report_fd, line)
-    except OSError:
-        pass  # the forkserver has ended; the kernel kills this worker too
+def _write(report_fd: int, message: Any) -> None:
+    """Write a message as one line, at once: the lines of several workers must not mix."""
+    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
+        os.write(report_fd, _line(message))
+
+
+class ReportPipe:
+    """The forkserver's side of the pipe; every worker inherits the write end.
+
+    Attributes:
+        read_end: the descriptor that is readable when there is a report.
+        ends: both descriptors.
+    """
+
+    def __init__(self) -> None:
+        self.ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.read_end = self.ends[0]
+        os.set_blocking(self.ends[1], True)
+        self._rest = b""
+
+    def read(self) -> Iterator[Any]:
+        """Yield the reports that have arrived; skip lines that are no report."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.read_end, 65536):
+                self._rest += chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            try:
+                message = messages.decode(messages.FROM_WORKER, line)
+            except (ValueError, RecursionError):
+                continue  # user code can write anything into the pipe
+            if isinstance(message, messages.WorkerFailing):
+                message = replace(
+                    message,
+                    monotonic=min(message.monotonic, time.monotonic()),
+                    message=message.message[:_MAX_MESSAGE],
+                    started=True,
+                )
+            yield message

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 from clusterjob.node.logs.log_files import append
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import stacks
+from clusterjob.node.workers.worker_process import RunningWorker
 
 # Limits of a stack that is sent to the agent; the worker's log has all of it.
 _MAX_LINES, _MAX_LINE = 40, 300
 _PAUSE = 0.1  # seconds between two polls of the answers: faulthandler writes a stack line by line
 
 
-@dataclass(frozen=True)
-class _Request:
-    local_rank: int
-    pid: int
-    started: float
-    request: stacks.StackRequest
-
-
 class StatusProbe:
     """One probe of several workers: request their stacks, then collect the answers."""
 
     def __init__(self) -> None:
-        self._asked: list[_Request] = []
+        self._asked: list[tuple[RunningWorker, stacks.StackRequest]] = []
         self._final = False
         self._note = ""
         self._end = 0.0  # time limit; after it, incomplete answers are collected too
@@ -38,8 +29,7 @@ class StatusProbe:
     def start(
         self,
         local_ranks: Sequence[int],
-        live: Mapping[int, int],
-        started: Mapping[int, float],
+        running: Iterable[RunningWorker],
         *,
         final: bool,
         note: str = "",
@@ -48,8 +38,7 @@ class StatusProbe:
 
         Args:
             local_ranks: the workers to probe.
-            live: the local rank of each running worker, by pid.
-            started: the monotonic start time of each running worker, by pid.
+            running: the workers that run.
             final: whether the waiting ranks give up now; the worker's log then gets the whole
                 stack.
             note: a line to write into the workers' logs with their stacks; the answers then go only
@@ -59,9 +48,9 @@ class StatusProbe:
         self._note = note
         self._final = final
         self._asked = [
-            _Request(rank, pid, started=started[pid], request=stacks.StackRequest(pid))
-            for pid, rank in live.items()
-            if rank in local_ranks
+            (worker, stacks.StackRequest(worker.pid))
+            for worker in running
+            if worker.local_rank in local_ranks
         ]
         now = time.monotonic()
         self.due, self._end, self._sizes = now + _PAUSE, now + stacks.ANSWER_SECONDS, []
@@ -71,7 +60,7 @@ class StatusProbe:
         now = time.monotonic()
         if self.due is None or now < self.due:
             return False
-        sizes = [each.request.written() for each in self._asked]
+        sizes = [request.written() for _, request in self._asked]
         if now >= self._end or (0 not in sizes and sizes == self._sizes):
             return True
         self.due, self._sizes = now + _PAUSE, sizes
@@ -79,54 +68,39 @@ class StatusProbe:
 
     def cancel(self) -> None:
         """Drop a probe that is still open."""
-        for each in self._asked:
-            each.request.answer()
+        for _, request in self._asked:
+            request.answer()
         self._asked, self.due = [], None
 
-    def answers(self, logs: Mapping[int, Path], *, forked: bool) -> messages.WorkersProbed | None:
+    def answers(self, *, forked: bool) -> messages.WorkersProbed | None:
         """Return the message for the agent; None if the answers go only into the workers' logs.
 
         Args:
-            logs: each worker's stderr file, by local rank.
             forked: whether the workers were forked; a forked worker offers its stack before it runs
                 the program.
         """
-        if self._note:
-            for each in self._asked:
-                self._write(each, logs.get(each.local_rank))
-            self._asked, self.due = [], None
-            return None
-        found = tuple(
-            self._answer(each, logs.get(each.local_rank), forked=forked) for each in self._asked
-        )
-        self._asked, self.due = [], None
-        return messages.WorkersProbed(self._final, found)
+        asked, self._asked, self.due = self._asked, [], None
+        found = [self._answer(worker, request, forked=forked) for worker, request in asked]
+        return None if self._note else messages.WorkersProbed(self._final, tuple(found))
 
-    def _write(self, asked: _Request, log: Path | None) -> None:
-        frames = stacks.main_thread(asked.request.answer())
-        doing = stacks.position_text(frames) if frames else stacks.kernel_text(asked.pid)
-        if log is not None:
-            append(
-                log,
-                [
-                    f"{self._note}; {doing}",
-                    *(line[:_MAX_LINE] for line in frames[:_MAX_LINES]),
-                ],
-            )
-
-    def _answer(self, asked: _Request, log: Path | None, *, forked: bool) -> messages.ProbedWorker:
-        lines = asked.request.answer()
+    def _answer(
+        self, worker: RunningWorker, request: stacks.StackRequest, *, forked: bool
+    ) -> messages.ProbedWorker:
+        lines = request.answer()
         frames = stacks.main_thread(lines)
-        offered = asked.request.offered
-        doing = stacks.position_text(frames) if frames else stacks.kernel_text(asked.pid)
-        if stacks.is_inside(lines, "bootstrap.py", name="init") or (offered and not forked):
+        shown = tuple(line[:_MAX_LINE] for line in frames[:_MAX_LINES])
+        doing = stacks.position_text(frames) if frames else stacks.kernel_text(worker.pid)
+        if self._note:
+            append(worker.err, [f"{self._note}; {doing}", *shown])
+        if stacks.is_inside(lines, "bootstrap.py", name="init") or (request.offered and not forked):
             how = "is inside bootstrap.init()"
-        elif lines or not (offered or forked):
+        elif lines or not (request.offered or forked):
             how = "has not reached bootstrap.init()"
         else:
             how = "has not joined the rendezvous"
-        text = f"has run for {time.monotonic() - asked.started:.0f} s and {how}; {doing}"
-        if self._final and lines and log is not None:
-            append(log, [f"the others gave up waiting for this process, which {text}", *lines])
-        shown = tuple(line[:_MAX_LINE] for line in frames[:_MAX_LINES])
-        return messages.ProbedWorker(asked.local_rank, asked.pid, text=text[:1000], stack=shown)
+        text = f"has run for {time.monotonic() - worker.started:.0f} s and {how}; {doing}"
+        if self._final and lines:
+            append(
+                worker.err, [f"the others gave up waiting for this process, which {text}", *lines]
+            )
+        return messages.ProbedWorker(worker.local_rank, worker.pid, text=text[:1000], stack=shown)

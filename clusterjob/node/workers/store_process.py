@@ -9,7 +9,6 @@ from pathlib import Path
 
 from clusterjob.node.contract import World
 from clusterjob.node.system import processes
-from clusterjob.node.workers import preload
 
 NO_TORCH = 3  # exit code of a store process that could not import torch
 
@@ -40,7 +39,19 @@ def start(world: World, listener: int, log: Path, close: Sequence[int]) -> int:
         os.dup2(log_end, 2)
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         processes.raise_open_files()
-        preload.serve_store(world.master_addr, world.master_port, listener_fd=listener)
+        from torch.distributed import TCPStore
+
+        # The socket was bound before any client got its port. So there is no EADDRINUSE race, and
+        # early clients wait in the backlog. The store takes ownership of the descriptor.
+        store = TCPStore(
+            world.master_addr,
+            world.master_port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        while store is not None:
+            signal.pause()
     except ImportError as error:
         # torch is broken; a worker that imports it shows the full error.
         os.write(2, f"cannot start torch's store: {error!r}\n".encode())

@@ -29,15 +29,15 @@ class TorchrunFailure:
     """The worker that failed first on a node, as its torchrun reports it.
 
     Attributes:
-        rank: the worker's rank.
-        local_rank: its index on the node.
+        rank: the worker's rank; None for torchrun itself.
+        local_rank: its index on the node; None for torchrun itself.
         exit_code: its exit code, 128 + n for signal n.
         signal: that signal's name, or None.
         last_lines: the worker's last lines before torchrun's own output.
     """
 
-    rank: int
-    local_rank: int
+    rank: int | None
+    local_rank: int | None
     exit_code: int
     signal: str | None
     last_lines: tuple[str, ...]

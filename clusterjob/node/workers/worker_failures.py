@@ -23,11 +23,6 @@ _NO_NCCL_HINT = (
 _MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 100, 20, 32768
 
 
-def _last_lines(path: Path) -> tuple[str, ...]:
-    lines = log_files.last_lines(path, _MAX_LINES, limit=_MAX_BYTES)
-    return failure_texts.without_library_warnings(lines)[-_SHOWN_LINES:]
-
-
 def how(code: int, signal_name: str | None) -> str:
     """Return the end of a process as text."""
     return f"killed by {signal_name}" if signal_name else f"exited with code {code}"
@@ -56,6 +51,11 @@ class Failures:
         """Return the failure of the node itself."""
         return Failure.of_node(self.node_rank, self.host, message=why, kind=FailureKind.LAUNCH)
 
+    def stderr_of(self, world: World, local_rank: int) -> Path:
+        """Return the stderr file of a worker."""
+        rank = world.first_rank + local_rank
+        return log_files.rank_files(self.directory, rank, world.restart, self.attempt)[1]
+
     def of_worker(
         self,
         world: World,
@@ -77,11 +77,10 @@ class Failures:
         """
         if self.under_torchrun:
             return self._of_torchrun(world, code, signal_name=signal_name, message=message)
-        rank = world.first_rank + local_rank
-        err = log_files.rank_files(
-            self.directory, rank, restart=world.restart, attempt=self.attempt
-        )[1]
-        last = _last_lines(err)
+        lines = log_files.last_lines(
+            self.stderr_of(world, local_rank), _MAX_LINES, limit=_MAX_BYTES
+        )
+        last = failure_texts.without_library_warnings(lines)[-_SHOWN_LINES:]
         meanings = failure_texts.meanings((message, *last))
         # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
         # and SIGSEGV are never such an effect.
@@ -99,7 +98,7 @@ class Failures:
         if memory:
             kind = FailureKind.OOM_HOST
         return Failure(
-            rank,
+            world.first_rank + local_rank,
             local_rank,
             node_rank=self.node_rank,
             host=self.host,
@@ -127,25 +126,16 @@ class Failures:
         self, world: World, code: int, signal_name: str | None, message: str
     ) -> Failure:
         stderr = log_files.torchrun_files(self.directory, world.restart, attempt=self.attempt)[1]
-        cause = torchrun.root_cause(stderr)
-        if cause is None:
-            last = log_files.last_lines(stderr)
-            return Failure(
-                None,
-                None,
-                node_rank=self.node_rank,
-                host=self.host,
-                exit_code=code,
-                signal=signal_name,
-                message=f"torchrun {message}",
-                last_lines=last,
-                kind=failure_texts.kind_of_end(
-                    None, failure_texts.meanings(last), signal_name, raised=False
-                ),
-            )
+        cause = torchrun.root_cause(stderr) or torchrun.TorchrunFailure(
+            None, None, exit_code=code, signal=signal_name, last_lines=log_files.last_lines(stderr)
+        )
         meanings = failure_texts.meanings(cause.last_lines)
-        memory = self._memory_note(cause.signal, meanings)
-        exception = failure_texts.last_exception(cause.last_lines)
+        message, memory, effect, raised = f"torchrun {message}", "", False, False
+        if cause.rank is not None:
+            memory = self._memory_note(cause.signal, meanings)
+            message = how(cause.exit_code, cause.signal) + memory
+            effect = cause.signal in (None, "SIGABRT") and failure_texts.is_effect(meanings)
+            raised = failure_texts.last_exception(cause.last_lines) is not None
         kind = FailureKind.OOM_HOST if memory else None
         return Failure(
             cause.rank,
@@ -154,10 +144,8 @@ class Failures:
             host=self.host,
             exit_code=cause.exit_code,
             signal=cause.signal,
-            message=how(cause.exit_code, cause.signal) + memory,
+            message=message,
             last_lines=cause.last_lines,
-            effect=cause.signal in (None, "SIGABRT") and failure_texts.is_effect(meanings),
-            kind=failure_texts.kind_of_end(
-                kind, meanings, cause.signal, raised=exception is not None
-            ),
+            effect=effect,
+            kind=failure_texts.kind_of_end(kind, meanings, cause.signal, raised=raised),
         )

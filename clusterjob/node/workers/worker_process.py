@@ -34,6 +34,23 @@ class WorkerStart:
     err: Path
 
 
+@dataclass(frozen=True)
+class RunningWorker:
+    """A worker that was started.
+
+    Attributes:
+        pid: its process id.
+        local_rank: its index on the node.
+        started: the monotonic time of its start.
+        err: the file of its stderr.
+    """
+
+    pid: int
+    local_rank: int
+    started: float
+    err: Path
+
+
 def start(
     worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], stdin: int | None
 ) -> int:

@@ -1,0 +1,163 @@
+"""One round of workers: the reports of its agents, its failures, and their root cause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.membership import Membership, Peer
+from clusterjob.node.rendezvous.missing_ranks import MissingRanks
+from clusterjob.node.rendezvous.preemption import Preemption
+from clusterjob.node.rendezvous.root_cause import RootCause
+from clusterjob.node.rendezvous.stragglers import Stragglers
+from clusterjob.node.verdict import Failure
+
+# Seconds that a verdict waits for the agents' answers about missing ranks:
+# stacks.ANSWER_SECONDS and the network.
+_ANSWER_TIMEOUT = 3.0
+_MAX_SHOWN = 8  # maximum stacks to show of workers that still run, per node
+# The sources for which the root cause may have to wait.
+_PROBE, _POLL = "missing ranks", "all nodes"
+
+
+class Round:
+    """One round of workers on all nodes.
+
+    Args:
+        restart: the number of the round, from 0.
+        membership: the agents.
+        preemption: the job's preemption warning, and the workers that ended because of it.
+        options: the heartbeat interval and the lease, in seconds.
+        events: the job's events.
+        first_ranks: the rank of each node's first worker; empty before the first round.
+        world_size: the number of workers.
+
+    Attributes:
+        root_cause: the failures of the round.
+        stragglers: the workers that succeeded.
+        unstarted: the nodes that have not reported that all their workers were started.
+        undone: the nodes that have not reported that all their workers have ended.
+        unstopped: the nodes that have not reported that all their workers were stopped.
+        handlers: the function for each message that belongs to the round.
+    """
+
+    def __init__(
+        self,
+        restart: int,
+        membership: Membership,
+        preemption: Preemption,
+        options: LaunchOptions,
+        events: EventLog,
+        first_ranks: Sequence[int] = (),
+        world_size: int = 0,
+    ) -> None:
+        self._restart = restart
+        self._membership = membership
+        self._preemption = preemption
+        self._options = options
+        self._events = events
+        self._world_size = world_size
+        self.root_cause = RootCause()
+        self.stragglers = Stragglers(first_ranks, world_size)
+        self._missing_ranks = MissingRanks(first_ranks, world_size)
+        self._unpolled: set[int] | None = None  # nodes that still have to answer the poll
+        self.unstarted = set(membership.peers)
+        self.undone = set(membership.peers)
+        self.unstopped = set(membership.peers)
+        preemption.begin_round()
+        self.handlers: dict[type, Callable[[Peer, Any], None]] = {
+            messages.Done: lambda peer, _done: self.undone.discard(peer.node_rank),
+            messages.Stopped: lambda peer, _stopped: self.unstopped.discard(peer.node_rank),
+            messages.Succeeded: self._on_succeeded,
+            messages.Failing: self._on_failing,
+            messages.RanksMissing: self._on_ranks_missing,
+            messages.RanksProbed: self._on_ranks_probed,
+            messages.FailuresReported: self._on_failures_reported,
+        }
+
+    def root(self) -> Failure | None:
+        """Return the root cause; ignore effects if a worker left because of a preemption."""
+        if self._preemption.left:
+            self.root_cause.drop_effects()
+        return self.root_cause.root()
+
+    def name_stragglers(self) -> None:
+        """Write the workers that still run into the events, and their stacks into their logs."""
+        text, by_node = self.stragglers.name()
+        self._events.add("stragglers", text=text)
+        for node_rank, ranks in by_node.items():
+            probe = messages.ProbeRanks(tuple(ranks[:_MAX_SHOWN]), final=False, note=text)
+            self._membership.peers[node_rank].send(probe)
+
+    def poll_is_over(self, moment: float) -> bool:
+        """Ask every node for unreported failures and return False; at a later call, return True.
+
+        The coordinator polls before a verdict that only names a lost peer: under load, or when the
+        network is cut, an effect may be reported long before its cause. The poll waits for a silent
+        node until its lease has ended, because that node may be the cause. It delays
+        `RootCause.stop_due`, so the coordinator calls again only after the poll.
+
+        Args:
+            moment: the coordinator's monotonic time.
+        """
+        if self._unpolled is not None:
+            return True
+        self._unpolled = {
+            peer.node_rank for peer in self._membership.peers.values() if not peer.lost
+        }
+        until = moment + self._options.lease + 2 * self._options.heartbeat
+        self.root_cause.wait_for_cause(until, _POLL)
+        self._membership.broadcast(messages.ReportFailures(self._restart))
+        return False
+
+    def _on_failures_reported(self, peer: Peer, message: messages.FailuresReported) -> None:
+        """Record a node's answer to the poll; the node sent its failures before it."""
+        if message.restart != self._restart:
+            return
+        for each in message.exits:
+            self.root_cause.add_early_exit(each.failure, time.monotonic() - each.age)
+        if self._unpolled is not None:
+            self._unpolled.discard(peer.node_rank)
+            if not self._unpolled:
+                self.root_cause.wait_for_cause(0.0, _POLL)
+
+    def _on_succeeded(self, peer: Peer, message: messages.Succeeded) -> None:
+        if self._world_size and message.local_rank < peer.nproc:
+            self.stragglers.ended(peer.node_rank, message.local_rank)
+
+    def _on_failing(self, _peer: Peer, message: messages.Failing) -> None:
+        at = time.monotonic() - message.age
+        if not self._preemption.explains(message.failure, at, exited=message.exited):
+            self.root_cause.add(message.failure, at, exited=message.exited)
+            self._missing_ranks.note(message.failure)
+            self._add_missing_ranks()
+
+    def _on_ranks_missing(self, peer: Peer, message: messages.RanksMissing) -> None:
+        """Ask the agents for the state of the ranks that a worker waits for."""
+        if message.restart != self._restart:
+            return
+        by_node = self._missing_ranks.ask(peer.node_rank, message)
+        if message.final and by_node:
+            self.root_cause.wait_for_cause(time.monotonic() + _ANSWER_TIMEOUT, _PROBE)
+        for node_rank, ranks in by_node.items():
+            probe = messages.ProbeRanks(tuple(ranks), final=message.final)
+            self._membership.peers[node_rank].send(probe)
+
+    def _on_ranks_probed(self, peer: Peer, message: messages.RanksProbed) -> None:
+        if message.restart != self._restart:
+            return
+        self._events.add("missing", node_rank=peer.node_rank, workers=list(message.lines))
+        found = self._missing_ranks.receive(peer.node_rank, message)
+        if found is not None:
+            self._membership.peers[found[0]].send(found[1])
+        if message.final and self._missing_ranks.answered:
+            self.root_cause.wait_for_cause(0.0, _PROBE)
+        self._add_missing_ranks()
+
+    def _add_missing_ranks(self) -> None:
+        for failure in self._missing_ranks.causes():
+            self.root_cause.add(failure, time.monotonic(), exited=True)
