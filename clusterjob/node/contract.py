@@ -112,11 +112,8 @@ def store_address(world: World, launcher: str) -> str:
 
     The agent is clusterjob's or torchrun's.
     """
-    return (
-        f"{world.master_addr}:{world.master_port}"
-        if world.agent_store or launcher == "torchrun"
-        else ""
-    )
+    by_agent = world.agent_store or launcher == "torchrun"
+    return f"{world.master_addr}:{world.master_port}" if by_agent else ""
 
 
 def store_key(token: bytes, job_id: str, attempt: int, restart: int) -> str:
@@ -147,20 +144,9 @@ def read_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         PlacementError: the file cannot be read.
     """
-    path = environ.get(SECRETS_FILE)
-    if not path:
-        return {}
-    try:
-        lines = Path(path).read_bytes().split(b"\0")
-    except OSError as error:
-        raise PlacementError(
-            f"{SECRETS_FILE}={path}: the job's secrets cannot be read: {error.strerror}"
-        ) from error
-    return {
-        os.fsdecode(name): os.fsdecode(value)
-        for name, equals, value in (line.partition(b"=") for line in lines)
-        if equals
-    }
+    content = _read_file(environ, SECRETS_FILE, "secrets")
+    pairs = [line.partition(b"=") for line in (content or b"").split(b"\0")]
+    return {os.fsdecode(name): os.fsdecode(value) for name, equals, value in pairs if equals}
 
 
 def read_token(environ: Mapping[str, str]) -> bytes | None:
@@ -173,15 +159,18 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
     """
     if environ.get(TOKEN):
         return environ[TOKEN].encode(errors="surrogateescape")
-    if environ.get(TOKEN_FILE):
-        try:
-            token = Path(environ[TOKEN_FILE]).read_bytes().strip()
-        except OSError as error:
-            raise PlacementError(
-                f"{TOKEN_FILE}={environ[TOKEN_FILE]}: the job's token cannot be read: "
-                f"{error.strerror}"
-            ) from error
-        if not token:
-            raise PlacementError(f"{TOKEN_FILE}={environ[TOKEN_FILE]}: the file is empty")
-        return token
-    return None
+    token = _read_file(environ, TOKEN_FILE, "token")
+    if token is not None and not token.strip():
+        raise PlacementError(f"{TOKEN_FILE}={environ[TOKEN_FILE]}: the file is empty")
+    return None if token is None else token.strip()
+
+
+def _read_file(environ: Mapping[str, str], variable: str, content: str) -> bytes | None:
+    """Return the content of the file that a variable names; None if the variable is not set."""
+    path = environ.get(variable)
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise PlacementError(
+            f"{variable}={path}: the job's {content} cannot be read: {error.strerror}"
+        ) from error

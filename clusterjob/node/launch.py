@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clusterjob.errors import ClusterJobError, UsageError
@@ -66,10 +66,9 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     """
     finding = this_node.find_node(environ)
     topology = this_node.with_reachable_master(finding, environ)
-    chosen = (
-        devices.choose_gpus(options.gpus.split(","), environ) if options.gpus is not None else []
-    )
-    if chosen:
+    chosen = []
+    if options.gpus is not None:
+        chosen = devices.choose_gpus(options.gpus.split(","), environ)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     nproc = (
         options.nproc_per_node
@@ -89,25 +88,10 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
 
-    agent_end, forkserver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sys.stdout.flush()
-    sys.stderr.flush()
     early = signals.collect_early(preemptible=options.warning is not None)
-    forkserver_pid = os.fork()
-    if forkserver_pid == 0:
-        _serve_as_forkserver(
-            agent_end,
-            Forkserver(
-                forkserver_end,
-                options,
-                job_dir=job_dir,
-                job_id=job.job_id,
-                attempt=job.attempt,
-                node_rank=topology.node_rank,
-                stdin=stdin,
-            ),
-        )
-    _close_forkserver_descriptors(forkserver_end, stdin)
+    forkserver_pid, agent_end = _fork_forkserver(
+        topology, options, job=job, job_dir=job_dir, stdin=stdin
+    )
     agent_end.setblocking(False)
     processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
@@ -122,7 +106,11 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
     console = Console(reader if options.echo or numbered else None, numbered=numbered)
-    _log_insecurity(console.print, options, topology=topology, environ=environ)
+    if options.insecure_no_token and topology.nnodes > 1 and contract.read_token(environ) is None:
+        console.print(
+            f"--insecure-no-token: everyone who can connect to {topology.master_addr}"
+            " can join this job or end it"
+        )
 
     async def live() -> Verdict:
         verdict = await agent.run()
@@ -169,46 +157,50 @@ def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
     return descriptor
 
 
-def _close_forkserver_descriptors(forkserver_end: socket.socket, stdin: int | None) -> None:
-    """Close the forkserver's descriptors in the agent."""
-    forkserver_end.close()
-    if stdin:  # 0 may be the user's terminal
-        os.close(stdin)
+def _fork_forkserver(
+    topology: Topology,
+    options: LaunchOptions,
+    job: JobIdentity,
+    job_dir: Path,
+    stdin: int | None,
+) -> tuple[int, socket.socket]:
+    """Fork the forkserver; return its pid and the agent's end of the socket pair.
 
-
-def _serve_as_forkserver(agent_end: socket.socket, forkserver: Forkserver) -> None:
-    """Serve as the forkserver; in a forked worker, run the program."""
+    Only the agent's process returns. A forked worker runs the program.
+    """
+    agent_end, forkserver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        forkserver_end.close()
+        if stdin:  # 0 may be the user's terminal
+            os.close(stdin)
+        return pid, agent_end
     agent_end.close()
+    forkserver = Forkserver(
+        forkserver_end,
+        options,
+        job_dir=job_dir,
+        job_id=job.job_id,
+        attempt=job.attempt,
+        node_rank=topology.node_rank,
+        stdin=stdin,
+    )
     if not getattr(sys.flags, "safe_path", False) and sys.path:
         del sys.path[0]  # the launcher's directory, which `python train.py` does not have
     gc.disable()
     program = forkserver.serve()
     if program is None:
         os._exit(0)
-    report_fd, local_rank, own_pid = (
-        int(os.environ[contract.REPORT_FD].partition(":")[0]),
-        int(os.environ["LOCAL_RANK"]),
-        os.getpid(),
-    )
+    report_fd, own_pid = (int(part) for part in os.environ[contract.REPORT_FD].split(":"))
+    local_rank = int(os.environ["LOCAL_RANK"])
 
     def on_failure(message: str, exit_code: int, kind: str) -> None:
         if os.getpid() == own_pid:  # a child that the program forked returns to this code too
             report(report_fd, local_rank, message=message, exit_code=exit_code, kind=kind)
 
     run_as_main(program, on_failure)
-
-
-def _log_insecurity(
-    print_line: Callable[[str], None],
-    options: LaunchOptions,
-    topology: Topology,
-    environ: Mapping[str, str],
-) -> None:
-    if options.insecure_no_token and topology.nnodes > 1 and contract.read_token(environ) is None:
-        print_line(
-            f"--insecure-no-token: everyone who can connect to {topology.master_addr}"
-            " can join this job or end it"
-        )
 
 
 def _identity(
@@ -227,17 +219,15 @@ def _identity(
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
     job_id = environ.get(contract.JOB_ID) or scheduler.step_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
-    if token is None and topology.nnodes > 1 and not insecure:
+    if token is None and topology.nnodes == 1:  # a single node shares it with no other
+        token = secrets.token_bytes(16)
+    elif token is None and insecure:
+        token = f"clusterjob:{job_id}:{attempt}:{place_text}".encode()
+    elif token is None:
         raise UsageError(
             f"{topology.nnodes} nodes and no {contract.TOKEN}:"
             " everyone who can connect to node 0 could join the job or end it",
             f"set {contract.TOKEN} to the same secret on every node, or use --insecure-no-token",
-        )
-    if token is None:  # a single node shares it with no other
-        token = (
-            f"clusterjob:{job_id}:{attempt}:{place_text}".encode()
-            if topology.nnodes > 1
-            else secrets.token_bytes(16)
         )
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
     return JobIdentity(
@@ -256,11 +246,8 @@ def _job_directory(
     named = environ.get(contract.JOB_DIR)
     job_dir = Path(named) if named else Path(tempfile.mkdtemp(prefix="clusterjob-"))
     try:
-        for directory in (
-            log_files.node_directory(job_dir, topology.node_rank),
-            ends.directory(job_dir),
-        ):
-            private_dirs.make(directory)
+        private_dirs.make(log_files.node_directory(job_dir, topology.node_rank))
+        private_dirs.make(ends.directory(job_dir))
         if topology.node_rank == 0:
             ends.put_aside_result(job_dir, attempt)
         ends.reserve(job_dir, topology.node_rank)

@@ -18,21 +18,19 @@ START_MODES = ("auto", "fork", "exec")
 LAUNCHERS = ("agent", "torchrun")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return value
+def _at_least(minimum: int) -> Callable[[str], int]:
+    """Return a function that reads a whole number with a minimum."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value}: must be at least {minimum}")
+        return value
+
+    return number
 
 
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 0")
-    return value
-
-
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
@@ -85,10 +83,15 @@ class LaunchOptions:
     """
 
     program: Program
-    nproc_per_node: int | None = _option(None, "N", "Number of workers on this node.", _count)
-    cpus_per_task: int | None = _option(None, "N", "Cores per worker (OMP_NUM_THREADS).", _count)
+    nproc_per_node: int | None = _option(None, "N", "Number of workers on this node.", _at_least(1))
+    cpus_per_task: int | None = _option(
+        None, "N", "Cores per worker (OMP_NUM_THREADS).", _at_least(1)
+    )
     max_restarts: int = _option(
-        0, "N", "Maximum number of restarts of the workers after a failure (default: 0).", _whole
+        0,
+        "N",
+        "Maximum number of restarts of the workers after a failure (default: 0).",
+        _at_least(0),
     )
     start: str = _option(
         "auto",
@@ -97,22 +100,22 @@ class LaunchOptions:
     )
     launcher: str = _option("agent", LAUNCHERS, "Launcher of the workers (default: agent).")
     time_limit: float | None = _option(
-        None, "SECONDS", "Seconds that the job may run (default: no limit).", _seconds
+        None, "SECONDS", "Seconds that the job may run (default: no limit).", seconds
     )
     join_timeout: float = _option(
-        300.0, "SECONDS", "Seconds to wait for the other nodes (default: 300).", _seconds
+        300.0, "SECONDS", "Seconds to wait for the other nodes (default: 300).", seconds
     )
     heartbeat: float = _option(
-        2.0, "SECONDS", "Seconds between two heartbeats (default: 2).", _seconds
+        2.0, "SECONDS", "Seconds between two heartbeats (default: 2).", seconds
     )
     lease: float = _option(
         10.0,
         "SECONDS",
         "Seconds without a message after which a node is lost (default: 10).",
-        _seconds,
+        seconds,
     )
     grace: float = _option(
-        3.0, "SECONDS", "Seconds between SIGTERM and SIGKILL (default: 3).", _seconds
+        3.0, "SECONDS", "Seconds between SIGTERM and SIGKILL (default: 3).", seconds
     )
     lifeline: bool = _option(False, "", "Cancel the job when stdin ends.")
     echo: bool = _option(True, "", "Write the workers' output only to their log files.")
@@ -120,7 +123,7 @@ class LaunchOptions:
         None,
         "SECONDS",
         "Seconds before its end at which a preempted job is warned (default: no warning).",
-        _seconds,
+        seconds,
     )
     gpus: str | None = _option(None, "LIST", "GPUs of the workers, such as 0,1; one worker each.")
     insecure_no_token: bool = _option(
@@ -151,10 +154,9 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     known, unknown = _parser().parse_known_args(options_part)
     if unknown:
         raise _no_such_option(unknown[0].partition("=")[0])
-    values = vars(known)
     if program is None:
         raise UsageError("nothing to launch", "give a script, -m MODULE, or -- COMMAND")
-    return LaunchOptions(program=program, **values)
+    return LaunchOptions(program=program, **vars(known))
 
 
 def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
@@ -168,18 +170,10 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
     index = 0
     while index < len(argv):
         word = argv[index]
-        if word == "--":
-            command = argv[index + 1 :]
-            return argv[:index], Program(
-                "command", command[0], args=tuple(command[1:])
-            ) if command else None
-        if word == "-m":
-            module = argv[index + 1 :]
-            return argv[:index], Program(
-                "module", module[0], args=tuple(module[1:])
-            ) if module else None
-        if not word.startswith("-"):
-            return argv[:index], Program("script", word, args=tuple(argv[index + 1 :]))
+        kind = {"--": "command", "-m": "module"}.get(word, "script")
+        if kind != "script" or not word.startswith("-"):
+            words = argv[index:] if kind == "script" else argv[index + 1 :]
+            return argv[:index], Program(kind, words[0], args=tuple(words[1:])) if words else None
         index += 2 if word in takes_value else 1
     return argv, None
 
@@ -194,19 +188,13 @@ _VARIABLES = {
 
 def _no_such_option(word: str) -> UsageError:
     spelled = word.replace("_", "-")
-    hint = (
-        f"did you mean {spelled}?"
-        if spelled != word and spelled in _parser()._option_string_actions
-        else ""
-    )
+    hint = "`clusterjob launch --help` lists the options"
     if spelled in _VARIABLES:
-        hint = (
-            f"set {_VARIABLES[spelled]}=... in the environment, if the platform has no variable "
-            "for it"
-        )
-    return UsageError(
-        f"there is no option {word}", hint or "`clusterjob launch --help` lists the options"
-    )
+        variable = _VARIABLES[spelled]
+        hint = f"set {variable}=... in the environment, if the platform has no variable for it"
+    elif spelled != word and spelled in _parser()._option_string_actions:
+        hint = f"did you mean {spelled}?"
+    return UsageError(f"there is no option {word}", hint)
 
 
 class _Parser(argparse.ArgumentParser):

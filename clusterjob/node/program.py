@@ -94,7 +94,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -
     on_failure(summary(failure), 130 if interrupted else 1, failure_kind(failure))
     _show(failure)  # outside `except`, so that it is not the __context__ of an error in the hook
     if interrupted:
-        sys.excepthook = _silent
+        sys.excepthook = lambda *_: None  # `_show` has already printed the exception
         raise failure  # the interpreter then ends by SIGINT, as usual
     sys.exit(1)
 
@@ -127,10 +127,6 @@ def _strip(error: BaseException) -> None:
         and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHER_FILES
     ):
         error.__traceback__ = error.__traceback__.tb_next
-
-
-def _silent(*_: object) -> None:
-    """Print nothing: `_show` has already printed the exception."""
 
 
 def _text(value: object) -> str:
@@ -168,14 +164,11 @@ def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
             file=sys.stderr,
         )
         sys.exit(2)
-    return _compile(source, path), _fresh_main(path, loader)
-
-
-def _compile(source: bytes, path: str) -> types.CodeType:
     try:
-        return compile(source, path, "exec", dont_inherit=True)
+        code = compile(source, path, "exec", dont_inherit=True)
     except ValueError as error:  # null bytes, before Python 3.11.4
         raise SyntaxError(str(error)) from None
+    return code, _fresh_main(path, loader)
 
 
 def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
@@ -190,12 +183,8 @@ def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # as in runpy
         _refuse(f"Error while finding module specification for {name!r} ({summary(error)})")
     if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
-        package = (
-            f"; {program.target!r} is a package and cannot be directly executed"
-            if name != program.target
-            else ""
-        )
-        _refuse(f"No module named {name}{package}")
+        package = f"; {program.target!r} is a package and cannot be directly executed"
+        _refuse(f"No module named {name}{package if name != program.target else ''}")
     code = spec.loader.get_code(spec.name)
     if code is None:
         _refuse(f"No code object available for {name}")

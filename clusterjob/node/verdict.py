@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from clusterjob.node.system.sanitize import sanitize
+
+_T = TypeVar("_T")
 
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
@@ -81,10 +83,6 @@ def _number(fields: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _optional_number(fields: Mapping[str, Any], name: str) -> int | None:
-    return None if fields.get(name) is None else _number(fields, name)
-
-
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str):
@@ -92,8 +90,10 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     return value[:_MAX_TEXT]
 
 
-def _optional_text(fields: Mapping[str, Any], name: str) -> str | None:
-    return None if fields.get(name) is None else _text(fields, name)
+def _optional(
+    read: Callable[[Mapping[str, Any], str], _T], fields: Mapping[str, Any], name: str
+) -> _T | None:
+    return None if fields.get(name) is None else read(fields, name)
 
 
 def _items(fields: Mapping[str, Any], name: str) -> list[Any]:
@@ -169,12 +169,12 @@ class Failure:
         """
         fields = _object(data)
         return cls(
-            rank=_optional_number(fields, "rank"),
-            local_rank=_optional_number(fields, "local_rank"),
+            rank=_optional(_number, fields, "rank"),
+            local_rank=_optional(_number, fields, "local_rank"),
             node_rank=_number(fields, "node_rank"),
             host=_text(fields, "host"),
             exit_code=_number(fields, "exit_code"),
-            signal=_optional_text(fields, "signal"),
+            signal=_optional(_text, fields, "signal"),
             message=_text(fields, "message"),
             last_lines=tuple(
                 _text({"line": line}, "line") for line in _items(fields, "last_lines")[-_MAX_LINES:]
@@ -242,31 +242,26 @@ class Verdict:
         return cls(
             state=state,
             exit_code=exit_code,
-            reason=_optional_text(fields, "reason") or "",
+            reason=_optional(_text, fields, "reason") or "",
             failure=Failure.from_json(failure) if failure else None,
             consequences=tuple(
                 Failure.from_json(item)
                 for item in _items(fields, "consequences")[:_MAX_CONSEQUENCES]
             ),
-            restarts=_optional_number(fields, "restarts") or 0,
-            attempt=_optional_number(fields, "attempt") or 0,
-            started_at=_optional_text(fields, "started_at"),
-            ended_at=_optional_text(fields, "ended_at"),
+            restarts=_optional(_number, fields, "restarts") or 0,
+            attempt=_optional(_number, fields, "attempt") or 0,
+            started_at=_optional(_text, fields, "started_at"),
+            ended_at=_optional(_text, fields, "ended_at"),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain data, with its schema number."""
         return {
             "schema": SCHEMA,
+            **vars(self),
             "state": self.state.value,
-            "exit_code": self.exit_code,
-            "reason": self.reason,
             "failure": self.failure.to_json() if self.failure else None,
             "consequences": [failure.to_json() for failure in self.consequences],
-            "restarts": self.restarts,
-            "attempt": self.attempt,
-            "started_at": self.started_at,
-            "ended_at": self.ended_at,
         }
 
     def text(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
-from clusterjob.node.rendezvous.stragglers import Stragglers
+from clusterjob.node.rendezvous.missing_ranks import Stragglers
 
 MakeJob = Callable[..., Job]
 

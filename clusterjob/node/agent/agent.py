@@ -28,10 +28,6 @@ from clusterjob.node.workers.forkserver_client import ForkserverClient
 _LOST_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the coordinator is lost
 
 
-def _ignore(_message: object) -> None:
-    """Ignore a message that needs no action after the handshake."""
-
-
 class Agent:
     """The agent of one node.
 
@@ -102,7 +98,7 @@ class Agent:
             why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
             verdict = self._own_verdict(JobState.FAILED, why)
             if self._coordinator is not None:
-                self._coordinator.abort(verdict)
+                self._coordinator.membership.broadcast(messages.End(verdict))
         finally:
             following.cancel()
         if self._coordinator_task is not None:
@@ -131,7 +127,10 @@ class Agent:
             messages.ProbeRanks: self._workers.probe,
             messages.RanksFound: self._workers.note_found,
             messages.ReportFailures: lambda _report: self._workers.report_failures(),
-            **dict.fromkeys((messages.Heartbeat, messages.Welcome, messages.Refused), _ignore),
+            # They need no action after the handshake.
+            messages.Heartbeat: lambda _message: None,
+            messages.Welcome: lambda _message: None,
+            messages.Refused: lambda _message: None,
         }
         while True:
             order = await self._next_order()

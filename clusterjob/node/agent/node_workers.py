@@ -24,8 +24,7 @@ from clusterjob.node.system import devices, processes
 from clusterjob.node.verdict import Failure
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.forkserver_client import ForkserverClient
-from clusterjob.node.workers.worker_failures import Failures, how
-from clusterjob.node.workers.worker_status import WorkerStatus
+from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
 
 class NodeWorkers:

@@ -6,17 +6,18 @@ wait for a full pipe, and a closed pipe must not end the job.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable
+from typing import TextIO
 
 from clusterjob.node.logs.folding import Folded, Folder, as_text, label
-from clusterjob.node.logs.live_lines import LiveLines
+from clusterjob.node.logs.live_lines import LiveLines, write_text
 from clusterjob.node.logs.log_protocol import Writer
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.system.sanitize import sanitize
@@ -37,65 +38,60 @@ class Console:
         self._writer = Writer() if numbered else None
         if numbered and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # the image's locale may be different
-        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()  # (action, value)
+        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live = LiveLines()
-        self._show_queued = False  # one "show" in the queue is enough
+        self._show_queued = False  # one call of `_show` in the queue is enough
         self._thread = threading.Thread(target=self._run, name="clusterjob-console", daemon=True)
         self._thread.start()
 
     def print(self, text: str) -> None:
         """Write a message; a submitted job has it in agent.log."""
-        self._queue.put(("message", text))
+        self._actions.put(functools.partial(self._print_message, text))
 
     def print_verdict(self, verdict: Verdict) -> None:
         """Write the verdict as JSON if lines are numbered; for people, the messages contain it."""
         if self._writer is not None:
-            self._queue.put(("verdict", verdict.to_json()))
+            text = self._writer.verdict
+            self._actions.put(lambda: _write(sys.stdout, text(verdict.to_json())))
 
     def show(self) -> None:
         """Show the workers' output since the last call."""
         if not self._show_queued:
             self._show_queued = True
-            self._queue.put(("show", ""))
+            self._actions.put(functools.partial(self._show, end=False))
 
     def finish(self) -> None:
         """Show the rest of the workers' output, including last lines without a newline."""
-        self._queue.put(("finish", ""))
+        self._actions.put(functools.partial(self._show, end=True))
 
     def close(self) -> None:
         """Wait until everything is written or the pipes are closed."""
-        self._queue.put(("close", ""))
+        self._actions.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            what, value = self._queue.get()
-            if what == "close":
-                return
-            if what == "message":
-                self._print_message(value)
-            elif what == "verdict" and self._writer is not None:
-                _write(sys.stdout, self._writer.verdict(value))
-            elif self._reader is not None:
-                self._show_queued = False
-                self._show(self._reader, end=what == "finish")
+        while (action := self._actions.get()) is not None:
+            action()
 
     def _print_message(self, text: str) -> None:
-        self._live.clear()
-        if self._writer is None:
-            _write(sys.stderr, sanitize(f"clusterjob: {text}\n", lines=True))
-        else:
+        if self._writer is not None:
             _write(sys.stdout, self._writer.message(text))
+            return
+        self._live.clear()
+        _write(sys.stderr, sanitize(f"clusterjob: {text}\n", lines=True))
 
-    def _show(self, reader: LogReader, *, end: bool) -> None:
+    def _show(self, *, end: bool) -> None:
+        if self._reader is None:
+            return
+        self._show_queued = False
         folder, has_grown = Folder(), False
         # Each batch is from one file, so one `Folder` must get all batches to fold their lines.
-        for lines in reader.batches(end=end):
+        for lines in self._reader.batches(end=end):
             has_grown = True
             self._print_lines(folder.add(lines))
         self._print_lines(folder.flush())
         if has_grown and self._live.has_terminal:
-            self._live.show([f"[{label(line)}] {line.text}" for line in reader.open_lines()])
+            self._live.show([f"[{label(line)}] {line.text}" for line in self._reader.open_lines()])
 
     def _print_lines(self, lines: Iterable[Folded]) -> None:
         if self._writer is not None:
@@ -112,8 +108,7 @@ def _shown(line: Folded) -> str:
 
 def _write(stream: TextIO, text: str) -> None:
     try:
-        stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
-        stream.flush()
+        write_text(stream, text)
     except OSError:
         # The pipe is closed or the disk is full. Discard later output, so that the exit code
         # stays that of the job.

@@ -43,9 +43,9 @@ _RULES = (
     (
         Meaning.PEER_LOST,
         (
-            r"Connection was likely closed|Socket Timeout|failed to recv, got 0 bytes|Failed to recv"
-            r"|DistNetworkError|recvValue failed|sendBytes failed|recvVector failed"
-            r"|wait timeout after \d+ms"
+            r"Connection was likely closed|Socket Timeout|failed to recv, got 0 bytes"
+            r"|Failed to recv|DistNetworkError|recvValue failed|sendBytes failed"
+            r"|recvVector failed|wait timeout after \d+ms"
         ),
         "torch/csrc/distributed/c10d/TCPStore.cpp, pytorch#113546, #194871",
     ),

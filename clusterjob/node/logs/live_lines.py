@@ -6,6 +6,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Sequence
+from typing import TextIO
 
 from clusterjob.node.system.sanitize import sanitize
 
@@ -58,12 +59,19 @@ class LiveLines:
 
     def _write(self, text: str) -> None:
         try:
-            sys.stderr.write(
-                text.encode(sys.stderr.encoding, "backslashreplace").decode(sys.stderr.encoding)
-            )
-            sys.stderr.flush()
+            write_text(sys.stderr, text)
         except OSError:
             self._is_terminal = False  # the terminal was closed
+
+
+def write_text(stream: TextIO, text: str) -> None:
+    """Write text; escape characters that the stream's encoding does not have.
+
+    Raises:
+        OSError: the stream is closed, or the disk is full.
+    """
+    stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+    stream.flush()
 
 
 def _cut(text: str, columns: int) -> str:

@@ -9,17 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import messages, outcome, ports, worlds
+from clusterjob.node.rendezvous import messages, outcome, ports
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preemption import Preemption
-from clusterjob.node.rendezvous.round import Round
+from clusterjob.node.rendezvous.round import Round, plan_round
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
@@ -105,31 +106,24 @@ class Coordinator:
                 end = await self._wait_for_round()
                 cancelled = await self._stop_round(end)
                 if self._may_restart(end):
-                    self._note_restart(end)
+                    self._restarts += 1
+                    number, why = self._restarts, end.reason
+                    self._print_line(f"restart {number} of {self._options.max_restarts}: {why}")
+                    self._events.add("restart", restart=number, why=why)
                     end = cancelled
             return self._give_verdict(end)
         except Exception as error:  # the other agents must not wait for their leases
-            self.abort(
-                Verdict(
-                    JobState.FAILED,
-                    1,
-                    reason=f"node 0 failed: {type(error).__name__}: {error}",
-                    attempt=self._job.attempt,
-                    ended_at=now(),
-                )
+            verdict = Verdict(
+                JobState.FAILED,
+                1,
+                reason=f"node 0 failed: {type(error).__name__}: {error}",
+                attempt=self._job.attempt,
+                ended_at=now(),
             )
+            self.membership.broadcast(messages.End(verdict))
             raise
         finally:
             await self.membership.close()
-
-    def abort(self, verdict: Verdict) -> None:
-        """End the job on the other nodes, with the verdict of node 0's agent."""
-        self.membership.broadcast(messages.End(verdict))
-
-    def _note_restart(self, end: Outcome) -> None:
-        self._restarts += 1
-        self._print_line(f"restart {self._restarts} of {self._options.max_restarts}: {end.reason}")
-        self._events.add("restart", restart=self._restarts, why=end.reason)
 
     def _may_restart(self, end: Outcome) -> bool:
         """Return whether to start the workers again: not after the failure or loss of a node."""
@@ -168,7 +162,7 @@ class Coordinator:
         return outcome.failed(refused[0]) if refused else None
 
     def _check_missing_nodes(self, begin: float, noticed: float) -> Outcome | None:
-        """Return an outcome after --join-timeout; before, print the missing nodes every 5 s."""
+        """Return an outcome after --join-timeout; until then print the missing nodes every 5 s."""
         waited = time.monotonic() - begin
         if time.monotonic() > self._preemption.due:
             return self._preempted("before its workers had started")
@@ -202,28 +196,26 @@ class Coordinator:
 
     # -- one round ---------------------------------------------------------------------------------
 
-    def _new_round(self, first_ranks: Sequence[int] = (), world_size: int = 0) -> Round:
+    def _new_round(self, worlds: Sequence[World] = ()) -> Round:
         return Round(
             self._restarts,
             self.membership,
             preemption=self._preemption,
             options=self._options,
             events=self._events,
-            first_ranks=first_ranks,
-            world_size=world_size,
+            worlds=worlds,
         )
 
     def _start_round(self) -> None:
-        of_nodes, store = worlds.plan_round(
+        worlds, store = plan_round(
             [self._peers[rank] for rank in sorted(self._peers)],
             self._restarts,
             topology=self._topology,
             job=self._job,
             serve_store=self._options.launcher == "agent" and self._job.has_torch,
         )
-        first = of_nodes[0]
-        self._round = self._new_round([world.first_rank for world in of_nodes], first.world_size)
-        for world in of_nodes:
+        self._round = self._new_round(worlds)
+        for world in worlds:
             start = messages.Start(world)
             if store is not None and world.node_rank == 0:
                 start = messages.StartWithStore(world, store)
@@ -232,8 +224,8 @@ class Coordinator:
             "started",
             attempt=self._job.attempt,
             restart=self._restarts,
-            world_size=first.world_size,
-            master_port=first.master_port,
+            world_size=worlds[0].world_size,
+            master_port=worlds[0].master_port,
         )
         if self._started_at is None:
             self._started_at = at

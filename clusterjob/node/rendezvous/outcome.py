@@ -53,8 +53,9 @@ def preempted(reason: str) -> Outcome:
 
 def out_of_time(seconds: float) -> Outcome:
     """Return the outcome of a round that reached the job's time limit."""
-    reason = f"the time limit of {seconds:g} s was reached"
-    return Outcome(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=reason)
+    return Outcome(
+        JobState.FAILED, TIMEOUT_EXIT_CODE, reason=f"the time limit of {seconds:g} s was reached"
+    )
 
 
 def cancelled(reason: str, *, interrupt: bool) -> Outcome:
@@ -73,18 +74,19 @@ def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float
         by_agent: whether the other agent has lost node 0, which still hears it.
         stalled: seconds for which this process did not run; 0 if it ran.
     """
-    agent = f"the agent on {peer.host} (pid {peer.pid})"
+    node = peer
+    text = f"the agent on {peer.host} (pid {peer.pid})"
     if not by_agent:
-        text = f"{agent} was lost: {why}"
-        return Failure.of_node(peer.node_rank, peer.host, message=text)
-    if not stalled:
-        text = f"{agent} lost node 0, which still hears it: {why}"
-        return Failure.of_node(peer.node_rank, peer.host, message=text)
-    text = (
-        f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped,"
-        f" suspended or without a CPU), and node {peer.node_rank} lost it"
-    )
-    return Failure.of_node(0, own.host, message=text)
+        text += f" was lost: {why}"
+    elif not stalled:
+        text += f" lost node 0, which still hears it: {why}"
+    else:
+        node = own
+        text = (
+            f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped,"
+            f" suspended or without a CPU), and node {peer.node_rank} lost it"
+        )
+    return Failure.of_node(node.node_rank, node.host, message=text)
 
 
 def final_verdict(

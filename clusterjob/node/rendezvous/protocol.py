@@ -207,7 +207,7 @@ async def accept(
         try:
             return channel, await channel.receive()
         except MalformedMessageError as error:
-            return channel, error
+            return channel, error  # refused below, as a message that is not Hello
 
     channel, hello = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
     if hello is None:

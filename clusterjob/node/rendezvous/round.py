@@ -1,19 +1,24 @@
-"""One round of workers: the reports of its agents, its failures, and their root cause."""
+"""One round of workers: the rank of each, the reports of the agents, and the root cause."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
+from clusterjob.node.contract import World
+from clusterjob.node.environments import candidate_ports, worker_endpoints
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous import messages, ports
+from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.rendezvous.missing_ranks import MissingRanks
+from clusterjob.node.rendezvous.missing_ranks import MissingRanks, Stragglers
 from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.root_cause import RootCause
-from clusterjob.node.rendezvous.stragglers import Stragglers
 from clusterjob.node.verdict import Failure
 
 # Seconds that a verdict waits for the agents' answers about missing ranks:
@@ -33,8 +38,7 @@ class Round:
         preemption: the job's preemption warning, and the workers that ended because of it.
         options: the heartbeat interval and the lease, in seconds.
         events: the job's events.
-        first_ranks: the rank of each node's first worker; empty before the first round.
-        world_size: the number of workers.
+        worlds: the world of each node; empty before the first round.
 
     Attributes:
         root_cause: the failures of the round.
@@ -52,15 +56,16 @@ class Round:
         preemption: Preemption,
         options: LaunchOptions,
         events: EventLog,
-        first_ranks: Sequence[int] = (),
-        world_size: int = 0,
+        worlds: Sequence[World] = (),
     ) -> None:
         self._restart = restart
         self._membership = membership
         self._preemption = preemption
         self._options = options
         self._events = events
-        self._world_size = world_size
+        self._worlds = worlds
+        first_ranks = [world.first_rank for world in worlds]
+        world_size = worlds[0].world_size if worlds else 0
         self.root_cause = RootCause()
         self.stragglers = Stragglers(first_ranks, world_size)
         self._missing_ranks = MissingRanks(first_ranks, world_size)
@@ -126,7 +131,7 @@ class Round:
                 self.root_cause.wait_for_cause(0.0, _POLL)
 
     def _on_succeeded(self, peer: Peer, message: messages.Succeeded) -> None:
-        if self._world_size and message.local_rank < peer.nproc:
+        if self._worlds and message.local_rank < peer.nproc:
             self.stragglers.ended(peer.node_rank, message.local_rank)
 
     def _on_failing(self, _peer: Peer, message: messages.Failing) -> None:
@@ -161,3 +166,55 @@ class Round:
     def _add_missing_ranks(self) -> None:
         for failure in self._missing_ranks.causes():
             self.root_cause.add(failure, time.monotonic(), exited=True)
+
+
+def plan_round(
+    peers: Sequence[Peer], restart: int, topology: Topology, job: JobIdentity, *, serve_store: bool
+) -> tuple[list[World], socket.socket | None]:
+    """Bind the store's port; return every node's world, by node_rank, and the store's socket.
+
+    Node 0's agent serves that socket as torch's store. It is None if rank 0, or torchrun's own
+    agent, binds the port.
+
+    Args:
+        peers: the agents, by node_rank.
+        restart: the number of the round, from 0.
+        topology: node 0's rank assignment.
+        job: the job's identity.
+        serve_store: whether node 0's agent serves torch's store.
+
+    Raises:
+        RendezvousError: no port for the store is free.
+    """
+    candidates = [0]
+    if not serve_store:  # a worker binds the port later; the kernel assigns none of these meanwhile
+        candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
+    store = ports.listen(topology.master_addr, candidates, alone=topology.nnodes == 1)
+    port = int(store.getsockname()[1])
+    if not serve_store:
+        store.close()
+    *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in peers)]
+    # One endpoint per worker. Node 0's last one is extra: rank 0 binds it for its framework.
+    held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
+    endpoints = ""
+    if held and any(peer.wants_endpoints for peer in peers):  # a long list: make it only if needed
+        of_all = [each for peer in peers for each in peer.endpoints[: peer.nproc]]
+        endpoints = worker_endpoints.listed(of_all)
+    worlds = [
+        World(
+            restart,
+            topology.master_addr,
+            master_port=port,
+            agent_store=serve_store,
+            node_rank=peer.node_rank,
+            nnodes=len(peers),
+            nproc=peer.nproc,
+            first_rank=first_rank,
+            world_size=world_size,
+            endpoints_master=peers[0].endpoints[-1] if held else "",
+            endpoints=endpoints if peer.wants_endpoints else "",
+            own_endpoints=",".join(peer.endpoints[: peer.nproc]),
+        )
+        for peer, first_rank in zip(peers, first_ranks, strict=True)
+    ]
+    return worlds, store if serve_store else None

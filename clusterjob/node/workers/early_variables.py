@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from clusterjob.node.program import Program
+from clusterjob.node.workers import hook
 
 # Variables that torch 2.13 and the libraries it loads read at import. An extra name costs
 # time; a missing name breaks scripts.
@@ -197,13 +198,10 @@ class _Preloaded:
         """Return torch's spec with a loader of the preloaded module; None for other modules."""
         if name != "torch" or self not in sys.meta_path:
             return None
-        for finder in sys.meta_path:
-            find_spec = None if finder is self else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
-            if spec is not None:
-                spec.loader = self  # type: ignore[assignment]
-                return spec
-        return None
+        spec: ModuleSpec | None = hook.spec_of_others(self, name, path, target)
+        if spec is not None:
+            spec.loader = self  # type: ignore[assignment]
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Restore all modules in sys.modules, and return torch."""

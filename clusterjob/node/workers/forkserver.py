@@ -35,7 +35,6 @@ from clusterjob.node.workers import (
     early_variables,
     hook_directory,
     preload,
-    store_process,
     torchrun,
     worker_process,
 )
@@ -233,7 +232,7 @@ class Forkserver:
         directory = log_files.node_directory(self._job_dir, world.node_rank)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
         if descriptors:
-            self._store = store_process.start(
+            self._store = worker_process.start_store(
                 world, descriptors[0], log=directory / STORE_LOG, close=[*own, *self._reports.ends]
             )
         variables |= hook_directory.variables(os.environ, self._hook)
@@ -312,7 +311,7 @@ class Forkserver:
             if pid == self._store:
                 self._store = None
                 if self._stopping is None and (
-                    os.waitstatus_to_exitcode(status) != store_process.NO_TORCH
+                    os.waitstatus_to_exitcode(status) != worker_process.NO_TORCH
                 ):
                     self._send(messages.StoreExited(status))
             elif pid in self._running:

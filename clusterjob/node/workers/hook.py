@@ -12,7 +12,6 @@ import sys
 # Not typing.TYPE_CHECKING: importing typing would slow down every start of Python.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
 
@@ -44,30 +43,31 @@ class _Finder:
     of_clusterjob = True
 
     def find_spec(self, name, path=None, target=None):
-        # type: (str, Any, Any) -> ModuleSpec | None
+        # type: (str, Any, Any) -> Any
         """Return the spec of a module to patch; None for all other modules."""
-        if name not in _CHANGED:
-            return None
-        for finder in sys.meta_path:
-            # Some finders have only find_module.
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)  # type: ModuleSpec | None
-            if spec is not None:
-                _change_after(spec.loader)
-                return spec
-        return None
+        spec = spec_of_others(self, name, path, target) if name in _CHANGED else None
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                # type: (ModuleType) -> None
+                execute(module)
+                _change(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
 
 
-def _change_after(loader):
-    # type: (Any) -> None
-    execute = loader.exec_module
-
-    def exec_module(module):
-        # type: (ModuleType) -> None
-        execute(module)
-        _change(module)
-
-    loader.exec_module = exec_module
+def spec_of_others(own, name, path, target):
+    # type: (Any, str, Any, Any) -> Any
+    """Return the spec that the finders other than `own` find for a module; None without one."""
+    for finder in sys.meta_path:
+        # Some finders have only find_module.
+        find = None if finder is own else getattr(finder, "find_spec", None)
+        spec = None if find is None else find(name, path, target)
+        if spec is not None:
+            return spec
+    return None
 
 
 def _change(module):

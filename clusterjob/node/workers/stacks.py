@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import itertools
 import os
 import re
 import signal
@@ -62,12 +63,11 @@ def offer() -> None:
     """
     if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
-    try:
+    # No memfd on this system, or not the main thread.
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         own = _Offer()
         signal.signal(SIGNAL, own)
         faulthandler.register(SIGNAL, file=own.descriptor, all_threads=True, chain=False)
-    except (AttributeError, OSError, RuntimeError, ValueError):
-        return  # no memfd on this system, or not the main thread
 
 
 class StackRequest:
@@ -106,7 +106,7 @@ def _open_offer(pid: int) -> int | None:
 
     Return None if the process has no such file or does not catch the signal.
     """
-    try:
+    with contextlib.suppress(OSError, StopIteration, ValueError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         caught = next(
             int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")
@@ -117,8 +117,6 @@ def _open_offer(pid: int) -> int | None:
             with contextlib.suppress(FileNotFoundError):
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"/memfd:{_FILE}"):
                     return os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
-    except (OSError, StopIteration, ValueError):
-        pass
     return None
 
 
@@ -127,19 +125,15 @@ def main_thread(lines: tuple[str, ...]) -> tuple[str, ...]:
 
     This is the main thread unless it blocks the signal. clusterjob's own frames are left out.
     """
-    begin = next(
-        (number for number, line in enumerate(lines) if line.startswith("Current thread")),
-        len(lines),
+    current = itertools.dropwhile(lambda line: not line.startswith("Current thread"), lines)
+    return tuple(itertools.takewhile(_is_of_program, itertools.islice(current, 1, None)))
+
+
+def _is_of_program(line: str) -> bool:
+    frame = _FRAME.fullmatch(line)
+    return frame is not None and not (
+        frame["name"] == "run_as_main" and frame["file"].endswith("program.py")
     )
-    frames = []
-    for line in lines[begin + 1 :]:
-        frame = _FRAME.fullmatch(line)
-        if frame is None or (
-            frame["name"] == "run_as_main" and frame["file"].endswith("program.py")
-        ):
-            break
-        frames.append(line)
-    return tuple(frames)
 
 
 def position_text(frames: tuple[str, ...]) -> str:
@@ -154,17 +148,12 @@ def position_text(frames: tuple[str, ...]) -> str:
     shown = [frame for frame in seen if not frame["file"].startswith("<frozen ")]
     if not shown:
         return "its stack names no file"
-    own = next(
-        (
-            frame
-            for frame in shown
-            if not frame["file"].startswith(_LIBRARY) and "-packages/" not in frame["file"]
-        ),
-        None,
-    )
     text = "it imports, in " if len(shown) < len(seen) else "it is in "
     text += _place(shown[0])
-    return f"{text}, from {_place(own)}" if own is not None and own is not shown[0] else text
+    for frame in shown:
+        if not frame["file"].startswith(_LIBRARY) and "-packages/" not in frame["file"]:
+            return text if frame is shown[0] else f"{text}, from {_place(frame)}"
+    return text
 
 
 def _place(frame: re.Match[str]) -> str:

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import os
@@ -199,11 +200,9 @@ def _count_exit(store: Any, ranks: int) -> None:
     """
     if not os.path.exists(store.path):
         return  # the script has removed the file; add() would create it again
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # the script removes the file now
         if store.add("clusterjob/left", 1) >= ranks:
             os.unlink(store.path)
-    except (OSError, RuntimeError):
-        pass  # the script has removed the file
 
 
 def _separate_store(store: Any, rank: int, world_size: int) -> Any:
@@ -235,10 +234,8 @@ def _count_formed() -> None:
     counter, _FORMING.counter = _FORMING.counter, None
     if counter is not None:
         store, key = counter
-        try:
+        with contextlib.suppress(RuntimeError):  # rank 0 served the store and has ended
             store.add(key, 1)
-        except RuntimeError:
-            pass  # rank 0 served the store and has ended
 
 
 def _replace(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
@@ -270,11 +267,8 @@ def served_at(host: str, port: int) -> str | None:
         return host
     # The store is bound to one address of node 0. On node 0, every other name of the machine is
     # an address of the same store.
-    return (
-        own_host
-        if any(map(_is_of_this_machine, addresses)) and any(map(_is_of_this_machine, own))
-        else None
-    )
+    on_node_0 = any(map(_is_of_this_machine, addresses)) and any(map(_is_of_this_machine, own))
+    return own_host if on_node_0 else None
 
 
 def has_agent_variables() -> bool:
@@ -292,9 +286,8 @@ def _addresses(host: str) -> set[Any]:
 
 
 def _is_of_this_machine(address: str) -> bool:
-    with socket.socket(
-        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
@@ -304,10 +297,8 @@ def _is_of_this_machine(address: str) -> bool:
 
 def choose_store(module: Any) -> None:
     """Patch torch.distributed.rendezvous to use the agents' store only at the agents' address."""
-    create, asks_agents = (
-        getattr(module, "_create_c10d_store", None),
-        getattr(module, "_torchelastic_use_agent_store", None),
-    )
+    create = getattr(module, "_create_c10d_store", None)
+    asks_agents = getattr(module, "_torchelastic_use_agent_store", None)
     if create is None or asks_agents is None:
         return  # a torch before 1.12
     this_thread = threading.local()
@@ -359,12 +350,11 @@ class _WaitNotice:
             try:
                 socket.create_connection((self._host, self._port), _CONNECT_TIMEOUT).close()
             except OSError as error:
-                self._print_notice(error.strerror or str(error))
+                if not self._over.is_set():
+                    self._print_notice(error.strerror or str(error))
                 return
 
     def _print_notice(self, why: str) -> None:
-        if self._over.is_set():
-            return
         address, own = f"{self._host}:{self._port}", os.environ.get(STORE, "")
         text = (
             f"no process listens at {address}, where this process waits for rank 0's store ({why});"
@@ -383,11 +373,9 @@ class _WaitNotice:
             for name, value in zip(given, (own_host, own_port))  # noqa: B905
             if own and given[name] != value
         ]
-        return (
-            f"the script has set {' and '.join(changed)}"
-            if changed
-            else "MASTER_ADDR and MASTER_PORT are the job's own"
-        )
+        if changed:
+            return f"the script has set {' and '.join(changed)}"
+        return "MASTER_ADDR and MASTER_PORT are the job's own"
 
 
 def _script_line(frame: FrameType | None) -> str:
@@ -397,8 +385,6 @@ def _script_line(frame: FrameType | None) -> str:
         inside in frame.f_code.co_filename or frame.f_code.co_filename == __file__
     ):
         frame = frame.f_back
-    return (
-        ""
-        if frame is None
-        else f" ({os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno})"
-    )
+    if frame is None:
+        return ""
+    return f" ({os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno})"
