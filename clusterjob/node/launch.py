@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
@@ -122,7 +123,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             console.print(f"logs: {job_dir}")
         if topology.node_rank == 0:
             console.print_verdict(verdict)
-        # Before signal handlers are removed: a platform may end this node when another has ended.
+        # While the signal handlers are set: a platform may stop this node when another has ended.
         console.close()
         return verdict
 
@@ -172,21 +173,27 @@ def _fork_forkserver(
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
-    if pid:
-        forkserver_end.close()
-        if stdin:  # 0 may be the user's terminal
-            os.close(stdin)
-        return pid, agent_end
-    agent_end.close()
-    forkserver = Forkserver(
-        forkserver_end,
-        options,
-        job_dir=job_dir,
-        job_id=job.job_id,
-        attempt=job.attempt,
-        node_rank=topology.node_rank,
-        stdin=stdin,
-    )
+    if pid == 0:
+        agent_end.close()
+        _serve_as_forkserver(
+            Forkserver(
+                forkserver_end,
+                options,
+                job_dir=job_dir,
+                job_id=job.job_id,
+                attempt=job.attempt,
+                node_rank=topology.node_rank,
+                stdin=stdin,
+            )
+        )
+    forkserver_end.close()
+    if stdin:  # 0 may be the user's terminal
+        os.close(stdin)
+    return pid, agent_end
+
+
+def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
+    """Serve as the forkserver; in a forked worker, run the program."""
     if not getattr(sys.flags, "safe_path", False) and sys.path:
         del sys.path[0]  # the launcher's directory, which `python train.py` does not have
     gc.disable()
@@ -219,7 +226,7 @@ def _identity(
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
     job_id = environ.get(contract.JOB_ID) or scheduler.step_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
-    if token is None and topology.nnodes == 1:  # a single node shares it with no other
+    if token is None and topology.nnodes == 1:  # no other node needs it
         token = secrets.token_bytes(16)
     elif token is None and insecure:
         token = f"clusterjob:{job_id}:{attempt}:{place_text}".encode()

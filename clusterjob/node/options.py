@@ -30,7 +30,11 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
+_COUNT = _at_least(1)
+
+
 def seconds(text: str) -> float:
+    """Read a number of seconds above 0."""
     value = float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
@@ -57,8 +61,8 @@ class LaunchOptions:
 
     Attributes:
         program: the program of each worker.
-        nproc_per_node: number of workers on this node; None for the number of `gpus`, else the
-            number from the environment, else 1.
+        nproc_per_node: number of workers on this node. None for the number of `gpus`; without
+            `gpus`, for the number in the environment, or for 1.
         cpus_per_task: cores per worker, the value of its OMP_NUM_THREADS; None for an even share.
         max_restarts: maximum number of restarts of the workers after a failure.
         start: ``fork`` the workers from a process that has imported torch, ``exec`` a new process
@@ -74,8 +78,8 @@ class LaunchOptions:
         lifeline: whether the end of stdin cancels the job; a file ``detached`` in the job's
             directory prevents that.
         echo: whether to show the workers' output on this command's stdout and stderr.
-        warning: how long before its end a job that may be preempted is warned; None for a job that
-            may not be preempted.
+        warning: time between a preemption warning and the end of the job; None if the job cannot
+            be preempted.
         insecure_no_token: whether nodes may join without the job's secret; anyone who can connect
             to node 0 can then end the job.
         gpus: GPUs of this node's workers, in the form of CUDA_VISIBLE_DEVICES; None for all visible
@@ -83,10 +87,8 @@ class LaunchOptions:
     """
 
     program: Program
-    nproc_per_node: int | None = _option(None, "N", "Number of workers on this node.", _at_least(1))
-    cpus_per_task: int | None = _option(
-        None, "N", "Cores per worker (OMP_NUM_THREADS).", _at_least(1)
-    )
+    nproc_per_node: int | None = _option(None, "N", "Number of workers on this node.", _COUNT)
+    cpus_per_task: int | None = _option(None, "N", "Cores per worker (OMP_NUM_THREADS).", _COUNT)
     max_restarts: int = _option(
         0,
         "N",
@@ -122,7 +124,7 @@ class LaunchOptions:
     warning: float | None = _option(
         None,
         "SECONDS",
-        "Seconds before its end at which a preempted job is warned (default: no warning).",
+        "Seconds between a preemption warning and the end of the job (default: no warning).",
         seconds,
     )
     gpus: str | None = _option(None, "LIST", "GPUs of the workers, such as 0,1; one worker each.")

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from clusterjob.errors import ClusterJobError
 
-# Files of the frames in a traceback above the program's own frames.
+# Files whose frames stand above the program's own frames in a traceback.
 _LAUNCHER_FILES = (
     __file__,
     "<frozen importlib._bootstrap>",
@@ -92,7 +92,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -
         sys.exit(0)
     interrupted = isinstance(failure, KeyboardInterrupt)
     on_failure(summary(failure), 130 if interrupted else 1, failure_kind(failure))
-    _show(failure)  # outside `except`, so that it is not the __context__ of an error in the hook
+    _show(failure)  # outside `except`: an error in the hook must not get it as __context__
     if interrupted:
         sys.excepthook = lambda *_: None  # `_show` has already printed the exception
         raise failure  # the interpreter then ends by SIGINT, as usual
@@ -152,7 +152,7 @@ def failure_kind(error: BaseException) -> str:
 
 
 def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
-    path = os.path.join(os.getcwd(), program.target)  # not normalized: Python does not do it either
+    path = os.path.join(os.getcwd(), program.target)  # not normalized, as under `python train.py`
     sys.argv = [program.target, *program.args]
     _prepend_to_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
-PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h, of a preempted worker and of its job
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h; for a preempted worker and its job
 
 
 class JobState(str, Enum):
@@ -38,7 +38,7 @@ class JobState(str, Enum):
         return self.value
 
 
-_MAX_REASONS = 5  # lines of a verdict's text for other failures with a cause of their own
+_MAX_REASONS = 5  # maximum lines for failures that have their own cause
 
 
 class FailureKind(str, Enum):

@@ -63,7 +63,7 @@ class NodeWorkers:
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks
-        self._exec_reason = ""  # why the workers are not forked, until it is sent
+        self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
         self._directory = log_files.node_directory(job_dir, topology.node_rank)
         self.failures = Failures(
@@ -220,7 +220,7 @@ class NodeWorkers:
             self._send(messages.FailuresReported(self._status.world.restart, exits))
 
     def _on_forkserver_exited(self) -> None:
-        """Fail, unless the forkserver was stopped: the kernel has killed the workers with it."""
+        """Report the end of the forkserver; the kernel has killed the workers with it."""
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
         ended = how(*self._forkserver.reap())
         processes.kill_descendants()
@@ -230,7 +230,7 @@ class NodeWorkers:
             self._forkserver_failed(f"the forkserver was lost ({ended})")
 
     def _forkserver_failed(self, why: str) -> None:
-        """Report that no workers can run: now if a round runs, else when one starts."""
+        """Report that this node cannot run workers; without a round, `start` reports it."""
         self._forkserver.error = why
         if self._status is not None:
             self.node_failed(why)

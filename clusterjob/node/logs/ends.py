@@ -32,10 +32,10 @@ from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, FailureKind, Verdict
 
-# Used only if it is a directory of this user alone.
+# It is used only if it belongs to this user and no other user has access.
 _ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
 _KEPT_ASIDE = 30 * 86400.0  # seconds
-_INTERRUPT = b"interrupt\n"  # in ``cancelled``
+_INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
 _SHORT_TEXT = 4000  # characters
 _MAX_REFUSAL = 1 << 20  # bytes
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -165,7 +165,7 @@ def reserve(job_dir: Path, node_rank: int) -> None:
 def _fitting(end: dict[str, Any]) -> bytes:
     """Return an end as JSON, shortened if it is larger than the reserved space.
 
-    The removed parts are in the logs too.
+    The logs contain the removed parts.
     """
     data = files.json_bytes(end)
     if len(data) <= files.RESERVED:
@@ -273,7 +273,7 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
         try:
             text = files.read_regular(path, _MAX_REFUSAL).decode(errors="replace").strip()
         except (OSError, ValueError):
-            continue  # removed since it was listed, or written by another program
+            continue  # the file was removed meanwhile, or another program wrote it
         code, _, message = text.partition("\n")
         host, _, why = message.partition(": ")
         number = path.name.removeprefix("node").removesuffix(suffix)

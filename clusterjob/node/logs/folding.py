@@ -71,9 +71,9 @@ def fold(lines: Iterable[LogLine]) -> list[Folded]:
 class Folder:
     """Fold a stream of lines; hold a line back until no equal line within `WINDOW` can follow.
 
-    The oldest line not shown yet is shown together with every other rank that writes the same line
-    within `WINDOW`. Earlier lines of such a rank are shown first. A rank is not folded if one of
-    its earlier lines also follows later in the first rank's output.
+    The oldest waiting line is shown once, for all ranks that write the same line within `WINDOW`.
+    The earlier lines of these ranks are shown before it. A rank is left out if the first rank later
+    writes one of these earlier lines too.
 
     Most lines of a large output are written by one rank only. The work per such line determines
     the time for a large output.
@@ -229,7 +229,7 @@ def _drop_first(places: _Often, writer: _Writer) -> bool:
 
 
 def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
-    """Yield consecutive lines of one stream as one text, with the stream's name, for one write.
+    """Join consecutive lines of one stream for one write; yield the stream's name and the text.
 
     Args:
         lines: the lines.

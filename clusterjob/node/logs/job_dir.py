@@ -23,7 +23,7 @@ LOGS = "logs"
 SLURM_LOG = "slurm.out"  # in LOGS: output of the batch script
 COMPLETE = "whole"  # in LOGS: exists when all logs of an ended job have been fetched
 
-# In logs/node<k>; the files of the workers are named by `clusterjob.node.logs.log_files`.
+# Files in logs/node<k>. `clusterjob.node.logs.log_files` names the workers' files.
 AGENT_LOG = "agent.log"
 STORE_LOG = "store.log"
 TIMELINE = "timeline"

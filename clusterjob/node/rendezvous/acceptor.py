@@ -99,7 +99,7 @@ class Acceptor:
             await self._handle(reader, writer)
         except asyncio.CancelledError:
             pass  # the connection is closed below, and no task awaits this one
-        except Exception as error:  # foreign input ends its own connection only
+        except Exception as error:  # wrong input closes only this connection
             self._dropped(str(self._waiting.get(task, "")), f"{type(error).__name__}: {error}")
         finally:
             if writer is None:

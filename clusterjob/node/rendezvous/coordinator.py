@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, now
@@ -27,7 +27,7 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 # Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
 _FAILURE_GRACE = 0.5
 _NOTICE_INTERVAL = 5.0  # seconds between two notices about missing nodes
-_STOP_TIMEOUT = 5.0  # seconds after the grace for an agent to answer the stop order
+_STOP_TIMEOUT = 5.0  # seconds after the grace; then an agent must have answered the stop order
 _REFUSALS_INTERVAL = 0.25  # seconds between two checks for a node that cannot start
 
 
@@ -70,8 +70,15 @@ class Coordinator:
         self._time_limit_runs = False
         self._restarts = 0
         self._preemption = Preemption(options.warning, options.grace)
-        self._round = self._new_round()
-        # The handlers of the round itself handle the other messages.
+        self._new_round = functools.partial(
+            Round,
+            membership=self.membership,
+            preemption=self._preemption,
+            options=options,
+            events=self._events,
+        )
+        self._round = self._new_round(self._restarts)
+        # `Round.handlers` has the functions for the other messages.
         self._handlers: dict[type, Callable[[Peer, Any], Outcome | None]] = {
             messages.KillNow: lambda _peer, _kill: None,
             messages.Hello: lambda _peer, _hello: None,
@@ -112,7 +119,7 @@ class Coordinator:
                     self._events.add("restart", restart=number, why=why)
                     end = cancelled
             return self._give_verdict(end)
-        except Exception as error:  # the other agents must not wait for their leases
+        except Exception as error:  # otherwise the other agents wait until their leases end
             verdict = Verdict(
                 JobState.FAILED,
                 1,
@@ -157,7 +164,7 @@ class Coordinator:
         return end
 
     def _refused_nodes(self) -> Outcome | None:
-        """Return the failure of a node that cannot start, as it or the job directory reports it."""
+        """Return the failure of a node that was refused or could not start its agent, else None."""
         refused = self.membership.refusals or ends.refusals(self._job_dir, self._job.attempt)
         return outcome.failed(refused[0]) if refused else None
 
@@ -196,16 +203,6 @@ class Coordinator:
 
     # -- one round ---------------------------------------------------------------------------------
 
-    def _new_round(self, worlds: Sequence[World] = ()) -> Round:
-        return Round(
-            self._restarts,
-            self.membership,
-            preemption=self._preemption,
-            options=self._options,
-            events=self._events,
-            worlds=worlds,
-        )
-
     def _start_round(self) -> None:
         worlds, store = plan_round(
             [self._peers[rank] for rank in sorted(self._peers)],
@@ -214,7 +211,7 @@ class Coordinator:
             job=self._job,
             serve_store=self._options.launcher == "agent" and self._job.has_torch,
         )
-        self._round = self._new_round(worlds)
+        self._round = self._new_round(self._restarts, worlds=worlds)
         for world in worlds:
             start = messages.Start(world)
             if store is not None and world.node_rank == 0:
@@ -230,8 +227,8 @@ class Coordinator:
         if self._started_at is None:
             self._started_at = at
             if self._options.time_limit is not None:
-                # The limit counts from when all workers run, or at the latest from --join-timeout
-                # on: an import may hang.
+                # `_on_running` sets the deadline again when all workers run. If an import hangs,
+                # the limit counts from the end of --join-timeout.
                 limit = self._options.join_timeout + self._options.time_limit
                 self._deadline = time.monotonic() + limit
 
@@ -282,8 +279,8 @@ class Coordinator:
         ):
             return outcome.failed(root)
         if self._preemption.due <= moment:
-            seconds = self._preemption.seconds
-            return self._preempted(f"its workers still ran {seconds:g} s later and were stopped")
+            after = f"{self._preemption.seconds:g} s later"
+            return self._preempted(f"its workers still ran {after} and were stopped")
         if self._deadline <= moment:
             if root is not None:
                 return outcome.failed(root)
@@ -350,7 +347,7 @@ class Coordinator:
     # -- the end -----------------------------------------------------------------------------------
 
     async def _stop_round(self, end: Outcome) -> Outcome | None:
-        """Stop what still runs on every node; return the cancellation that arrived meanwhile."""
+        """Stop the workers of all nodes; return a cancellation that arrives meanwhile."""
         cancelled = None
         unstopped, root_cause = self._round.unstopped, self._round.root_cause
         self._preemption.end_round(root_cause)

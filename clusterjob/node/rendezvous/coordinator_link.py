@@ -22,7 +22,7 @@ from clusterjob.node.system.codec import MalformedMessageError
 # Seconds between two rounds of connection attempts: the first pause and the longest.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 1.0
 _CONNECT_SECONDS = 5.0
-# Seconds until the first notice that node 0 is not reached, and between later ones.
+# Seconds until the first notice that node 0 cannot be reached, and between later notices.
 _FIRST_NOTICE, _NOTICE_INTERVAL = 4.0, 5.0
 # Seconds for node 0's name to resolve, on platforms where a name belongs to a machine. Elsewhere a
 # name may appear only when its container starts.
@@ -51,7 +51,7 @@ class LocalLink:
         self._membership.receive(0, message)
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no connection."""
 
 
 class RemoteLink:
@@ -134,7 +134,7 @@ async def connect(
         job: the job's identity, with the candidate ports.
         hello: the first message of this agent.
         print_line: prints one line for the user.
-        refusal: returns why node 0 will never start; empty while it may.
+        refusal: returns the reason why node 0 cannot start; empty without one.
 
     Raises:
         RendezvousError: the coordinator refused this agent, or was not found in time; the message
@@ -142,8 +142,8 @@ async def connect(
     """
     begin = time.monotonic()
     pause = _FIRST_PAUSE
-    # The ports by error, for messages: of the last complete round of attempts over all ports, or
-    # of the running round if it is the first.
+    # Ports by error, for messages: the results of the last complete round of attempts, or of the
+    # first round while it runs.
     errors: dict[str, list[int]] = {}
 
     def describe() -> str:
@@ -168,7 +168,7 @@ async def connect(
             last: BaseException | None = None
             for port in job.ports:
                 if found and time.monotonic() - begin > options.join_timeout:
-                    break  # each attempt takes seconds where packets are dropped
+                    break  # if packets are dropped, each attempt takes seconds
                 try:
                     channel = await _try(topology.master_addr, port, job=job, hello=hello)
                     return RemoteLink(channel, options)

@@ -21,7 +21,7 @@ from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure
 
-_CLOSE_SECONDS = 1.0  # for the other agents to close their connections after the end
+_CLOSE_SECONDS = 1.0  # time for the other agents to close their connections
 _MAX_REJECTED = 20  # rejected connections that get an event each; later ones are counted
 _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected connections
 
@@ -100,7 +100,7 @@ class Membership:
         """Stop accepting, wait up to 1 s for agents to read the verdict, close all connections."""
         for task in self.tasks:
             task.cancel()
-        # Before the listener's descriptor is closed and its number reused.
+        # `_acceptor.serve` must end before the listener is closed: its descriptor may be reused.
         await asyncio.gather(*self.tasks, return_exceptions=True)
         if self._uncounted:
             self._events.add("unauthenticated", more=self._uncounted)

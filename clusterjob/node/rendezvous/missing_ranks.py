@@ -10,7 +10,7 @@ from clusterjob.node.logs.folding import ranges
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.verdict import Failure, FailureKind
 
-AFTER_SECONDS = 10.0  # since the last of the other workers ended
+AFTER_SECONDS = 10.0  # time since the last successful worker ended
 
 
 class MissingRanks:
@@ -25,12 +25,12 @@ class MissingRanks:
         self._first_ranks = first_ranks
         self._world_size = world_size
         self._waiting: tuple[int, int] | None = None  # node_rank and local rank that asked
-        self._unanswered: set[int] = set()  # nodes still to answer after a rank gave up
+        self._unanswered: set[int] = set()  # nodes that must still answer since a rank gave up
         self._stuck: list[Failure] = []
         self._gave_up = False
 
     def ask(self, node_rank: int, question: messages.RanksMissing) -> dict[int, list[int]]:
-        """Return the missing ranks, grouped by their node, whose agent must be asked.
+        """Return the missing ranks by node; the caller asks the agents of these nodes.
 
         Args:
             node_rank: the node of the worker that waits.

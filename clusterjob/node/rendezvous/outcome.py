@@ -17,7 +17,7 @@ from clusterjob.node.verdict import (
     Verdict,
 )
 
-_MAX_CONSEQUENCES = 256  # failures after the first that a verdict lists
+_MAX_CONSEQUENCES = 256  # maximum failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
 
 

@@ -21,7 +21,7 @@ from clusterjob.node.rendezvous import messages
 from clusterjob.node.system.codec import Codec, MalformedMessageError
 
 PROTOCOL = 1
-LINE_BYTES = 1 << 18  # the longest message
+LINE_BYTES = 1 << 18  # maximum bytes of a message
 _UNAUTHENTICATED_LINE_BYTES = 4096
 HANDSHAKE_SECONDS = 5.0
 
@@ -33,7 +33,7 @@ class UnauthenticatedError(RendezvousError):
 class RefusedError(RendezvousError):
     """The coordinator refuses an agent of this job.
 
-    Reasons: its node_rank is taken, or it has another number of nodes or another attempt.
+    Its node_rank is taken, it counts another number of nodes, or it belongs to another attempt.
     """
 
 

@@ -2,9 +2,9 @@
 
 Times of different hosts are never compared. An agent reports how long ago, by its own monotonic
 clock, a worker began to fail; the coordinator subtracts that from its own clock at arrival. The
-error that remains is the network's latency. Two rules come before the order in time: a failure that
-only names a lost peer is not the first failure if one of another kind is known; a failure after the
-stop order is an effect of that order.
+error that remains is the network's latency. Two rules come before the order in time: failures that
+only name a lost peer are ranked after all other failures, and failures after the stop order are
+ignored.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ EFFECT_TIMEOUT = 0.3
 # A worker that reported an exception may still run its atexit handlers. Seconds to wait for its
 # exit and its last lines.
 EXIT_TIMEOUT = 5.0
-# Seconds by which an early exit may seem later than the failures that it causes: its time is when
-# its agent noticed it, and the agent of a busy machine is slow.
+# The agent of a busy machine may notice an early exit late. So the exit may seem to happen up to
+# this many seconds after the failures that it causes.
 _LATE_EXIT_SECONDS = 2.0
 
-_MAX_NAMED = 8  # ranks that a message names
+_MAX_NAMED = 8  # maximum ranks that a message names
 _UNNAMED = "in a collective"
 
 Key = tuple[int, "int | None"]  # node_rank, local_rank

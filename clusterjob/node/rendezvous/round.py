@@ -21,11 +21,11 @@ from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import Failure
 
-# Seconds that a verdict waits for the agents' answers about missing ranks:
-# stacks.ANSWER_SECONDS and the network.
+# Seconds for which a verdict waits for the agents' answers about missing ranks: the time of
+# `stacks.ANSWER_SECONDS` and of the network.
 _ANSWER_TIMEOUT = 3.0
 _MAX_SHOWN = 8  # maximum stacks to show of workers that still run, per node
-# The sources for which the root cause may have to wait.
+# The answers that a verdict may have to wait for: of a probe, and of a poll.
 _PROBE, _POLL = "missing ranks", "all nodes"
 
 
@@ -187,14 +187,14 @@ def plan_round(
         RendezvousError: no port for the store is free.
     """
     candidates = [0]
-    if not serve_store:  # a worker binds the port later; the kernel assigns none of these meanwhile
+    if not serve_store:  # a worker binds the port later: no ephemeral ports
         candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
     store = ports.listen(topology.master_addr, candidates, alone=topology.nnodes == 1)
     port = int(store.getsockname()[1])
     if not serve_store:
         store.close()
     *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in peers)]
-    # One endpoint per worker. Node 0's last one is extra: rank 0 binds it for its framework.
+    # One endpoint per worker. Node 0 has one more, which rank 0 binds for its framework.
     held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
     endpoints = ""
     if held and any(peer.wants_endpoints for peer in peers):  # a long list: make it only if needed

@@ -27,7 +27,7 @@ _POLL_INTERVAL = 2.0  # seconds between two checks of the job directory
 
 
 class StopRequests:
-    """The stop requests that reach one agent. Created and used in a running event loop.
+    """The stop requests that reach one agent; it needs a running event loop.
 
     Args:
         options: whether there is a lifeline, and whether the job may be preempted.

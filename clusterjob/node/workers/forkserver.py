@@ -1,9 +1,9 @@
 """The forkserver: the process of a node that starts, reaps and stops the workers.
 
-The agent forks it before the agent has threads. It imports torch if its workers can be forked, and
-forks them. It adopts every orphan below it, so that the processes a worker leaves behind end with
-the job. If the agent dies, the forkserver stops all workers, records this in the job directory and
-exits. If the forkserver is killed, the kernel kills its workers.
+The agent forks it before the agent has threads. The forkserver imports torch if the workers can be
+forked, and forks them. It adopts the processes that a worker leaves behind, so that they end with
+the job. If the agent dies, the forkserver stops all workers, writes the end of the node into the
+job directory and exits. If the forkserver is killed, the kernel kills the workers.
 
 The messages are in `forkserver_messages`.
 """
@@ -49,7 +49,7 @@ MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message 
 # holds its pipe, such as a DataLoader worker, has ended.
 _LEFTOVER_TERM = 0.1
 _LEFTOVER_KILL = 0.5
-_ORPHANED_GRACE = 0.5  # between SIGTERM and SIGKILL when the agent is gone
+_ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
 
 
@@ -63,8 +63,8 @@ class Forkserver:
         job_id: the job's id.
         attempt: the number of the job's attempt, from 0.
         node_rank: this node's index, for the end record.
-        stdin: the descriptor that becomes the first worker's stdin; None for an empty stdin, which
-            all other workers have.
+        stdin: the descriptor that becomes the first worker's stdin; None for an empty stdin. The
+            stdin of all other workers is empty.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Forkserver:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._options.warning is not None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        # During the import this process cannot read EOF on the control socket: the kernel kills it
-        # if the agent dies.
+        # During the import this process does not read the control socket. If the agent dies, the
+        # kernel kills this process.
         processes.die_with_parent(self._agent_pid, signal.SIGKILL)
         processes.adopt_orphans()
         self._agent_group = os.getpgid(0)
@@ -173,8 +173,8 @@ class Forkserver:
         self._selector = selectors.PollSelector()
         for descriptor in (self._control.fileno(), self._wake_read, self._reports.read_end):
             self._selector.register(descriptor, selectors.EVENT_READ)
-        # From here on, EOF on the control socket reports the agent's death, and the workers must be
-        # stopped in order. SIGTERM is ignored here.
+        # From here on, EOF on the control socket reports the agent's death. This process ignores
+        # SIGTERM: it must stay alive to stop the workers.
         processes.die_with_parent(self._agent_pid, signal.SIGTERM)
 
     def _select_timeout(self) -> float | None:
@@ -190,7 +190,7 @@ class Forkserver:
             data, descriptors = b"", []
         if not data:
             self._agent_gone = self._quit = True
-            if self._agent_group == self._agent_pid:  # else the group is not the agent's own
+            if self._agent_group == self._agent_pid:  # else other processes are in the group
                 # Kill the background processes that the agent's setup lines have left.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._agent_group, signal.SIGKILL)
@@ -315,7 +315,7 @@ class Forkserver:
                 ):
                     self._send(messages.StoreExited(status))
             elif pid in self._running:
-                self._read_reports()  # so that a worker's report is sent before its exit
+                self._read_reports()  # a worker's report must be sent before its exit
                 local_rank = self._running.pop(pid).local_rank
                 self._send(messages.WorkerExited(local_rank, status, time.monotonic()))
 
@@ -329,13 +329,13 @@ class Forkserver:
 
     def _begin_stop(self, grace: float, number: int = signal.SIGTERM) -> None:
         if self._warning is not None:
-            # Before the signal: a worker that takes SIGTERM for a scheduler's warning can then see
-            # that this SIGTERM is a stop.
+            # The pipe is closed before the signal is sent. EOF tells the worker that this SIGTERM
+            # means stop; a scheduler's SIGTERM may be a warning.
             self._warning.close()
             self._warning = None
         due = time.monotonic() + grace
         self._stopping = due if self._stopping is None else min(due, self._stopping)
-        # As a terminal does with Ctrl-C: a shell does not forward signals to its children.
+        # As Ctrl-C in a terminal does: a shell would not forward the signal to its children.
         below = []
         if number == signal.SIGINT and not self._options.program.is_python:
             below = [child for pid in self._running for child in processes.descendants(pid)]
@@ -353,7 +353,7 @@ class Forkserver:
             self._empty_since = moment
         if self._store is not None:
             processes.send_signal(self._store, signal.SIGKILL)
-            return  # continue when it is reaped
+            return  # continue after the store is reaped
         leftovers = processes.descendants(os.getpid())
         if leftovers:
             if moment >= self._empty_since + _LEFTOVER_KILL:

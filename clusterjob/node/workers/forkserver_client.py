@@ -41,7 +41,7 @@ class ForkserverClient:
 
     @property
     def waiting(self) -> bool:
-        """Whether a round has not been sent to the forkserver yet."""
+        """Whether a round waits until the forkserver is ready."""
         return self._pending is not None
 
     def start_round(self, message: messages.StartRound, store: socket.socket | None) -> bool:

@@ -30,7 +30,7 @@ def install():
     Do nothing if the hook is installed already.
     """
     if any(getattr(finder, "of_clusterjob", False) for finder in sys.meta_path):
-        return  # installed by this process's parent, or by an outer job
+        return  # the parent process or an outer job has installed it
     for name in _CHANGED:
         if name in sys.modules:
             _change(sys.modules[name])

@@ -14,7 +14,7 @@ import time
 
 from clusterjob.node.workers import early_variables, hook
 
-_THREAD_ENDS = 0.2  # maximum seconds for a joined thread to leave /proc; it takes much less
+_THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined thread
 # The initial seed in versions of torch with a constant one (c10::detail's default_rng_seed_val).
 _TORCH_CONSTANT_SEED = 67280421310721
 
@@ -91,6 +91,6 @@ def refresh_after_fork() -> None:
         # This version of torch draws its initial seed, which must differ in each process.
         torch.default_generator.seed()
     for stream in (sys.stdout, sys.stderr):
-        # So that each line is in the log at once, for a command that follows it.
+        # Each line must be in the log at once, for a command that follows the log.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     early_variables.apply_at_import()

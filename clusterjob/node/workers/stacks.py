@@ -44,7 +44,7 @@ class _Offer:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(_FILE, os.MFD_CLOEXEC)
         self._inode = os.fstat(self.descriptor).st_ino
-        # The parent truncates the file before each request.
+        # The parent truncates the file before each request; writing must then begin at its start.
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)
 
     def __call__(self, number: int, frame: object) -> None:
@@ -63,7 +63,7 @@ def offer() -> None:
     """
     if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
-    # No memfd on this system, or not the main thread.
+    # An error: the system has no memfd_create, or this is not the main thread.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         own = _Offer()
         signal.signal(SIGNAL, own)

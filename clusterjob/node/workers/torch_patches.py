@@ -45,12 +45,12 @@ _FORMING = threading.local()
 def keep_groups(module: Any) -> None:
     """Patch torch.distributed.distributed_c10d to keep the gloo backends of destroyed groups.
 
-    The backends are not freed at once when a group is destroyed, nor when the process ends.
+    A backend is freed some time after its group was destroyed, and never when the process ends.
     """
     if not hasattr(getattr(module, "_world", None), "pg_map"):
         return  # a torch before 2.1
     for kept in (_DESTROYED, _INHERITED):
-        # So that the interpreter frees no backend when it exits.
+        # The interpreter must not free a backend when it exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     destroy, rendezvous = module.destroy_process_group, module.rendezvous
 
@@ -94,7 +94,7 @@ def _wrap_formation(module: Any, form: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _keep_at_exit(module: Any) -> None:
-    """Keep the gloo backends at the end of the process, and wait for gloo's threads."""
+    """Keep the gloo backends when the process ends, and wait until gloo's threads are idle."""
     file = _file_of_default_group(module)
     _keep(module)
     if file is not None:
@@ -183,7 +183,7 @@ def _innermost(store: Any) -> Any:
 def _file_of_default_group(module: Any) -> tuple[Any, int] | None:
     """Return the default group's FileStore and its number of ranks.
 
-    Return None if no gloo backend that is kept holds a FileStore.
+    Return None if the group has another store, or no gloo backend of this process.
     """
     group = module._world.default_pg
     parts = [] if group is None else _gloo_of(module, group)
@@ -200,7 +200,7 @@ def _count_exit(store: Any, ranks: int) -> None:
     """
     if not os.path.exists(store.path):
         return  # the script has removed the file; add() would create it again
-    with contextlib.suppress(OSError, RuntimeError):  # the script removes the file now
+    with contextlib.suppress(OSError, RuntimeError):  # the script may remove the file meanwhile
         if store.add("clusterjob/left", 1) >= ranks:
             os.unlink(store.path)
 

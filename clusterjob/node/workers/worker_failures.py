@@ -117,9 +117,9 @@ class Failures:
         )
 
     def _memory_note(self, signal_name: str | None, meanings: frozenset[Meaning]) -> str:
-        """Return a note about an out-of-memory kill, or an empty string.
+        """Return a note about the kernel's out-of-memory kills since the last call, or "".
 
-        It applies if SIGKILL ended the worker or one of its child processes.
+        Only SIGKILL of the worker, or of one of its child processes, can be such a kill.
         """
         if signal_name != "SIGKILL" and Meaning.CHILD_KILLED not in meanings:
             return ""

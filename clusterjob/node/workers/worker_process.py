@@ -79,8 +79,8 @@ def start(
     forkserver_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The forkserver ignores SIGTERM. While blocked, a SIGTERM to the child stays pending until the
-    # child has reset its handler, instead of being lost.
+    # The forkserver ignores SIGTERM, and the child inherits that. A blocked SIGTERM is not lost: it
+    # stays pending until the child has reset its handler.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid != 0:
@@ -95,8 +95,8 @@ def start(
             out, err, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0
         )
         os.environ.update(worker.variables)
-        # The pid names the descriptor's owner: a child of the worker inherits the variable, but not
-        # the pipe.
+        # The pid identifies the owner of the descriptor: a child of the worker inherits the
+        # variable, but not the pipe.
         os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
         if worker.argv is None:
             preload.refresh_after_fork()
