@@ -92,7 +92,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -
         sys.exit(0)
     interrupted = isinstance(failure, KeyboardInterrupt)
     on_failure(summary(failure), 130 if interrupted else 1, failure_kind(failure))
-    _show(failure)  # outside `except`: an error in the hook must not get it as __context__
+    _show(failure)  # outside `except`: an error in the hook then has no __context__
     if interrupted:
         sys.excepthook = lambda *_: None  # `_show` has already printed the exception
         raise failure  # the interpreter then ends by SIGINT, as usual

@@ -208,8 +208,8 @@ class Agent:
                 watch=self._crashes.watch,
             )
             self._link = LocalLink(self._coordinator.membership, hello)
-            # Requests that arrived during the imports: the coordinator handles them before it
-            # starts workers.
+            # The coordinator handles requests that arrived during the imports before it starts
+            # workers.
             self._send_stop_requests()
             self._coordinator_task = asyncio.create_task(self._coordinator.run())
             return

@@ -188,7 +188,8 @@ def read_result(job_dir: Path) -> Verdict | None:
 
 
 def _write_aside(job_dir: Path, verdict: Verdict) -> None:
-    with contextlib.suppress(OSError):  # then only connected processes receive the verdict
+    # After an error, only connected processes get the verdict.
+    with contextlib.suppress(OSError):
         _ASIDE.mkdir(mode=0o700, exist_ok=True)
         if _is_ours(_ASIDE):
             files.write_json(_aside(job_dir), verdict.to_json())

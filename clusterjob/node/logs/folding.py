@@ -166,7 +166,7 @@ class Folder:
         yield self._show(line, until)
 
     def _others(self, writer: _Writer, places: _Often, until: float) -> list[tuple[_Writer, int]]:
-        """Return this line's other writers within the window, with its position in their lines.
+        """Return the other writers of a line within the window, each with the position of the line.
 
         A writer is left out if its earlier lines cannot be shown first.
         """

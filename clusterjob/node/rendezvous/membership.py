@@ -21,7 +21,7 @@ from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure
 
-_CLOSE_SECONDS = 1.0  # time for the other agents to close their connections
+_CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
 _MAX_REJECTED = 20  # rejected connections that get an event each; later ones are counted
 _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected connections
 

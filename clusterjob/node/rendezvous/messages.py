@@ -193,7 +193,7 @@ class Start:
 
 @dataclass(frozen=True)
 class StartWithStore(Start):
-    """`Start` for node 0's agent, in the coordinator's process: with torch's store socket."""
+    """`Start` for node 0's agent, in the coordinator's process; it has the socket of the store."""
 
     store: socket.socket
 

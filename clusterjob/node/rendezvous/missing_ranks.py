@@ -10,7 +10,7 @@ from clusterjob.node.logs.folding import ranges
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.verdict import Failure, FailureKind
 
-AFTER_SECONDS = 10.0  # time since the last successful worker ended
+AFTER_SECONDS = 10.0  # seconds since the last successful worker ended
 
 
 class MissingRanks:

@@ -97,7 +97,7 @@ class RootCause:
             known.exited = True
 
     def note_stop(self, at: float) -> None:
-        """Record the time of the stop order; later failures are effects of it."""
+        """Record the time of the stop order; later failures are ignored."""
         self._stopped_at = min(at, self._stopped_at)
 
     def drop_effects(self) -> None:

@@ -1,4 +1,4 @@
-"""One round of workers: the rank of each, the reports of the agents, and the root cause."""
+"""One round of workers: their ranks, the reports of the agents, and the root cause."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Round:
 
     Attributes:
         root_cause: the failures of the round.
-        stragglers: the workers that succeeded.
+        stragglers: the workers that still run after the others succeeded.
         unstarted: the nodes that have not reported that all their workers were started.
         undone: the nodes that have not reported that all their workers have ended.
         unstopped: the nodes that have not reported that all their workers were stopped.

@@ -21,6 +21,7 @@ class Stalls:
 
     Attributes:
         total: seconds of all stalls so far.
+        last: seconds of the latest stall.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class Stalls:
         interval: float,
         clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
     ) -> None:
-        self.total = self._last = 0.0
+        self.total = self.last = 0.0
         self._interval = interval
         self._clock = clock
         self._ticked = clock()
@@ -40,11 +41,11 @@ class Stalls:
         elapsed, self._ticked = moment - self._ticked, moment
         if elapsed <= 2 * self._interval:
             return 0.0
-        self._last, self._ended = elapsed, moment
+        self.last, self._ended = elapsed, moment
         self.total += elapsed
         return elapsed
 
     def recent(self, seconds: float) -> float:
         """Return the seconds of the latest stall if it ended within the last `seconds`, else 0."""
         self.tick()
-        return self._last if self._clock() - self._ended <= seconds else 0.0
+        return self.last if self._clock() - self._ended <= seconds else 0.0

@@ -1,4 +1,4 @@
-"""Start and end the workers of a node; only this package forks.
+"""Start and end the workers of a node.
 
 The agent uses only `forkserver_client`; the forkserver process runs `forkserver`.
 """

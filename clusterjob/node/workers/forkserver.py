@@ -190,8 +190,8 @@ class Forkserver:
             data, descriptors = b"", []
         if not data:
             self._agent_gone = self._quit = True
-            if self._agent_group == self._agent_pid:  # else other processes are in the group
-                # Kill the background processes that the agent's setup lines have left.
+            if self._agent_group == self._agent_pid:
+                # The agent leads the group: kill the background processes of its setup lines.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._agent_group, signal.SIGKILL)
             self._selector.unregister(self._control.fileno())

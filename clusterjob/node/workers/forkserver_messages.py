@@ -48,7 +48,7 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class ProbeWorkers:
-    """Report the state of workers; with a note, write note and stacks only into their logs.
+    """Report the state of workers; with a note, write note and stacks into their logs instead.
 
     Attributes:
         final: whether the ranks that wait for them have given up.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-PATCHES_FILE = "clusterjob_torch_patches.py"  # in the directory of the copy
+PATCHES_FILE = "clusterjob_torch_patches.py"  # in the same directory as the copy of this file
 _CHANGED = {
     "torch.distributed.distributed_c10d": "keep_groups",
     "torch.distributed.rendezvous": "choose_store",

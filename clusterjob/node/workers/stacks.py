@@ -63,7 +63,7 @@ def offer() -> None:
     """
     if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
-    # An error: the system has no memfd_create, or this is not the main thread.
+    # This fails without memfd_create, or outside the main thread.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         own = _Offer()
         signal.signal(SIGNAL, own)
