@@ -63,7 +63,7 @@ class Agent:
         self._coordinator: Coordinator | None = None  # on node 0
         self._coordinator_task: asyncio.Task[Verdict] | None = None
         self._supervisor = scheduler.supervisor(os.environ)
-        self._warning_sent = self._kill_sent = False
+        self._sent: set[asyncio.Future[Any]] = set()  # the stop requests that were sent
         # Node 0 holds one more port, which rank 0 binds itself.
         self._held = worker_endpoints.HeldPorts(nproc + (topology.node_rank == 0))
         self._timeline = log_files.Timeline(log_files.node_directory(job_dir, topology.node_rank))
@@ -149,15 +149,9 @@ class Agent:
         """Return the coordinator's next message; None after a stop request was passed on."""
         assert self._link is not None
         ordering = asyncio.ensure_future(self._link.orders.get())
-        waiting: set[asyncio.Future[Any]] = {ordering, self._crashes.first}
-        if not self._workers.stop_ordered:
-            waiting.add(self._requests.cancelled)
-        if not self._warning_sent:
-            waiting.add(self._requests.warned)
+        waiting = {ordering, self._crashes.first, *self._unsent_requests()}
         if self._coordinator_task is not None:
             waiting.add(self._coordinator_task)
-        if not self._kill_sent:
-            waiting.add(self._requests.kill_now)
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._crashes.first.done():
             raise self._crashes.first.result()
@@ -170,19 +164,27 @@ class Agent:
         self._send_stop_requests()
         return None
 
+    def _unsent_requests(self) -> dict[asyncio.Future[Any], Any]:
+        """Return the stop requests to send, also those that may still come, with their messages."""
+        requests = self._requests
+        unsent: dict[asyncio.Future[Any], Any] = {
+            requests.warned: messages.PreemptionWarning,
+            requests.cancelled: lambda why: messages.Cancel(why, interrupt=requests.interrupted),
+            requests.kill_now: lambda _none: messages.KillNow(),
+        }
+        if self._workers.stop_ordered:
+            del unsent[requests.cancelled]
+        return {request: make for request, make in unsent.items() if request not in self._sent}
+
     def _send_stop_requests(self) -> None:
         """Send each new stop request to the coordinator."""
-        requests = self._requests
-        if requests.warned.done() and not self._warning_sent:
-            self._warning_sent = True
-            self._send(messages.PreemptionWarning(requests.warned.result()))
-        if requests.cancelled.done() and not self._workers.stop_ordered:
-            self._workers.stop_ordered = True  # the coordinator's stop order follows
-            why = requests.cancelled.result()
-            self._send(messages.Cancel(why, interrupt=requests.interrupted))
-        if requests.kill_now.done() and not self._kill_sent:
-            self._kill_sent = True
-            self._send(messages.KillNow())
+        for request, make in self._unsent_requests().items():
+            if request.done():
+                self._send(make(request.result()))
+                if request is self._requests.cancelled:
+                    self._workers.stop_ordered = True  # the coordinator's stop order follows
+                else:
+                    self._sent.add(request)
 
     async def _join(self) -> None:
         """Join the coordinator. No link is set if the job was cancelled first."""

@@ -18,6 +18,7 @@ continues on the next line: a container runtime cuts lines of more than 16 KiB.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ class Writer:
     """Number a node's lines."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._numbers = itertools.count(1)
 
     def output(self, lines: list[Folded], seconds: float) -> str:
         """Return workers' lines with their numbers.
@@ -72,13 +73,14 @@ class Writer:
             lines: lines that were read at the same time.
             seconds: that time, since the epoch.
         """
-        stamp, parts = f"@{seconds:.1f}", []
-        for line in lines:
-            parts.append(
-                self._line(f"[{line.label}]" + "!" * (line.stream == "err"), line.text, stamp)
+        return "".join(
+            self._line(
+                f"[{line.label}]" + "!" * (line.stream == "err"),
+                line.text,
+                stamp="" if index else f"@{seconds:.1f}",
             )
-            stamp = ""
-        return "".join(parts)
+            for index, line in enumerate(lines)
+        )
 
     def message(self, text: str) -> str:
         """Return the lines of an agent's message with their numbers."""
@@ -96,15 +98,12 @@ class Writer:
         )
 
     def _line(self, mark: str, text: str, stamp: str = "") -> str:
-        pieces = _pieces(text)
-        lines = []
-        for index, piece in enumerate(pieces):
-            self._count += 1
-            lines.append(
-                f"{self._count}{stamp if not index else ''} "
-                f"{mark}{'+' * (index < len(pieces) - 1)} {piece}\n"
-            )
-        return "".join(lines)
+        *pieces, last = _pieces(text)
+        marked = [*((f"{mark}+", piece) for piece in pieces), (mark, last)]
+        return "".join(
+            f"{next(self._numbers)}{'' if index else stamp} {mark} {piece}\n"
+            for index, (mark, piece) in enumerate(marked)
+        )
 
 
 def _pieces(text: str) -> list[str]:

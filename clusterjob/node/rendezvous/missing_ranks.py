@@ -108,8 +108,8 @@ class Stragglers:
         self.due = float("inf")
         running = sorted(set(range(self._world_size)) - self._ended)
         still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
-        text = f"{still}; {_ranks(sorted(self._ended))} ended {AFTER_SECONDS:.0f} s ago"
-        return text, ranks_by_node(self._first_ranks, running)
+        ended = f"{_ranks(sorted(self._ended))} ended {AFTER_SECONDS:.0f} s ago"
+        return f"{still}; {ended}", ranks_by_node(self._first_ranks, running)
 
 
 def _ranks(numbers: list[int]) -> str:

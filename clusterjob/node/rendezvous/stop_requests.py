@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from clusterjob.node.environments import scheduler
 from clusterjob.node.logs import ends
@@ -23,6 +24,7 @@ from clusterjob.node.system import processes, signals
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
 # this agent may forward it.
 _ONE_KEYSTROKE = 0.5
+_T = TypeVar("_T")
 _POLL_INTERVAL = 2.0  # seconds between two checks of the job directory
 
 
@@ -69,7 +71,7 @@ class StopRequests:
             except PermissionError:  # epoll refuses files and /dev/null: stdin is at its end
                 self._on_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
-            self._warn(f"a warning on {scheduler.node_name()}, while the job was starting")
+            _set(self.warned, f"a warning on {scheduler.node_name()}, while the job was starting")
 
     def poll_job_dir(self) -> None:
         """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
@@ -91,24 +93,24 @@ class StopRequests:
             number == signal.SIGUSR1
             or (number == signal.SIGTERM and not ends.cancelled(self._job_dir))
         ):
-            self._warn(why)
+            _set(self.warned, why)
             return
         second = self.interrupted and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE
-        if second and not self.kill_now.done():
-            self.kill_now.set_result(None)
+        if second:
+            _set(self.kill_now, None)
         if number == signal.SIGINT and not self.cancelled.done():
             self.interrupted, self._interrupted_at = True, time.monotonic()
         self._cancel(why)
 
-    def _warn(self, why: str) -> None:
-        if not self.warned.done():
-            self.warned.set_result(why)
-
     def _cancel(self, why: str) -> None:
-        if not self.cancelled.done():
-            self.cancelled.set_result("cancelled" if ends.cancelled(self._job_dir) else why)
+        _set(self.cancelled, "cancelled" if ends.cancelled(self._job_dir) else why)
 
     def _on_lifeline(self) -> None:
         asyncio.get_running_loop().remove_reader(0)
         if not ends.detached(self._job_dir):
             self._cancel("the command that ran the job is gone")
+
+
+def _set(future: asyncio.Future[_T], value: _T) -> None:
+    if not future.done():
+        future.set_result(value)
