@@ -140,7 +140,7 @@ HOSTILE: dict[str, Any] = {
     "a failure of node 0": failing(failure=failure(node_rank=0)),
     "a failure without fields": failing(failure={}),
     "a failure that is a number": failing(failure=1),
-    "a failure with half of a rank": failing(failure=failure(local_rank=None)),
+    "a failure with only one of rank and local rank": failing(failure=failure(local_rank=None)),
     "a failure of rank -1": failing(failure=failure(rank=-1)),
     "a text that is a list": failing(failure=failure(message=["x"])),
     "an age that is a text": failing(age="old"),

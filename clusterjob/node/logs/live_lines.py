@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import unicodedata
@@ -22,14 +23,11 @@ class LiveLines:
 
     def __init__(self) -> None:
         self._shown: list[str] = []
-        self._is_terminal: bool | None = None
 
-    @property
+    @functools.cached_property
     def has_terminal(self) -> bool:
         """Whether stderr is a terminal that can move its cursor; otherwise no lines are shown."""
-        if self._is_terminal is None:
-            self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        return self._is_terminal
+        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def show(self, lines: Sequence[str]) -> None:
         """Replace the shown lines with these lines."""
@@ -38,7 +36,7 @@ class LiveLines:
         try:
             size = os.get_terminal_size(sys.stderr.fileno())
         except OSError:
-            self._is_terminal = False  # the terminal was closed
+            self.has_terminal = False  # the terminal was closed
             return
         most = max(1, min(_MAX_LINES, size.lines - 1))
         wanted = [_cut(sanitize(line), (size.columns or 80) - 1) for line in lines[:most]]
@@ -61,7 +59,7 @@ class LiveLines:
         try:
             write_text(sys.stderr, text)
         except OSError:
-            self._is_terminal = False  # the terminal was closed
+            self.has_terminal = False  # the terminal was closed
 
 
 def write_text(stream: TextIO, text: str) -> None:

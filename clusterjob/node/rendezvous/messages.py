@@ -290,7 +290,7 @@ def check_sender(message: object, node_rank: int) -> None:
         if failure.node_rank != node_rank:
             raise MalformedMessageError(f"a failure of node {failure.node_rank}")
         if (failure.rank is None) != (failure.local_rank is None):
-            raise MalformedMessageError("a failure with half of a rank")
+            raise MalformedMessageError("a failure with only one of rank and local rank")
         if min(failure.rank or 0, failure.local_rank or 0) < 0:
             raise MalformedMessageError(f"a failure of rank {failure.rank}")
         if not 0 <= failure.exit_code <= _MAX_EXIT_CODE:

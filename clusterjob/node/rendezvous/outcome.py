@@ -71,7 +71,7 @@ def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float
         peer: the other agent.
         own: node 0's agent.
         why: why one of them counts the other as lost.
-        by_agent: whether the other agent has lost node 0, which still hears it.
+        by_agent: whether the other agent has lost node 0, which still receives its messages.
         stalled: seconds for which this process did not run; 0 if it ran.
     """
     node = peer
@@ -79,7 +79,7 @@ def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float
     if not by_agent:
         text += f" was lost: {why}"
     elif not stalled:
-        text += f" lost node 0, which still hears it: {why}"
+        text += f" lost node 0, which still receives its messages: {why}"
     else:
         node = own
         text = (
