@@ -291,7 +291,7 @@ class Agent:
             ):
                 ends.write_result(self._job_dir, verdict)
         except OSError as error:
-            node = f"node {self._topology.node_rank}"
             self._console.print(
-                f"the end of {node} cannot be recorded in {self._job_dir}: {error.strerror}"
+                f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}:"
+                f" {error.strerror}"
             )

@@ -103,19 +103,14 @@ class _File:
         with stream:
             begin = os.fstat(stream.fileno()).st_size
             left = count + 1  # the last line may have a newline
-            while begin > 0 and left > 0:
+            while begin > 0:
                 end, begin = begin, max(0, begin - _PIECE)
                 stream.seek(begin)
-                data = stream.read(end - begin)
-                found = data.count(b"\n")
-                if found < left:
-                    left -= found
-                    continue
-                at = len(data)
-                for _ in range(left):
-                    at = data.rindex(b"\n", 0, at)
-                begin += at + 1
-                break
+                newlines = list(re.finditer(b"\n", stream.read(end - begin)))
+                if len(newlines) >= left:
+                    begin += newlines[-left].end()
+                    break
+                left -= len(newlines)
             self.offset = begin
 
     def _lines(self, whole: bytes, seconds: float) -> list[LogLine]:

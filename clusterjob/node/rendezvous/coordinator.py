@@ -229,8 +229,8 @@ class Coordinator:
             if self._options.time_limit is not None:
                 # `_on_running` sets the deadline again when all workers run. If an import hangs,
                 # the limit counts from the end of --join-timeout.
-                limit = self._options.join_timeout + self._options.time_limit
-                self._deadline = time.monotonic() + limit
+                latest_start = time.monotonic() + self._options.join_timeout
+                self._deadline = latest_start + self._options.time_limit
 
     async def _wait_for_round(self) -> Outcome:
         """Wait until all workers have ended, one has failed, or the job must end."""
@@ -371,11 +371,10 @@ class Coordinator:
             if stalls.total > stalled:  # this process itself did not run
                 deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
                 continue
-            for peer in map(self._peers.__getitem__, sorted(unstopped)):
+            for node_rank in sorted(unstopped):
+                peer = self._peers[node_rank]
                 peer.lost = True
-                self._print_line(
-                    f"node {peer.node_rank} on {peer.host} does not answer the stop order"
-                )
+                self._print_line(f"node {node_rank} on {peer.host} does not answer the stop order")
             unstopped.clear()
         return cancelled
 

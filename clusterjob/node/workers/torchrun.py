@@ -65,17 +65,15 @@ def root_cause(stderr: Path) -> TorchrunFailure | None:
     if match is None:
         return None
     code = int(match["code"])
-    signal_name = processes.signal_name(-code) if code < 0 else None
     end = next(
         (index for index, line in enumerate(lines) if _TORCHRUN_OUTPUT.search(line)), len(lines)
     )
-    own_lines = _lines_of_rank(match["rank"], lines[:end])
     return TorchrunFailure(
         int(match["rank"]),
         int(match["local_rank"]),
         exit_code=128 - code if code < 0 else code,
-        signal=signal_name,
-        last_lines=own_lines[-20:],
+        signal=processes.signal_name(-code) if code < 0 else None,
+        last_lines=_lines_of_rank(match["rank"], lines[:end])[-20:],
     )
 
 
