@@ -65,11 +65,10 @@ class NodeWorkers:
         self._running: set[int] = set()  # local ranks
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
-        self._directory = log_files.node_directory(job_dir, topology.node_rank)
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
-            directory=self._directory,
+            directory=log_files.node_directory(job_dir, topology.node_rank),
             attempt=job.attempt,
             under_torchrun=options.launcher == "torchrun",
         )
@@ -123,7 +122,7 @@ class NodeWorkers:
         if self._status is None:
             return
         wanted = [rank - self._status.world.first_rank for rank in order.ranks]
-        started = self._forkserver.ready and not self._forkserver.waiting
+        started = self._forkserver.ready and self._forkserver.pending is None
         known = [] if order.note else self._status.known(wanted, started=started)
         if known:
             self._send_probed(known, final=order.final)
@@ -211,7 +210,7 @@ class NodeWorkers:
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
         if not self.stop_ordered:
             ended = how(*processes.exit_code_of(message.status))
-            last = log_files.last_lines(self._directory / STORE_LOG, 1)
+            last = log_files.last_lines(self.failures.directory / STORE_LOG, 1)
             self.node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
 
     def _send_early_exits(self) -> None:

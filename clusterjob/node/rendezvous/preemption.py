@@ -28,13 +28,14 @@ class Preemption:
     Attributes:
         reason: the warning, such as ``SIGUSR1 on gpu7``; empty before it.
         due: the coordinator's monotonic time at which the workers must be stopped.
+        left: the workers that have ended because of the warning.
     """
 
     def __init__(self, warning: float | None, grace: float) -> None:
         self._warning = warning
         self._grace = grace
         self._suspects: dict[Key, Entry] = {}
-        self._left: set[Key] = set()
+        self.left: set[Key] = set()
         self._stopping = False
         self.reason = ""
         self.due = float("inf")
@@ -45,11 +46,6 @@ class Preemption:
         if self._warning is None:
             return float("inf")
         return max(self._warning / 2, self._warning - self._grace - _MARGIN)
-
-    @property
-    def left(self) -> bool:
-        """Whether a worker has ended because of the warning."""
-        return bool(self._left)
 
     @property
     def suspects_due(self) -> float:
@@ -68,13 +64,13 @@ class Preemption:
         if self.reason:
             return False
         self.reason, self.due = reason, at + self.seconds
-        self._left |= self._suspects.keys()
+        self.left |= self._suspects.keys()
         self._suspects.clear()
         return True
 
     def begin_round(self) -> None:
         """Forget the workers of the last round; keep the warning."""
-        self._left.clear()
+        self.left.clear()
         self._suspects.clear()
         self._stopping = False
 
@@ -92,9 +88,9 @@ class Preemption:
         terminated = failure.kind is FailureKind.TERMINATED
         leaves = terminated or failure.exit_code == PREEMPTED_EXIT_CODE
         if self.reason:
-            if leaves or (self._left and failure.effect):
-                self._left.add(key)
-            return key in self._left
+            if leaves or (self.left and failure.effect):
+                self.left.add(key)
+            return key in self.left
         known = self._suspects.get(key)
         if known is not None:
             known.exited |= exited

@@ -28,6 +28,7 @@ class ForkserverClient:
         ready: whether the forkserver has finished its imports and accepts messages.
         gone: whether the forkserver has ended and was reaped.
         error: the reason why it cannot start workers; empty while it can.
+        pending: the round that waits until the forkserver is ready, with the store's socket.
     """
 
     pid: int
@@ -36,13 +37,8 @@ class ForkserverClient:
     ready: bool = False
     gone: bool = False
     error: str = ""
-    _pending: tuple[messages.StartRound, socket.socket | None] | None = None
+    pending: tuple[messages.StartRound, socket.socket | None] | None = None
     _reaped: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a round waits until the forkserver is ready."""
-        return self._pending is not None
 
     def start_round(self, message: messages.StartRound, store: socket.socket | None) -> bool:
         """Start a round of workers as soon as the forkserver is ready; return whether it is ready.
@@ -52,7 +48,7 @@ class ForkserverClient:
             store: the listening socket for torch's store, or None; it is sent to the forkserver and
                 closed in the agent.
         """
-        self._pending = (message, store)
+        self.pending = (message, store)
         return self.ready and self.mark_ready()
 
     def mark_ready(self) -> bool:
@@ -61,9 +57,9 @@ class ForkserverClient:
         A round that was dropped during the imports is never sent.
         """
         self.ready = True
-        if self._pending is None:
+        if self.pending is None:
             return False
-        (message, store), self._pending = self._pending, None
+        (message, store), self.pending = self.pending, None
         data = messages.encode(messages.FROM_AGENT, message)
         if store is None:
             self.control.send(data)
@@ -74,9 +70,9 @@ class ForkserverClient:
 
     def drop_round(self) -> None:
         """Drop the pending round."""
-        if self._pending is not None and self._pending[1] is not None:
-            self._pending[1].close()
-        self._pending = None
+        if self.pending is not None and self.pending[1] is not None:
+            self.pending[1].close()
+        self.pending = None
 
     def send(self, message: Any) -> None:
         """Send a message; ignore an error, because the agent also sees EOF on the socket."""
