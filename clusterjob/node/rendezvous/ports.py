@@ -26,7 +26,7 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
     Args:
         job_id: the job's id.
         attempt: the number of the job's attempt, from 0; each attempt has its own sequence.
-        named_port: the port that the platform reserves, then the only candidate.
+        named_port: the port that the platform reserves; it is the only candidate. None without one.
     """
     return [named_port] if named_port is not None else _candidates(job_id, attempt)
 

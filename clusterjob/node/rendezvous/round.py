@@ -43,9 +43,9 @@ class Round:
     Attributes:
         root_cause: the failures of the round.
         stragglers: the workers that still run after the others succeeded.
-        unstarted: the nodes that have not reported that all their workers were started.
-        undone: the nodes that have not reported that all their workers have ended.
-        unstopped: the nodes that have not reported that all their workers were stopped.
+        unstarted: the nodes whose workers are not all started, by their reports.
+        undone: the nodes whose workers have not all ended.
+        unstopped: the nodes whose workers are not all stopped.
         handlers: the function for each message that belongs to the round.
     """
 
