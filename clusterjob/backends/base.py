@@ -7,7 +7,7 @@ point names a class with the methods of `Backend`.
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ _BUILTIN: Mapping[str, str] = {
     "mlp": "clusterjob.backends.mlp.backend:MlpBackend",
 }
 
-# Backends that are preferred to `local` if their command exists and the function returns True.
+# Backends that are preferred to `local`: the command that must exist here, and the function that
+# must then return True.
 _PREFERRED: Mapping[str, tuple[str, str]] = {
     "slurm": ("sbatch", "clusterjob.backends.slurm.client:is_here"),
 }
@@ -52,7 +53,7 @@ class Status:
         restarts: number of restarts of the workers.
         handle: the handle of the job, if its record has no handle and the backend found one.
         provisional: whether the verdict is a guess because the hosts that have the real verdict
-            were unreachable.
+            are unreachable.
     """
 
     state: JobState
@@ -168,11 +169,9 @@ class Interrupter(Protocol):
 class Foreground(Protocol):
     """A backend whose jobs run on this machine, so that rank 0 can read the caller's stdin.
 
-    The stdin may be a terminal.
-
     Attributes:
-        stdin: the descriptor that becomes rank 0's stdin in jobs submitted from now on; None for an
-            empty stdin.
+        stdin: the descriptor that becomes rank 0's stdin in later jobs; it may be a terminal. None
+            gives rank 0 an empty stdin.
     """
 
     stdin: int | None
@@ -224,13 +223,10 @@ def names() -> Sequence[str]:
 
 
 def preferred() -> str:
-    """Return the default backend: `slurm` if this machine can submit to Slurm, else `local`."""
-    for name, (command, path) in _PREFERRED.items():
-        if shutil.which(command) is not None:
-            module, _, attribute = path.partition(":")
-            is_here: Callable[[], bool] = getattr(importlib.import_module(module), attribute)
-            if is_here():
-                return name
+    """Return the default backend: the first preferred backend that works here, else `local`."""
+    for name, (command, is_here) in _PREFERRED.items():
+        if shutil.which(command) is not None and pkgutil.resolve_name(is_here)():
+            return name
     return "local"
 
 
@@ -238,24 +234,20 @@ _loaded: dict[str, Backend] = {}
 
 
 def instance(name: str) -> Backend:
-    """Return this process's only instance of a backend.
-
-    The instance may hold connections, or the lifelines of its jobs.
-    """
+    """Return this process's only instance of a backend; it may hold connections and lifelines."""
     if name not in _loaded:
         _loaded[name] = load(name)
     return _loaded[name]
 
 
 def load(name: str) -> Backend:
-    """Import a backend and return an instance of it.
+    """Import a backend and return a new instance of it.
 
     Raises:
         UnknownCluster: there is no backend of this name.
     """
     if name in _BUILTIN:
-        module, _, attribute = _BUILTIN[name].partition(":")
-        return cast(Backend, getattr(importlib.import_module(module), attribute)())
+        return cast(Backend, pkgutil.resolve_name(_BUILTIN[name])())
     from importlib.metadata import entry_points
 
     for point in entry_points(group=ENTRY_POINTS, name=name):

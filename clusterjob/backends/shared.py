@@ -7,14 +7,15 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.core import arrays, node_zip, plans
 from clusterjob.core.arrays import Array
 from clusterjob.core.plans import Plan, PlannedFile
-from clusterjob.core.records import Record, home
+from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 CODE = "code"  # the sent working directory, in the job directory of a host
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
+LOG_SPACE = 50_000_000  # free bytes that a host needs for logs, beyond the size of the sent files
 
 
 def new_directory(name: str) -> tuple[str, Path]:
@@ -85,8 +87,10 @@ def script_file(path: Path, text: str) -> PlannedFile:
 
 def sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
     """Return the file with one line of shell-quoted arguments per array element."""
-    lines = [sh_line(arrays.program_of(spec.program, values).args) for values in array.values]
-    return PlannedFile(job_dir / SWEEP, ("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+    text = "".join(
+        sh_line(arrays.program_of(spec.program, values).args) + "\n" for values in array.values
+    )
+    return PlannedFile(job_dir / SWEEP, text.encode(errors="surrogateescape"))
 
 
 def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
@@ -111,6 +115,17 @@ def element_program(spec: JobSpec, array: Array | None) -> Program:
     return Program(spec.program.kind, spec.program.target)
 
 
+def sent_files(plan: Plan) -> list[tuple[str, int, bytes]]:
+    """Return the files for the job directory on a host, as (name, mode, content).
+
+    They include the token and the secrets. This function deletes the local file of the secrets.
+    """
+    return [
+        *((file.path.name, file.mode, file.data) for file in plan.files),
+        *plans.carried_elsewhere(plan.job_dir),
+    ]
+
+
 def keep_code(code: Snapshot, workdir: Path, job_dir: Path) -> dict[str, Any]:
     """Write the list of the sent files and the git revision to the job directory.
 
@@ -120,8 +135,12 @@ def keep_code(code: Snapshot, workdir: Path, job_dir: Path) -> dict[str, Any]:
     from clusterjob.core import snapshot
 
     code.keep(job_dir)
-    git = snapshot.keep_git(workdir, job_dir)
-    return {"digest": code.digest, "files": code.files, "bytes": code.size, "git": git}
+    return {
+        "digest": code.digest,
+        "files": code.files,
+        "bytes": code.size,
+        "git": snapshot.keep_git(workdir, job_dir),
+    }
 
 
 def new_sessions() -> Sessions:
@@ -157,8 +176,38 @@ def ended(verdict: Verdict) -> Status:
     )
 
 
-def progress(job_dir: Path) -> tuple[str | None, int, str]:
-    """Return the start time of the workers, the number of restarts, and the reason of a wait."""
+def epoch(time: str) -> float:
+    """Return an RFC 3339 time in seconds since the epoch."""
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+
+
+def being_submitted(record: Record) -> bool:
+    """Return whether the process that submits a job is still alive."""
+    return record.submitter is not None and record.submitter.alive()
+
+
+class Progress(NamedTuple):
+    """The progress of a running job.
+
+    Attributes:
+        started_at: when its workers first started, RFC 3339, UTC; None before.
+        restarts: number of restarts of the workers.
+        waiting: what its agents wait for; empty if they do not wait.
+    """
+
+    started_at: str | None = None
+    restarts: int = 0
+    waiting: str = ""
+
+    def status(self, state: JobState, reason: str = "", handle: Handle | None = None) -> Status:
+        """Return the status of a job that has not ended."""
+        return Status(
+            state, reason, started_at=self.started_at, restarts=self.restarts, handle=handle
+        )
+
+
+def progress(job_dir: Path) -> Progress:
+    """Return the progress of a job from the events in its directory."""
     started_at, restarts, waiting = None, 0, ""
     for event in read_events(job_dir / EVENTS):
         kind = event.get("event")
@@ -175,7 +224,7 @@ def progress(job_dir: Path) -> tuple[str | None, int, str]:
             )
         elif kind == "exec":
             waiting = str(event.get("why", ""))
-    return started_at, restarts, waiting
+    return Progress(started_at, restarts, waiting)
 
 
 def fetch_request(
@@ -206,17 +255,16 @@ def fetch_request(
 
 def nothing_to_fetch(record: Record) -> ClusterJobError:
     """Return the error for a job whose working directory is on this machine."""
-    workdir = str(record.job.workdir)
     return ClusterJobError(
-        f"there is nothing to fetch: job {record.job_id} ran in {workdir}",
+        f"there is nothing to fetch: job {record.job_id} ran in {record.job.workdir}",
         "its results are in that directory",
     )
 
 
 def request_cancel(record: Record) -> None:
-    """Record a request to cancel a job.
+    """Record a request to cancel a job in its directory.
 
-    The directory of an array element that has not started is created for it.
+    An array element that has not started has no directory yet; this function creates it.
     """
     if record.index is not None and record.whole_dir.is_dir():
         try:
@@ -226,8 +274,28 @@ def request_cancel(record: Record) -> None:
     ends.cancel(record.job_dir)
 
 
+def refused(job_dir: Path, attempt: int = 0, **more: Any) -> Verdict | None:
+    """Return the verdict of an attempt if one of its nodes could not start its agent; else None.
+
+    Args:
+        job_dir: the job's directory.
+        attempt: the number of the attempt, from 0.
+        more: other fields of the verdict, such as its times.
+    """
+    for failure in ends.refusals(job_dir, attempt):
+        return Verdict(
+            JobState.FAILED,
+            failure.exit_code,
+            reason=f"{failure.who}: {failure.message}",
+            failure=failure,
+            attempt=attempt,
+            **more,
+        )
+    return None
+
+
 def verdict_without_coordinator(
-    job_dir: Path, started_at: str | None, restarts: int, otherwise: Verdict | str
+    job_dir: Path, progress: Progress, otherwise: Verdict | str
 ) -> Verdict:
     """Return the verdict from the nodes' files if the coordinator wrote no verdict.
 
@@ -235,26 +303,21 @@ def verdict_without_coordinator(
 
     Args:
         job_dir: the job's directory.
-        started_at: time of the first start of the workers.
-        restarts: number of restarts of the workers.
-        otherwise: the verdict, or the reason of a LOST verdict, if no node wrote an end.
+        progress: the job's progress before its end.
+        otherwise: the verdict if no node wrote an end, or the reason of a LOST verdict.
     """
-    common: dict[str, Any] = {"restarts": restarts, "started_at": started_at, "ended_at": now()}
+    common: dict[str, Any] = {
+        "restarts": progress.restarts,
+        "started_at": progress.started_at,
+        "ended_at": now(),
+    }
     if ends.cancelled(job_dir):
-        why = (
-            "cancelled before its agents confirmed it"
-            if started_at
-            else "cancelled before it started"
-        )
-        return Verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why, **common)
-    for failure in ends.refusals(job_dir):
+        when = "its agents confirmed it" if progress.started_at else "it started"
         return Verdict(
-            JobState.FAILED,
-            failure.exit_code,
-            reason=f"{failure.who}: {failure.message}",
-            failure=failure,
-            **common,
+            JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=f"cancelled before {when}", **common
         )
+    if (verdict := refused(job_dir, **common)) is not None:
+        return verdict
     for end in ends.written(job_dir):
         if end.get("reason"):
             return Verdict(JobState.LOST, 1, reason=str(end["reason"]), **common)

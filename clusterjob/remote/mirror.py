@@ -218,8 +218,7 @@ class JobMirror:
                     hint=_HINT,
                 )
             keep(session.label, self._job_dir, file=file, content=content, stamps=self._stamps)
-        polled: PollAnswer = answer
-        return polled
+        return answer
 
     def _may_send(self, file: dict[str, Any], *, logs: bool) -> bool:
         """Return whether the host may send this file: a whole replaced one, or a part of a log."""

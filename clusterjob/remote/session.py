@@ -148,7 +148,7 @@ class Session:
         timeout: float | None = None,
         max_bytes: int | None = None,
         bulk: bool = False,
-    ) -> tuple[Any, bytes]:
+    ) -> tuple[dict[str, Any], bytes]:
         """Send a request and return its answer.
 
         Args:

@@ -259,7 +259,7 @@ import resource, sys
 from pathlib import Path
 from clusterjob.backends.shared import progress
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(progress(Path({str(tmp_path)!r})))
+print(tuple(progress(Path({str(tmp_path)!r}))))
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "KiB"
 """
     done = subprocess.run(

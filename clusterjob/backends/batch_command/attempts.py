@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends.batch_command.platform import Instance, Task
+from clusterjob.backends import shared
+from clusterjob.backends.batch_command.platform import Instance, Platform, Task
 from clusterjob.core.records import Record
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now
@@ -25,10 +25,12 @@ from clusterjob.node.verdict import (
 )
 
 _FILE = "platform.json"
-_LAG = 20.0  # maximum seconds until a log shows a task's last lines
+_STORED = ("tasks", "started", "ended", "collected", "missing_since")  # attributes of `Known`
+_RAN = (JobState.RUNNING, JobState.SUCCEEDED, JobState.FAILED)  # states of tasks that have started
+_LAG = 20.0  # maximum seconds between a task's end and its last lines in the platform's log
 _SETTLING = 60.0  # seconds without a task in the list until the job counts as lost
 _UNSEEN = 120.0  # seconds after a submission in doubt until a job without a task counts as lost
-_RETRY_TIMEOUT = 60.0  # maximum seconds after the interval until the platform starts a retry
+_RETRY_TIMEOUT = 60.0  # maximum seconds between the end of a retry's interval and its start
 # Seconds by which the platform's clock may differ from this machine's, its time zone included.
 CLOCKS_APART = 86_400.0
 _DEADLINE = re.compile(r"deadline|time ?limit|ActiveDeadline", re.IGNORECASE)
@@ -42,10 +44,9 @@ class Retries:
         times: the maximum number of retries; 0 for none.
         interval: seconds between an end and the next start.
         failures: whether the platform retries after a failure.
-        reclaims: whether a retry after the platform has reclaimed the machines is requested; such
-            retries count for `times`.
-        preemptible: whether the platform may reclaim the machines. If it may, it also retries
-            without `reclaims`, and then without a limit.
+        reclaims: whether it retries, at most `times` times, after it has reclaimed the machines.
+        preemptible: whether it may reclaim the machines. It then retries without a limit if
+            `reclaims` is False.
     """
 
     times: int = 0
@@ -70,9 +71,28 @@ class Seen:
     first: str
 
     @property
-    def ended(self) -> bool:
-        """Whether the attempt has ended."""
-        return self.task.state.final
+    def progress(self) -> shared.Progress:
+        """The progress of the job in this attempt."""
+        return shared.Progress(self.task.started_at, restarts=self.attempt)
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """The times of the attempt's verdict."""
+        return {"started_at": self.task.started_at, "ended_at": self.task.ended_at or now()}
+
+    def verdict(
+        self, state: JobState, exit_code: int, reason: str, failure: Failure | None = None
+    ) -> Verdict:
+        """Return a verdict of the attempt."""
+        return Verdict(
+            state,
+            exit_code,
+            reason=reason,
+            failure=failure,
+            attempt=self.attempt,
+            restarts=self.attempt,
+            **self.times,
+        )
 
 
 @dataclass
@@ -101,14 +121,13 @@ class Known:
     @classmethod
     def of(cls, job_dir: Path) -> Known:
         """Read the known tasks of the job in this directory."""
-        if job_dir / _FILE in _unsaved:
-            return _unsaved[job_dir / _FILE]
-        data = files.read_json(job_dir / _FILE)
-        names = ("tasks", "started", "ended", "collected", "missing_since")
-        return cls(
-            job_dir / _FILE,
-            **{name: data[name] for name in names if isinstance(data, dict) and name in data},
-        )
+        path = job_dir / _FILE
+        if path in _unsaved:
+            return _unsaved[path]
+        data = files.read_json(path)
+        if not isinstance(data, dict):
+            return cls(path)
+        return cls(path, **{key: data[key] for key in data.keys() & _STORED})
 
     def meet(self, tasks: Sequence[Task]) -> Seen | None:
         """Add the tasks that the platform shows, the oldest first; return the newest attempt.
@@ -120,26 +139,21 @@ class Known:
         for task in tasks:
             if task.id not in self.tasks:
                 self.tasks.append(task.id)
-            ran = task.started_at is not None or task.state in (
-                JobState.RUNNING,
-                JobState.SUCCEEDED,
-                JobState.FAILED,
-            )
+            ran = task.started_at is not None or task.state in _RAN
             if ran and task.id not in self.started:
                 self.started.append(task.id)
             if task.state.final:
                 self.ended.setdefault(task.id, time.time())
-        shown = [task for task in tasks if task.id in self.tasks]
-        self.missing_since = None if shown else self.missing_since or time.time()
+        self.missing_since = None if tasks else self.missing_since or time.time()
         if asdict(self) != before:
             self._save()
-        if not shown:
+        if not tasks:
             return None
-        newest = max(shown, key=lambda task: self.tasks.index(task.id))
+        newest = max(tasks, key=lambda task: self.tasks.index(task.id))
         return Seen(newest, self.tasks.index(newest.id), first=self.tasks[0])
 
     def note_collected(self, task_id: str) -> None:
-        """Record that an attempt's logs are complete on this machine, if enough time has passed."""
+        """Record that a task's logs are complete on this machine, if `_LAG` has passed."""
         if time.time() > self.ended.get(task_id, time.time()) + _LAG:
             self.collected.append(task_id)
             self._save()
@@ -150,27 +164,25 @@ class Known:
 
     def will_retry(self, seen: Seen, retries: Retries) -> bool:
         """Return whether the platform is about to start another attempt."""
-        taken_away = seen.task.state is JobState.CANCELLED
-        covered = seen.attempt < retries.times and (
-            retries.reclaims if taken_away else retries.failures
-        )
-        if not covered and not (taken_away and retries.preemptible and not retries.reclaims):
-            return False
-        return time.time() < self.ended[
-            seen.task.id
-        ] + retries.interval + _RETRY_TIMEOUT and not _long_ago(seen.task)
+        reclaimed = seen.task.state is JobState.CANCELLED
+        if reclaimed and retries.preemptible and not retries.reclaims:
+            requested = True  # the platform retries in this case without a limit
+        else:
+            requested = seen.attempt < retries.times and (
+                retries.reclaims if reclaimed else retries.failures
+            )
+        latest = self.ended[seen.task.id] + retries.interval + _RETRY_TIMEOUT
+        return requested and time.time() < latest and not _long_ago(seen.task)
 
     def lost(self, record: Record) -> str | None:
         """Return why a job without a task is lost; None while a task may still appear."""
-        missing_for = time.time() - (self.missing_since or time.time())
         if self.tasks or record.handle is not None:
-            why = (
-                "the platform does not show its task any more"
-                if self.tasks
-                else "the platform has never shown its task"
-            )
-            return why if missing_for > _SETTLING else None
-        if time.time() < submitted_at(record) + _UNSEEN:
+            if time.time() <= (self.missing_since or time.time()) + _SETTLING:
+                return None
+            if self.tasks:
+                return "the platform does not show its task any more"
+            return "the platform has never shown its task"
+        if time.time() < shared.epoch(record.submitted_at) + _UNSEEN:
             return None
         return "the command that submitted it died before the platform had accepted the job"
 
@@ -178,9 +190,7 @@ class Known:
         try:
             if self.path.parent.parent.parent.is_dir():
                 private_dirs.make(self.path.parent)  # the directory of an array element
-            files.write_json(
-                self.path, {key: value for key, value in asdict(self).items() if key != "path"}
-            )
+            files.write_json(self.path, {key: vars(self)[key] for key in _STORED})
             _unsaved.pop(self.path, None)
         except OSError:
             # The disk is full: keep the times in memory, so that the timeouts still expire.
@@ -190,41 +200,41 @@ class Known:
 _unsaved: dict[Path, Known] = {}  # data of this process that could not be written
 
 
-def waits(task: Task) -> str:
-    """Return the reason of a task's wait as one line."""
-    since = f" since {task.created_at}" if task.created_at else ""
-    return "; ".join(
-        filter(None, (f"{task.state_text or 'queued'} on the platform{since}", task.reason))
+def tasks_of(records: Collection[Record], platform: Platform) -> list[Task]:
+    """Return the platform's tasks of some jobs of one account, the oldest first."""
+    return platform.tasks(
+        sorted({record.job_id for record in records}),
+        min(shared.epoch(record.submitted_at) for record in records),
     )
+
+
+def reason(seen: Seen, platform: Platform, *, cancelled: bool, detailed: bool) -> str:
+    """Return the reason of the state of a running attempt; cancel the attempt if requested.
+
+    Args:
+        seen: the attempt.
+        platform: its platform.
+        cancelled: whether a user has cancelled the job.
+        detailed: whether to query the reasons of the workers.
+    """
+    task = seen.task
+    if cancelled and task.state_text != "Killing":
+        platform.cancel(task.id)
+    if cancelled or task.state is JobState.RUNNING:
+        return "it is being cancelled" if cancelled else ""
+    since = f" since {task.created_at}" if task.created_at else ""
+    instances = platform.instances(task.id) if detailed else []
+    reasons = [
+        f"{task.state_text or 'queued'} on the platform{since}",
+        task.reason,
+        *dict.fromkeys(instance.reason for instance in instances),
+    ]
+    return "; ".join(filter(None, reasons))
 
 
 def cancel_requested(record: Record) -> bool:
     """Return whether a user has cancelled a job, or the array that it belongs to."""
     return ends.cancelled(record.job_dir) or ends.cancelled(record.whole_dir)
-
-
-def being_submitted(record: Record) -> bool:
-    """Return whether the process that submits a job is still alive."""
-    return record.submitter is not None and record.submitter.alive()
-
-
-def submitted_at(record: Record) -> float:
-    """Return a job's submission time, in seconds since the epoch by this machine's clock."""
-    return _epoch(record.submitted_at)
-
-
-def refused(job_dir: Path, seen: Seen) -> Verdict | None:
-    """Return the verdict of an attempt if one of its nodes could not start; else None."""
-    for failure in ends.refusals(job_dir, seen.attempt):
-        return Verdict(
-            JobState.FAILED,
-            failure.exit_code,
-            reason=f"{failure.who}: {failure.message}",
-            failure=failure,
-            attempt=seen.attempt,
-            **_times(seen.task),
-        )
-    return None
 
 
 def verdict(
@@ -245,78 +255,49 @@ def verdict(
         cancelled: whether a user has cancelled the job.
     """
     task = seen.task
-    common: dict[str, Any] = {"attempt": seen.attempt, **_times(task)}
+    if own is not None and not _shows_only_stop(own, task, cancelled=cancelled):
+        return replace(own, restarts=seen.attempt)
     reasons = list(
         dict.fromkeys(filter(None, (task.reason, *(instance.reason for instance in instances))))
     )
     reported = "; ".join([f"the platform reports {task.state_text}", *reasons[:3]])
-    if own is not None and not _tells_only_stop(own, task, cancelled=cancelled):
-        return replace(own, restarts=seen.attempt)
     if cancelled:
-        return Verdict(
-            JobState.CANCELLED,
-            CANCELLED_EXIT_CODE,
-            reason="cancelled",
-            restarts=seen.attempt,
-            **common,
-        )
+        return seen.verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, "cancelled")
     if any(_DEADLINE.search(reason) for reason in reasons):
-        return Verdict(
-            JobState.FAILED,
-            TIMEOUT_EXIT_CODE,
-            reason=f"out of time: {reported}",
-            restarts=seen.attempt,
-            **common,
-        )
+        return seen.verdict(JobState.FAILED, TIMEOUT_EXIT_CODE, f"out of time: {reported}")
     if task.state is JobState.CANCELLED and retries.preemptible:
-        return Verdict(
-            JobState.PREEMPTED,
-            PREEMPTED_EXIT_CODE,
-            reason=f"the platform reclaimed its machines: {reported}",
-            restarts=seen.attempt,
-            **common,
-        )
+        why = f"the platform reclaimed its machines: {reported}"
+        return seen.verdict(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, why)
     if task.state is JobState.CANCELLED:
         why = f"cancelled on the platform, not by clusterjob: {reported}"
-        return Verdict(
-            JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=why, restarts=seen.attempt, **common
-        )
+        return seen.verdict(JobState.CANCELLED, CANCELLED_EXIT_CODE, why)
     if task.state is JobState.SUCCEEDED and own is None:
-        return Verdict(
-            JobState.SUCCEEDED,
-            0,
-            reason="the platform reports success; the log has no verdict",
-            restarts=seen.attempt,
-            **common,
-        )
+        why = "the platform reports success; the log has no verdict"
+        return seen.verdict(JobState.SUCCEEDED, 0, why)
     failed = _failed(instances)
-    text = f"{failed.who}: {failed.message}" if failed is not None else reported
-    code = failed.exit_code if failed is not None else 1
-    note = " (the log has no verdict)" if own is None else ""
-    return Verdict(
+    why = f"{failed.who}: {failed.message}" if failed is not None else reported
+    return seen.verdict(
         JobState.FAILED,
-        code,
-        reason=f"{text}{note}",
+        failed.exit_code if failed is not None else 1,
+        reason=f"{why} (the log has no verdict)" if own is None else why,
         failure=failed,
-        restarts=seen.attempt,
-        **common,
     )
 
 
-def _tells_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
+def _shows_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
     """Return whether the agents' verdict shows only that the attempt was stopped, not why.
 
-    A platform that stops a task may send the signal to the workers too, and a worker may end before
-    its agent reacts. If the platform stops a node during the setup lines, or before other nodes,
-    the agents report a failed node.
+    A platform that stops a task may also signal the workers: a worker may then end before its agent
+    reacts, and the verdict is a killed worker. If the platform stops one node before the others, or
+    during its setup lines, the verdict is a failed node.
     """
-    if own.state is JobState.PREEMPTED:
-        return cancelled
-    failure = own.failure
-    killed = failure is not None and (
-        failure.signal in ("SIGTERM", "SIGKILL") or failure.rank is None
+    if own.state in (JobState.PREEMPTED, JobState.CANCELLED):
+        return cancelled or own.state is JobState.CANCELLED
+    return (
+        task.state is JobState.CANCELLED
+        and own.failure is not None
+        and (own.failure.rank is None or own.failure.signal in ("SIGTERM", "SIGKILL"))
     )
-    return own.state is JobState.CANCELLED or (killed and task.state is JobState.CANCELLED)
 
 
 def _failed(instances: Sequence[Instance]) -> Failure | None:
@@ -345,13 +326,6 @@ def _failed(instances: Sequence[Instance]) -> Failure | None:
     )
 
 
-def _times(task: Task) -> dict[str, Any]:
-    return {"started_at": task.started_at, "ended_at": task.ended_at or now()}
-
-
 def _long_ago(task: Task) -> bool:
-    return task.ended_at is not None and time.time() > _epoch(task.ended_at) + CLOCKS_APART
-
-
-def _epoch(text: str) -> float:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone(timezone.utc).timestamp()
+    """Return whether a task ended so long ago that no difference of the clocks explains it."""
+    return task.ended_at is not None and time.time() > shared.epoch(task.ended_at) + CLOCKS_APART

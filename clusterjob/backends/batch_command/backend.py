@@ -19,8 +19,7 @@ from clusterjob.backends import shared
 from clusterjob.backends.base import Status
 from clusterjob.backends.batch_command import attempts, submission
 from clusterjob.backends.batch_command.attempts import Known, Retries, Seen
-from clusterjob.backends.batch_command.log_collector import LogCollector
-from clusterjob.backends.batch_command.log_stream import LogStream
+from clusterjob.backends.batch_command.log_stream import LogCollector, LogStream
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task, in_parallel
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
@@ -36,9 +35,16 @@ _MAX_DETAILS = 8  # maximum number of waiting jobs per status request whose reas
 
 @dataclass
 class _TaskList:
-    """The result of the newest query of an account's tasks."""
+    """The result of the newest query of an account's tasks.
 
-    at: float = -1e9  # monotonic seconds
+    Attributes:
+        at: the time of the query, in monotonic seconds.
+        names: the jobs that were queried.
+        tasks: their tasks by name; after an error, the tasks of the query before.
+        error_text: the error of the query; empty if it succeeded.
+    """
+
+    at: float = -1e9
     names: frozenset[str] = frozenset()
     tasks: Mapping[str, list[Task]] = field(default_factory=dict)
     error_text: str = ""
@@ -114,8 +120,11 @@ class PlatformBackend(ABC):
             SubmitInDoubtError: it is unknown whether the platform accepted a task.
         """
         at = time.time()
-        ids = submission.submit_all(plan, platform, tasks=tasks, suffix=suffix, rate=rate, since=at)
-        names = [plan.job_id] if plan.array else ids
+        names = submission.submit_all(
+            plan, platform, tasks=tasks, suffix=suffix, rate=rate, since=at
+        )
+        if plan.array:
+            names = [plan.job_id]
         return Handle(
             self.NAME,
             names[0],
@@ -130,21 +139,25 @@ class PlatformBackend(ABC):
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
         """Return the status of jobs: one query per account, then logs where needed."""
         found: dict[str, Status] = {}
-        groups: dict[Account, list[Record]] = {}
-        for record in records:
-            groups.setdefault(self._account(record), []).append(record)
-        for account, group in groups.items():
+        for account, group in self._by_account(records).items():
             listed, fresh = self._list_tasks(account, group)
             if not fresh and all(record.job_id in self._last for record in group):
                 found |= {record.job_id: self._last[record.job_id] for record in group}
                 continue
-            platform = self.platform(account)
-            detailed = [record.job_id for record in group if _waits(listed, record)][:_MAX_DETAILS]
+            waiting = [
+                record.job_id
+                for record in group
+                if (tasks := listed.tasks.get(record.job_id))
+                and tasks[-1].state is JobState.PENDING
+            ]
             status_of = partial(
-                self._status_of, listed=listed, platform=platform, detailed=detailed
+                self._status_of,
+                listed=listed,
+                platform=self.platform(account),
+                detailed=waiting[:_MAX_DETAILS],
             )
-            statuses = in_parallel(status_of, group)
-            found |= {record.job_id: status for record, status in zip(group, statuses, strict=True)}
+            for record, status in zip(group, in_parallel(status_of, group), strict=True):
+                found[record.job_id] = status
         with self._lock:
             self._last |= found
             self._just_ended |= {
@@ -152,15 +165,17 @@ class PlatformBackend(ABC):
             }
         return found
 
+    def _by_account(self, records: Sequence[Record]) -> dict[Account, list[Record]]:
+        groups: dict[Account, list[Record]] = {}
+        for record in records:
+            groups.setdefault(self._account(record), []).append(record)
+        return groups
+
     def _account(self, record: Record) -> Account:
-        if record.handle is not None:
-            return tuple(
-                sorted(
-                    (str(key), str(value))
-                    for key, value in record.handle.data.get("account", {}).items()
-                )
-            )
-        return self.account_of(record.job.options)
+        if record.handle is None:
+            return self.account_of(record.job.options)
+        account = record.handle.data.get("account", {})
+        return tuple(sorted((str(key), str(value)) for key, value in account.items()))
 
     def _list_tasks(self, account: Account, records: Sequence[Record]) -> tuple[_TaskList, bool]:
         """Return the account's tasks, and whether they are the answer to a new query."""
@@ -172,9 +187,7 @@ class PlatformBackend(ABC):
         by_name: dict[str, list[Task]] = {}
         error_text = ""
         try:
-            for task in self.platform(account).tasks(
-                sorted(names), min(attempts.submitted_at(record) for record in records)
-            ):
+            for task in attempts.tasks_of(records, self.platform(account)):
                 by_name.setdefault(task.name, []).append(task)
         except ClusterJobError as error:
             error_text, by_name = error.message, dict(listed.tasks)
@@ -205,40 +218,32 @@ class PlatformBackend(ABC):
             return self._unseen(record, known, seen=seen, error_text=listed.error_text)
         cancelled = attempts.cancel_requested(record)
         handle = None
-        if record.handle is None and not attempts.being_submitted(record):
+        if record.handle is None and not shared.being_submitted(record):
             submission.remove_leftovers(record)
             handle = self._adopted(record, seen)
-        common: dict[str, Any] = {
-            "started_at": seen.task.started_at,
-            "restarts": seen.attempt,
-            "handle": handle,
-        }
+        status = partial(seen.progress.status, handle=handle)
         try:
-            if not seen.ended:
-                if cancelled and seen.task.state_text != "Killing":
-                    platform.cancel(seen.task.id)
-                reason = (
-                    "it is being cancelled"
-                    if cancelled
-                    else self._why_it_waits(platform, seen)
-                    if record.job_id in detailed
-                    else attempts.waits(seen.task)
-                )
-                state = (
-                    JobState.RUNNING if seen.task.state is JobState.RUNNING else JobState.PENDING
-                )
-                return Status(
-                    state, reason if state is JobState.PENDING or cancelled else "", **common
+            if not seen.task.state.final:
+                return status(
+                    JobState.RUNNING if seen.task.state is JobState.RUNNING else JobState.PENDING,
+                    attempts.reason(
+                        seen,
+                        platform,
+                        cancelled=cancelled,
+                        detailed=record.job_id in detailed,
+                    ),
                 )
             verdict = self._verdict(
                 record, known, seen=seen, platform=platform, cancelled=cancelled
             )
         except ClusterJobError as error:
-            return Status(JobState.UNKNOWN, error.message, **common)
-        retries = self.retries(record.job)
+            return status(JobState.UNKNOWN, error.message)
         if verdict is None:
-            text = f"the platform reports {seen.task.state_text}; waiting for the rest of its log"
-            return Status(JobState.RUNNING, text, **common)
+            return status(
+                JobState.RUNNING,
+                f"the platform reports {seen.task.state_text}; waiting for the rest of its log",
+            )
+        retries = self.retries(record.job)
         if (
             not cancelled
             and verdict.state is not JobState.SUCCEEDED
@@ -249,59 +254,49 @@ class PlatformBackend(ABC):
                 f"the platform starts it again (attempt {seen.attempt + 2}{of}); "
                 f"it was {verdict.state.value.lower()}"
             )
-            return Status(
-                JobState.PENDING,
-                f"{again}: {verdict.reason}" if verdict.reason else again,
-                **common,
+            return status(
+                JobState.PENDING, f"{again}: {verdict.reason}" if verdict.reason else again
             )
         return replace(shared.ended(verdict), handle=handle)
 
     def _unseen(self, record: Record, known: Known, seen: Seen | None, error_text: str) -> Status:
-        common: dict[str, Any] = (
-            {"started_at": seen.task.started_at, "restarts": seen.attempt}
-            if seen is not None
-            else {}
-        )
-        if record.handle is None and attempts.being_submitted(record):
+        """Return the status of a job that the platform does not show, or after an error."""
+        if record.handle is None and shared.being_submitted(record):
             return Status(JobState.PENDING, "it is being submitted")
+        if error_text and seen is not None:
+            return seen.progress.status(
+                JobState.UNKNOWN, f"{error_text} (it was {seen.task.state_text})"
+            )
         if error_text:
-            last = f" (it was {seen.task.state_text})" if seen is not None else ""
-            return Status(JobState.UNKNOWN, f"{error_text}{last}", **common)
+            return Status(JobState.UNKNOWN, error_text)
         submission.remove_leftovers(record)
         why = known.lost(record)
         cancelled = attempts.cancel_requested(record)
         if why is None:
-            state = JobState.UNKNOWN if known.tasks or record.handle is None else JobState.PENDING
             return Status(
-                state,
+                JobState.UNKNOWN if known.tasks or record.handle is None else JobState.PENDING,
                 f"{'it is being cancelled; ' if cancelled else ''}"
                 "the platform does not show it (yet)",
             )
         if cancelled:
             # Mark the element itself: the cancel request may be in the directory of the array.
             shared.request_cancel(record)
+        progress = shared.Progress(restarts=max(0, len(known.tasks) - 1))
         return shared.ended(
-            shared.verdict_without_coordinator(
-                record.job_dir, None, restarts=max(0, len(known.tasks) - 1), otherwise=why
-            )
+            shared.verdict_without_coordinator(record.job_dir, progress, otherwise=why)
         )
 
     def _adopted(self, record: Record, seen: Seen) -> Handle:
         """Return the handle of a job whose submitter died before it recorded a handle."""
-        first = seen.first if record.index is None else record.whole_id
-        data = {
-            "ids": [first],
-            "account": dict(self._account(record)),
-            "at": attempts.submitted_at(record),
-        }
-        return Handle(self.NAME, first if record.index is None else record.job_id, data=data)
-
-    @staticmethod
-    def _why_it_waits(platform: Platform, seen: Seen) -> str:
-        reasons = dict.fromkeys(
-            instance.reason for instance in platform.instances(seen.task.id) if instance.reason
+        return Handle(
+            self.NAME,
+            seen.first if record.index is None else record.job_id,
+            data={
+                "ids": [seen.first if record.index is None else record.whole_id],
+                "account": dict(self._account(record)),
+                "at": shared.epoch(record.submitted_at),
+            },
         )
-        return "; ".join([attempts.waits(seen.task), *reasons])
 
     def _verdict(
         self, record: Record, known: Known, seen: Seen, platform: Platform, *, cancelled: bool
@@ -324,11 +319,11 @@ class PlatformBackend(ABC):
         if ran and stream.verdict is None:
             collect([each for each in instances if each.node_rank == 0])
         own = stream.verdict
-        # Agents that the platform stopped report no failure. The cause may be another node that
-        # could not start its agent.
+        # Agents that the platform stopped report no failure: another node may have refused to
+        # start.
         if ran and (own is None or (own.state is JobState.CANCELLED and not cancelled)):
             collect([each for each in instances if each.node_rank != 0])
-            own = attempts.refused(record.job_dir, seen) or own
+            own = shared.refused(record.job_dir, seen.attempt, **seen.times) or own
             if own is None and not known.log_is_whole(seen):
                 return None
         return attempts.verdict(
@@ -355,7 +350,7 @@ class PlatformBackend(ABC):
             self.status([record])
         platform, known = self.platform(account), Known.of(record.job_dir)
         if record.end is not None and not known.tasks:
-            known.meet(platform.tasks([record.job_id], attempts.submitted_at(record)))
+            known.meet(attempts.tasks_of([record], platform))
         try:
             if first and (error_text := self._task_lists.get(account, _TaskList()).error_text):
                 raise ClusterJobError(error_text)
@@ -375,7 +370,7 @@ class PlatformBackend(ABC):
         self._collected[record.job_id] = time.monotonic()
 
     def fetch(self, record: Record, *_: Any) -> NoReturn:
-        """Refuse: the platform's disks are not accessible from this machine.
+        """Raise an error: the platform's disks are not accessible from this machine.
 
         Raises:
             ClusterJobError: always.
@@ -395,18 +390,10 @@ class PlatformBackend(ABC):
         Raises:
             ClusterJobError: the platform does not answer, or refuses to cancel.
         """
-        groups: dict[Account, list[Record]] = {}
         for record in records:
             shared.request_cancel(record)
-            groups.setdefault(self._account(record), []).append(record)
-        for account, group in groups.items():
+        for account, group in self._by_account(records).items():
             platform = self.platform(account)
-            names = sorted(record.job_id for record in group)
-            tasks = platform.tasks(names, min(attempts.submitted_at(record) for record in group))
+            tasks = attempts.tasks_of(group, platform)
             self._task_lists.pop(account, None)
             in_parallel(platform.cancel, [task.id for task in tasks if not task.state.final])
-
-
-def _waits(listed: _TaskList, record: Record) -> bool:
-    tasks = listed.tasks.get(record.job_id, [])
-    return bool(tasks) and tasks[-1].state is JobState.PENDING

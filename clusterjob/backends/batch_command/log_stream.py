@@ -15,13 +15,14 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
+from clusterjob.backends.batch_command.platform import Instance, Platform, in_parallel
 from clusterjob.backends.batch_command.taken_lines import Count, TakenLines
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_files, log_protocol
@@ -36,7 +37,61 @@ _OURS = re.compile(
 )
 _MAX_GAPS = 200  # maximum number of ranges of missing lines to remember
 _MAX_FILES = 8192  # maximum files per node and process; lines of more workers go to agent.log
-_Sizes = Annotated[dict[str, Count], Meta(max_length=10_000)]
+# Lines of a worker's log in the first request; maximum lines in one request.
+_LINES, _MAX_LINES = 500, 128_000
+
+
+class LogCollector:
+    """Copies logs of workers, and remembers how many lines the last request for each log needed."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, int], int] = {}  # by task id and node rank
+
+    def collect(
+        self,
+        job_dir: Path,
+        platform: Platform,
+        task_id: str,
+        attempt: int,
+        instances: Sequence[Instance],
+    ) -> None:
+        """Copy the current logs of some workers of a task into the job's directory, in parallel.
+
+        A request returns the last lines of a log. If they do not overlap the lines copied before,
+        a request for more lines follows.
+
+        Args:
+            job_dir: the job's directory on this machine.
+            platform: the platform.
+            task_id: the task.
+            attempt: the number of the task's attempt, from 0.
+            instances: the workers.
+
+        Raises:
+            ClusterJobError: the platform does not answer, or the logs cannot be written.
+        """
+
+        def collect(instance: Instance) -> None:
+            stream = LogStream(job_dir, instance.node_rank, attempt=attempt)
+            key = (task_id, instance.node_rank)
+            count = self._lines.get(key, _LINES)
+            while True:
+                lines = platform.lines(task_id, instance.name, count)
+                if len(lines) < count or stream.joins(lines) or count >= _MAX_LINES:
+                    break
+                count *= 4
+            self._lines[key] = min(count, _MAX_LINES)
+            stream.take(lines)
+
+        in_parallel(collect, instances)
+
+
+@dataclass
+class _State:
+    """The content of `_STATE`: the size of each file, and the lines taken in each attempt."""
+
+    sizes: Annotated[dict[str, Count], msgspec.Meta(max_length=10_000)]
+    attempts: dict[str, TakenLines]
 
 
 class LogStream:
@@ -72,10 +127,9 @@ class LogStream:
         return [(first, last) for first, last in self._taken().missing]
 
     def joins(self, lines: Sequence[str]) -> bool:
-        """Return whether the end of a log overlaps the lines taken so far.
+        """Return whether the last lines of a log overlap the lines taken so far.
 
-        If not, the lines in between are missing. Then fetch more lines, unless `lines` is the whole
-        log.
+        If they do not, the lines in between are missing: fetch more lines if the log has more.
         """
         taken = self._taken()
         first = len(lines)
@@ -91,9 +145,9 @@ class LogStream:
         """Add new lines to the files.
 
         Args:
-            lines: any piece of the node's log, the oldest line first. The piece may begin at any
-                line; lines that were taken before are skipped. Split the log at line feeds only:
-                `str.splitlines` splits at more characters.
+            lines: any piece of the node's log, the oldest line first; lines that were taken before
+                are skipped. Split the log at line feeds only: `str.splitlines` also splits at other
+                characters.
 
         Raises:
             ClusterJobError: the files cannot be written; they are unchanged.
@@ -104,18 +158,17 @@ class LogStream:
             private_dirs.make(self._directory)
             with self._locked():
                 state = self._state()
-                taken = TakenLines.from_json(state["attempts"].get(str(self._attempt)))
-                pages = _Pages(self._directory, state["sizes"])
-                before = taken.to_json()
+                taken = state.attempts.setdefault(str(self._attempt), TakenLines())
+                pages = _Pages(self._directory, state.sizes)
+                before = asdict(taken)
                 self._sort(lines, taken, pages=pages)
-                if taken.to_json() != before:
+                if asdict(taken) != before:
                     pages.write()
-                    state["attempts"][str(self._attempt)] = taken.to_json()
-                    files.write_json(self._directory / _STATE, state)
+                    files.write_json(self._directory / _STATE, asdict(state))
         except OSError as error:
-            where = error.filename or self._directory
             raise ClusterJobError(
-                f"the log of node {self._node_rank} cannot be kept here: {error.strerror}: {where}"
+                f"the log of node {self._node_rank} cannot be kept here: {error.strerror}: "
+                f"{error.filename or self._directory}"
             ) from error
 
     def _sort(self, lines: Sequence[str], taken: TakenLines, pages: _Pages) -> None:
@@ -128,10 +181,10 @@ class LogStream:
             ),
             len(items),
         )
-        begin = _first_new(items, first, taken=taken)
+        first_bare = _first_new_bare(items, first, taken=taken)
         for index, (line, item) in enumerate(items):
             if item is None:
-                if index >= begin:
+                if index >= first_bare:
                     self._put_bare(line, taken, pages=pages)
             elif item.number >= taken.next:
                 self._note_gap(item.number, taken, pages=pages)
@@ -146,18 +199,15 @@ class LogStream:
             pages.note(taken.seconds)
             taken.seconds = item.seconds
         if item.kind == "verdict":
-            complete = not item.more and self._node_rank == 0
-            taken.add_verdict(item.text, complete=complete)
+            taken.add_verdict(item.text, complete=not item.more and self._node_rank == 0)
             return
-        end = "" if item.more else "\n"
-        if item.kind == "agent":
-            pages.add(
-                AGENT_LOG, ("" if AGENT_LOG in taken.open else "clusterjob: ") + item.text + end
-            )
-            taken.mark(AGENT_LOG, is_open=item.more)
-            return
-        for name in self._file_names(item.label, item.kind):
-            pages.add(name, item.text + end)
+        text, names = item.text, [AGENT_LOG]
+        if item.kind != "agent":
+            names = self._file_names(item.label, item.kind)
+        elif AGENT_LOG not in taken.open:
+            text = f"clusterjob: {text}"
+        for name in names:
+            pages.add(name, text if item.more else f"{text}\n")
             taken.mark(name, is_open=item.more)
 
     def _file_names(self, label: str, kind: str) -> list[str]:
@@ -190,31 +240,23 @@ class LogStream:
         for name in taken.open:
             pages.add(name, "\n")
         taken.open = []
-        first, last = taken.next, number - 1
-        which = f"line {first}" if first == last else f"lines {first} to {last}"
-        pages.add(
-            AGENT_LOG,
-            f"clusterjob: {which} of node {self._node_rank} "
-            f"{'is' if first == last else 'are'} missing in the platform's log\n",
-        )
+        first, last, node = taken.next, number - 1, f"node {self._node_rank}"
+        which = f"line {first} of {node} is"
+        if first < last:
+            which = f"lines {first} to {last} of {node} are"
+        pages.add(AGENT_LOG, f"clusterjob: {which} missing in the platform's log\n")
         taken.missing = [*taken.missing, [first, last]][-_MAX_GAPS:]
 
     # -- the stored state --------------------------------------------------------------------------
 
     def _taken(self) -> TakenLines:
-        return TakenLines.from_json(self._state()["attempts"].get(str(self._attempt)))
+        return self._state().attempts.get(str(self._attempt), TakenLines())
 
-    def _state(self) -> dict[str, Any]:
-        state: Any = files.read_json(self._directory / _STATE)
+    def _state(self) -> _State:
         try:
-            sizes = msgspec.convert(state["sizes"], _Sizes)
-            attempts = {
-                key: TakenLines.from_json(taken).to_json()
-                for key, taken in state["attempts"].items()
-            }
-            return {"sizes": sizes, "attempts": attempts}
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return {"sizes": {}, "attempts": {}}  # the file is invalid: add all lines again
+            return msgspec.convert(files.read_json(self._directory / _STATE), _State)
+        except msgspec.ValidationError:
+            return _State({}, {})  # there is no valid file: add all lines again
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -227,18 +269,15 @@ class LogStream:
 
 
 def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
-    """Parse lines, sort the numbered lines; a log may show lines of one moment in any order."""
+    """Parse lines and sort the numbered lines; a log may show lines of one moment in any order."""
     items = [(line, log_protocol.parse(line)) for line in lines]
-    places = [index for index, (_, item) in enumerate(items) if item is not None]
-    ordered = sorted(
-        (items[index] for index in places), key=lambda pair: pair[1].number if pair[1] else 0
+    numbered = iter(
+        sorted((pair for pair in items if pair[1]), key=lambda pair: pair[1].number)  # type: ignore[union-attr]
     )
-    for index, pair in zip(places, ordered, strict=True):
-        items[index] = pair
-    return items
+    return [next(numbered) if pair[1] else pair for pair in items]
 
 
-def _first_new(
+def _first_new_bare(
     items: Sequence[tuple[str, NumberedLine | None]], first: int, taken: TakenLines
 ) -> int:
     """Return the index from which lines without a number are new.
@@ -267,10 +306,10 @@ def _first_new(
 
 
 class _Pages:
-    """The growing files of a node, to which new lines are added.
+    """The growing files of a node.
 
-    At first, each file is truncated to the size that the stored state records: a process that
-    died may have added lines without recording them.
+    The constructor truncates each file to the size in the stored state: a process that died may
+    have added lines without storing the new size.
     """
 
     def __init__(self, directory: Path, sizes: dict[str, int]) -> None:
@@ -303,13 +342,6 @@ class _Pages:
     def write(self) -> None:
         # Write the timeline last: it must not refer to bytes that are not written yet.
         for name in sorted(self._added, key=lambda name: name == TIMELINE):
-            handle = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                offset = self._sizes.get(name, 0)
-                view = memoryview(bytes(self._added[name]))
-                while view:
-                    written = os.pwrite(handle, view, offset)
-                    view, offset = view[written:], offset + written
-            finally:
-                os.close(handle)
-            self._sizes[name] = offset
+            with open(self._directory / name, "ab", opener=partial(os.open, mode=0o600)) as file:
+                file.write(self._added[name])
+            self._sizes[name] = self._sizes.get(name, 0) + len(self._added[name])

@@ -47,7 +47,7 @@ def submit_all(
         _cancel_all(platform, ids)
         raise SubmitError(f"{path} cannot be written: {error.strerror}") from error
     except SubmitInDoubtError:
-        if len(tasks) > 1:  # no partial array; a later status cancels the task in doubt
+        if len(tasks) > 1:  # no part of an array runs; a later status cancels the task in doubt
             ends.cancel(plan.job_dir)
             _cancel_all(platform, ids)
         raise
@@ -66,13 +66,14 @@ def submit_all(
         raise
     finally:
         path.unlink(missing_ok=True)
-    for path in (token_file(plan.job_dir), secrets_file(plan.job_dir)):
-        path.unlink(missing_ok=True)  # the platform has the secrets; this machine needs no copy
+    # The platform has the token and the secrets; this machine needs no copy.
+    token_file(plan.job_dir).unlink(missing_ok=True)
+    secrets_file(plan.job_dir).unlink(missing_ok=True)
     return ids
 
 
 def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str:
-    """Submit one task; after an error, search for the task before raising.
+    """Submit one task and return its id; after an error, search for the task.
 
     Raises:
         SubmitError: the platform refuses the task.
@@ -85,8 +86,7 @@ def _submit_once(platform: Platform, path: Path, name: str, since: float) -> str
         for search in range(_SEARCHES if in_doubt else 1):
             time.sleep(_PAUSE if search else 0.0)
             with contextlib.suppress(ClusterJobError):
-                found = platform.tasks([name], since)
-                if found:
+                if found := platform.tasks([name], since):
                     return found[-1].id
         if not in_doubt:
             raise
@@ -104,7 +104,7 @@ def _cancel_all(platform: Platform, ids: Sequence[str]) -> None:
 
 
 def remove_leftovers(record: Record) -> None:
-    """Remove the upload directory and the secrets that a killed submitter has left."""
+    """Remove the upload and the secrets of a job without a handle: its submitter was killed."""
     if record.handle is None:
         # All elements of an array are submitted from the array's directory.
         shutil.rmtree(record.whole_dir / upload.DIRECTORY, ignore_errors=True)

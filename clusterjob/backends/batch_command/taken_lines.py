@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from clusterjob.node.verdict import Verdict
@@ -44,23 +43,14 @@ class TakenLines:
     verdict: dict[str, Any] | None = None
     verdict_part: Annotated[str, Meta(max_length=_MAX_VERDICT)] = ""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any] | None) -> TakenLines:
-        """Parse the stored state.
+    def __post_init__(self) -> None:
+        """Refuse stored data with an invalid verdict.
 
         Raises:
-            ValueError, TypeError: the data is not valid.
+            ValueError: the verdict is not valid.
         """
-        if not data:
-            return cls()
-        taken = msgspec.convert(data, cls)
-        if taken.verdict is not None:
-            Verdict.from_json(taken.verdict)
-        return taken
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as plain data."""
-        return asdict(self)
+        if self.verdict is not None:
+            Verdict.from_json(self.verdict)
 
     def advance(self, number: int) -> None:
         """Record a line with a new number."""
@@ -74,8 +64,7 @@ class TakenLines:
 
     def mark(self, name: str, *, is_open: bool) -> None:
         """Record whether a later line of the log continues the last line of a file."""
-        if is_open or self.open:
-            self.open = [other for other in self.open if other != name] + [name] * is_open
+        self.open = [other for other in self.open if other != name] + [name] * is_open
 
     def add_verdict(self, text: str, *, complete: bool) -> None:
         """Add a part of the verdict's text; parse the text if it is complete."""
@@ -100,12 +89,12 @@ class TakenLines:
         return False
 
     def known_of(self, lines: Sequence[str]) -> int:
-        """Return how many lines, from the first on, were taken before.
+        """Return how many lines at the start of `lines` were taken before.
 
-        No line of the piece has a number. The lines follow the same numbered line as the last
-        `bare` known lines, but the piece may begin after the first of these known lines. If the
-        piece contains all known lines, the result is certain. Else it is the longest overlap of
-        the end of the known lines with the start of the piece.
+        No line of `lines` has a number. They follow the same numbered line as the last `bare` known
+        lines, but the first of these known lines may be absent. If `lines` contains all of them,
+        the result is certain. Otherwise it is the longest overlap of the end of the known lines
+        with the start of `lines`.
         """
         digests = [_digest(line) for line in lines]
         known = self.known[-self.bare :] if self.bare else []
@@ -115,13 +104,17 @@ class TakenLines:
             return self.bare
         if _contains(known, digests):
             return len(digests)
-        longest = min(len(known), len(digests))
         return next(
-            (count for count in range(longest, 0, -1) if known[-count:] == digests[:count]), 0
+            (
+                count
+                for count in range(min(len(known), len(digests)), 0, -1)
+                if known[-count:] == digests[:count]
+            ),
+            0,
         )
 
     def is_older(self, lines: Sequence[str]) -> bool:
-        """Return whether a piece without numbers lies before the last numbered line."""
+        """Return whether lines without a number precede the last numbered line."""
         return _contains(
             self.known[: len(self.known) - self.bare], [_digest(line) for line in lines]
         )

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
@@ -25,8 +25,7 @@ from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Handle, Record
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
-from clusterjob.doctor import engine
-from clusterjob.doctor.engine import Check
+from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract
 from clusterjob.node.environments import worker_endpoints
@@ -39,8 +38,8 @@ from clusterjob.node.verdict import JobState
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
-# Passed to the workers: a job that submits another job on this machine then records that job in the
-# user's own directory.
+# The workers get this variable, so that a job that a worker submits is recorded in the same
+# directory.
 _HOME = "CLUSTERJOB_HOME"
 _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is killed
 
@@ -69,9 +68,12 @@ class LocalBackend:
     def _plan(self, spec: JobSpec) -> Plan:
         spec = replace(spec, nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
-        script = render(
-            spec.template or f"{_SCRIPT}.j2", self._values(spec, job_id, job_dir=job_dir)
-        )
+        values = {
+            **shared.common_values(spec, job_id, job_dir=job_dir),
+            "master_addr": _MASTER_ADDR,
+            "lifeline": True,
+            "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
+        }
         devices, notes = _devices(spec)
         return Plan(
             job_id=job_id,
@@ -80,7 +82,9 @@ class LocalBackend:
             spec=spec,
             files=(
                 *shared.common_files(spec, job_dir),
-                shared.script_file(job_dir / _SCRIPT, script),
+                shared.script_file(
+                    job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)
+                ),
             ),
             commands=tuple(
                 PlannedCommand(
@@ -92,14 +96,6 @@ class LocalBackend:
             ),
             notes=tuple(notes),
         )
-
-    def _values(self, spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
-        return {
-            **shared.common_values(spec, job_id, job_dir=job_dir),
-            "master_addr": _MASTER_ADDR,
-            "lifeline": True,
-            "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
-        }
 
     def submit(self, plan: Plan) -> Handle:
         """Start the agents.
@@ -131,15 +127,16 @@ class LocalBackend:
             self._cut(plan.job_id)  # the started agents see the end of their lifeline
             process_groups.end([agent["pid"] for agent in agents], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
-        here = {
+        data = {
+            "agents": agents,
             "boot_id": processes.boot_id(),
             "host": socket.gethostname(),
             "job_dir": str(plan.job_dir),
         }
-        return Handle(NAME, plan.job_id, data={"agents": agents, **here})
+        return Handle(NAME, plan.job_id, data=data)
 
     def detach(self, handle: Handle) -> None:
-        """Release the job from this process; the job then runs without it.
+        """Let the job continue after this process ends.
 
         Raises:
             SubmitError: the request cannot be written to the job's directory; the job ends.
@@ -171,26 +168,21 @@ class LocalBackend:
             ClusterJobError: a job runs on another host and can be cancelled only on that host.
         """
         for record in records:
-            self._cancel(record)
-
-    def _cancel(self, record: Record) -> None:
-        if _is_elsewhere(record):
-            raise ClusterJobError(f"job {record.job_id} runs on {_host(record)}", "cancel it there")
-        ends.cancel(record.job_dir)
-        self._cut(record.job_id)
-        process_groups.end(
-            [agent["pid"] for agent in _live_agents(record)],
-            record.job.grace + _CANCEL_TIMEOUT,
-        )
+            if host := _other_host(record):
+                raise ClusterJobError(f"job {record.job_id} runs on {host}", "cancel it there")
+            ends.cancel(record.job_dir)
+            self._cut(record.job_id)
+            process_groups.end(
+                [agent["pid"] for agent in _live_agents(record)],
+                record.job.grace + _CANCEL_TIMEOUT,
+            )
 
     def interrupt_prompt(self, record: Record) -> bool:
-        """Interrupt the worker that reads this process's terminal; return False if none does."""
-        readers = [
-            reader
-            for agent in _live_agents(record)
-            if (reader := processes.terminal_reader(agent["pid"])) is not None
-        ]
-        return any(processes.send_signal(reader, signal.SIGINT) for reader in readers)
+        """Interrupt the worker that reads from this process's terminal, if there is one."""
+        readers = [processes.terminal_reader(agent["pid"]) for agent in _live_agents(record)]
+        return any(
+            processes.send_signal(reader, signal.SIGINT) for reader in readers if reader is not None
+        )
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through every agent, as Ctrl-C does; stop them after the grace."""
@@ -207,21 +199,20 @@ class LocalBackend:
         from clusterjob.doctor.this_machine import Machine
 
         # `_plan`, not `plan`: `Machine` checks the interpreter.
-        job = engine.CheckStep("job", lambda: shared.check_plan(self._plan, spec))
-        return engine.run_checks([job, *Machine(spec).check_steps()])
+        job = CheckStep("job", lambda: shared.check_plan(self._plan, spec))
+        return run_checks([job, *Machine(spec).check_steps()])
 
 
 def _check_interpreter(spec: JobSpec) -> None:
     """Refuse a missing interpreter, unless setup lines or the user's template may provide it.
 
     Raises:
-        SpecError: the script would not find the interpreter.
+        SpecError: the interpreter does not exist.
     """
     if spec.setup or spec.template is not None:
         return
-    path = spec.env.get("PATH", os.environ.get("PATH"))
     wanted = os.path.join(spec.workdir, spec.python) if os.sep in spec.python else spec.python
-    if shutil.which(wanted, path=path) is None:
+    if shutil.which(wanted, path=spec.env.get("PATH", os.environ.get("PATH"))) is None:
         raise SpecError(
             f"there is no interpreter {spec.python}",
             "set --python to a path or a command on PATH",
@@ -234,21 +225,17 @@ def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     notes = ["--mem is not enforced on this machine"] if spec.resources.mem is not None else []
     if per_node is None:
         return [{}] * nodes, notes
-    if per_node == 0:
-        return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, notes
-    available = gpus.visible_gpus(os.environ)
+    available = gpus.visible_gpus(os.environ) if per_node else []
     shares = gpus.shares(available, nodes, per_node=per_node)
-    if shares is not None:
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares], notes
-    missing = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
-    if spec.require_gpus:
-        raise SpecError(
-            missing, "without --require-gpus the workers run on the CPU, as a rehearsal"
-        )
-    return [{"CUDA_VISIBLE_DEVICES": ""}] * nodes, [
-        f"{missing}: a rehearsal, with the workers on the CPU and gloo",
-        *notes,
-    ]
+    if shares is None:
+        missing = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
+        if spec.require_gpus:
+            raise SpecError(
+                missing, "without --require-gpus the workers run on the CPU, as a rehearsal"
+            )
+        notes.insert(0, f"{missing}: a rehearsal, with the workers on the CPU and gloo")
+        shares = [[]] * nodes
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares], notes
 
 
 def _start(
@@ -259,8 +246,8 @@ def _start(
     Args:
         command: the command line and variables of the agent.
         log: the file for the agent's output.
-        hidden: variables of this process that the script does not get; the agent reads them from a
-            file.
+        hidden: variables of this process that the script does not get: secrets, which the agent
+            reads from a file.
         stdin: the descriptor that becomes rank 0's stdin; the agent's own stdin is its lifeline.
     """
     inherited = {
@@ -270,9 +257,9 @@ def _start(
         and name not in hidden
         and (name == _HOME or not name.startswith("CLUSTERJOB_"))
     }
-    # A copy: in the agent, descriptor 0 is the lifeline.
-    lent = [] if stdin is None else [os.dup(stdin)]
-    handed = {contract.STDIN_FD: str(lent[0])} if lent else {}
+    # A copy, because in the agent descriptor 0 is the lifeline.
+    copies = [] if stdin is None else [os.dup(stdin)]
+    stdin_variable = {contract.STDIN_FD: str(copies[0])} if copies else {}
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     try:
         with log.open("ab") as output:
@@ -281,42 +268,39 @@ def _start(
                 stdin=read_end,
                 stdout=output,
                 stderr=output,
-                env=inherited | dict(command.env) | handed,
-                pass_fds=lent,
+                env=inherited | dict(command.env) | stdin_variable,
+                pass_fds=copies,
                 start_new_session=True,
             )
     except BaseException:
         os.close(write_end)
         raise
     finally:
-        for descriptor in (read_end, *lent):
+        for descriptor in (read_end, *copies):
             os.close(descriptor)
-    # The agent may outlive this process: stop Popen from warning that nothing waits for it.
+    # The agent may outlive this process. With a return code, Popen does not warn about that.
     process.returncode = 0
     return process.pid, write_end
 
 
 def _live_agents(record: Record) -> list[dict[str, int]]:
-    if record.handle is None or not _is_here(record.handle):
+    """Return the agents of a job that run on this machine."""
+    if (
+        record.handle is None
+        or _other_host(record)
+        or record.handle.data.get("boot_id") != processes.boot_id()
+    ):
         return []
     agents: list[dict[str, int]] = record.handle.data["agents"]
     process_groups.reap([agent["pid"] for agent in agents])
     return [agent for agent in agents if processes.start_ticks(agent["pid"]) == agent["ticks"] != 0]
 
 
-def _is_here(handle: Handle) -> bool:
-    return bool(
-        handle.data.get("boot_id") == processes.boot_id()
-        and handle.data.get("host") == socket.gethostname()
-    )
-
-
-def _is_elsewhere(record: Record) -> bool:
-    return record.handle is not None and record.handle.data.get("host") != socket.gethostname()
-
-
-def _host(record: Record) -> str:
-    return str(record.handle.data.get("host")) if record.handle is not None else "unknown"
+def _other_host(record: Record) -> str:
+    """Return the host on which the job runs; empty if that is this machine."""
+    here = socket.gethostname()
+    host = here if record.handle is None else str(record.handle.data.get("host"))
+    return "" if host == here else host
 
 
 def _status(record: Record) -> Status:
@@ -326,30 +310,23 @@ def _status(record: Record) -> Status:
     verdict = ends.read_result(record.job_dir)
     if verdict is not None:
         return shared.ended(verdict)
-    started_at, restarts, waiting = shared.progress(record.job_dir)
+    progress = shared.progress(record.job_dir)
     if alive and not record.job_dir.exists():
         return Status(
             JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run"
         )
     if alive:
-        state = JobState.RUNNING if started_at else JobState.PENDING
-        return Status(state, waiting, verdict=None, started_at=started_at, restarts=restarts)
-    if _is_elsewhere(record):
-        return Status(
-            JobState.UNKNOWN,
-            f"it runs on {_host(record)}: ask there",
-            verdict=None,
-            started_at=started_at,
-            restarts=restarts,
+        state = JobState.RUNNING if progress.started_at else JobState.PENDING
+        return progress.status(state, progress.waiting)
+    if host := _other_host(record):
+        return progress.status(
+            JobState.UNKNOWN, f"it runs on {host}: use `clusterjob status` there"
         )
-    if record.handle is None and record.submitter is not None and record.submitter.alive():
+    if record.handle is None and shared.being_submitted(record):
         return Status(JobState.PENDING, "it is being submitted")
-    if record.handle is None:
-        why = "the command that submitted it died before the job had started"
-    else:
-        why = "its agents ended without a verdict: they were killed, or the machine was restarted"
-    return shared.ended(
-        shared.verdict_without_coordinator(
-            record.job_dir, started_at, restarts=restarts, otherwise=why
-        )
+    why = (
+        "the command that submitted it died before the job had started"
+        if record.handle is None
+        else "its agents ended without a verdict: they were killed, or the machine was restarted"
     )
+    return shared.ended(shared.verdict_without_coordinator(record.job_dir, progress, otherwise=why))

@@ -8,28 +8,25 @@ request mirrors the files of a job from its hosts into the job directory on this
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.backends.ssh import planning, status
-from clusterjob.backends.ssh.planning import CODE, NAME, SCRIPT, SshOptions
+from clusterjob.backends.ssh.planning import NAME, SshOptions
 from clusterjob.backends.ssh.status import Job, Node
-from clusterjob.core import plans
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record
 from clusterjob.core.spec import JobSpec
-from clusterjob.doctor import engine
-from clusterjob.doctor.engine import Check
+from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.environments import candidate_ports
 from clusterjob.node.host_server.requests import Cancel
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
@@ -37,6 +34,7 @@ from clusterjob.node.system import files
 
 if TYPE_CHECKING:
     from clusterjob.remote.fetch import Fetched
+    from clusterjob.remote.sessions import Sessions
 
 _POLL_TIMEOUT = 1.0  # maximum seconds to wait for slow hosts after the first poll of each host
 _MAX_RETRY_DELAY = 15.0  # maximum seconds between two polls of an unreachable host
@@ -56,7 +54,6 @@ class SshBackend:
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}
-        self._open_sessions: Any = None
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -78,50 +75,23 @@ class SshBackend:
             SubmitError: some hosts are unfit; the message names each of them, and no files or
                 processes of the job are left on any host.
         """
-        from clusterjob.backends.ssh.submit import HostFiles, Submission
+        from clusterjob.backends.ssh.submit import Submission
         from clusterjob.core import snapshot
         from clusterjob.remote.progress import Sending
 
-        spec, options = plan.spec, SshOptions.of(plan.spec.options)
-        place = options.ssh.place(spec.hosts, spec.python, spec.setup)
-        code = (
-            snapshot.take(
-                spec.workdir, options.ssh.sync_limit, include_secrets=spec.include_secrets
+        spec, settings = plan.spec, SshOptions.of(plan.spec.options).ssh
+        place = settings.place(spec.hosts, spec.python, spec.setup)
+        data, code = place.to_json(), None
+        if spec.sync:
+            code = snapshot.take(
+                spec.workdir, settings.sync_limit, include_secrets=spec.include_secrets
             )
-            if spec.sync
-            else None
-        )
-        files = HostFiles(
-            job_id=plan.job_id,
-            files=(
-                *((file.path.name, file.mode, file.data) for file in plan.files),
-                *plans.carried_elsewhere(plan.job_dir),
-            ),
-            script=SCRIPT,
-            environments=tuple(dict(command.env) for command in plan.commands),
-            workdir=CODE if spec.sync else str(spec.workdir),
-            snapshot=code,
-            needs_torch=options.need_torch and spec.program.is_python,
-            ports=candidate_ports.candidates(plan.job_id, 0),
-            timeout=spec.join_timeout,
-            grace=spec.grace,
-            gpus=spec.gpus,
-            gpus_per_node=spec.resources.gpus_per_node,
-            require_gpus=spec.require_gpus,
-        )
-        data: dict[str, Any] = place.to_json()
-        if code is not None:
             data["code"] = shared.keep_code(code, spec.workdir, job_dir=plan.job_dir)
         with Sending([str(host) for host in spec.hosts]) as progress:
-            submission = Submission(
-                self._sessions(),
-                place,
-                files=files,
-                progress=progress,
-                cancelled=partial(ends.cancelled, plan.job_dir),
-            )
             try:
-                data["address"] = submission.run()
+                data["address"] = Submission(
+                    self._sessions, place, plan=plan, code=code, progress=progress
+                ).run()
             except BaseException:
                 ends.cancel(plan.job_dir)  # later status requests then show CANCELLED
                 raise
@@ -158,13 +128,12 @@ class SshBackend:
                 for node in job.nodes
             ):
                 break
-        absent = [node.error.message for node in job.nodes if node.error is not None]
         if not ended:
             return
-        if absent:
-            shared.warn(f"some logs are not here: {'; '.join(absent)}")
+        if errors := [node.error.message for node in job.nodes if node.error is not None]:
+            shared.warn(f"some logs could not be fetched: {'; '.join(errors)}")
         else:
-            # No logs directory, or the disk is full: the next call polls again.
+            # There is no logs directory, or the disk is full: the next call polls again.
             with contextlib.suppress(OSError):
                 whole.touch()
 
@@ -172,8 +141,8 @@ class SshBackend:
         """Stop the workers through every agent; kill agents that outlast the job's grace period.
 
         Raises:
-            ClusterJobError: some hosts are unreachable; the processes there end when their agents
-                lose the heartbeat of the other agents.
+            ClusterJobError: some hosts are unreachable; the agents there end when they lose the
+                heartbeat of the other agents.
         """
         for record in records:
             self._end(record, interrupt=False)
@@ -186,10 +155,10 @@ class SshBackend:
             waiting for the end of the job.
 
         Raises:
-            ClusterJobError: some hosts are unreachable; the processes there end when their agents
-                lose the heartbeat of the other agents.
+            ClusterJobError: some hosts are unreachable; the agents there end when they lose the
+                heartbeat of the other agents.
         """
-        if shared.progress(record.job_dir)[0] is None:
+        if shared.progress(record.job_dir).started_at is None:
             return False
         self._end(record, interrupt=True)
         return True
@@ -199,15 +168,13 @@ class SshBackend:
 
         ends.cancel(record.job_dir)
         place, grace = self._job(record).place, record.job.grace
-
-        def work(node: int) -> None:
-            session = self._sessions().session(place, node)
-            session.ask(
+        outcome = for_each(
+            range(len(place.hosts)),
+            lambda node: self._sessions.session(place, node).ask(
                 Cancel(record.job_id, node, grace=grace, interrupt=interrupt),
                 timeout=grace + _CANCEL_TIMEOUT,
-            )
-
-        outcome = for_each(range(len(place.hosts)), work)
+            ),
+        )
         if outcome.errors:
             message, hint = complaint(outcome.errors, len(place.hosts))
             raise ClusterJobError(
@@ -235,20 +202,23 @@ class SshBackend:
 
         place = self._job(record).place
         asked = range(len(place.hosts)) if nodes is None else nodes
-        alone = threading.Lock()
+        prompt = threading.Lock()  # `may_replace` may ask the user: one question at a time
 
         def one_at_a_time(names: list[str]) -> bool:
-            with alone:
+            with prompt:
                 return may_replace(names)
 
-        def work(node: int) -> Fetched:
-            folder = target if len(asked) == 1 else target / f"node{node}"
+        def fetch(node: int) -> Fetched:
             request = shared.fetch_request(
-                record, paths, target=folder, may_replace=one_at_a_time, limits=limits
+                record,
+                paths,
+                target=target if len(asked) == 1 else target / f"node{node}",
+                may_replace=one_at_a_time,
+                limits=limits,
             )
-            return Fetch(self._sessions().session(place, node), request).run()
+            return Fetch(self._sessions.session(place, node), request).run()
 
-        outcome = for_each(asked, work)
+        outcome = for_each(asked, fetch)
         if outcome.errors:
             raise ClusterJobError(*complaint(outcome.errors, len(asked)))
         return [outcome.results[node] for node in asked]
@@ -264,27 +234,26 @@ class SshBackend:
 
         spec, options = planning.settled(spec), SshOptions.of(spec.options)
         hosts = Hosts(
-            self._sessions(),
+            self._sessions,
             options.ssh.place(spec.hosts, spec.python, spec.setup),
             spec=spec,
             need_torch=options.need_torch,
         )
-        job = engine.CheckStep("job", lambda: shared.check_plan(self.plan, spec))
-        return engine.run_checks([job, *directory_checks(), *hosts.check_steps()])
+        job = CheckStep("job", lambda: shared.check_plan(self.plan, spec))
+        return run_checks([job, *directory_checks(), *hosts.check_steps()])
 
     def close(self) -> None:
         """Close all connections; jobs keep running."""
-        if self._open_sessions is not None:
-            self._open_sessions.close()
-            self._open_sessions = None
+        if "_sessions" in vars(self):
+            self._sessions.close()
+            del self._sessions
         self._jobs.clear()
 
     # -- polls -------------------------------------------------------------------------------------
 
-    def _sessions(self) -> Any:
-        if self._open_sessions is None:
-            self._open_sessions = shared.new_sessions()
-        return self._open_sessions
+    @functools.cached_property
+    def _sessions(self) -> Sessions:
+        return shared.new_sessions()
 
     def _job(self, record: Record) -> Job:
         from clusterjob.remote import ssh_options
@@ -295,54 +264,58 @@ class SshBackend:
             if record.handle is not None:
                 place = Place.from_json(record.handle.data)
             else:
-                options = ssh_options.ConnectionSettings.of(record.job.options, must_exist=False)
                 job = record.job
-                place = options.place(job.hosts, job.python, job.setup)
-            nodes = [
-                Node(JobMirror(record.job_id, record.job_dir, node=node))
-                for node in range(len(place.hosts))
-            ]
-            self._jobs[record.job_id] = Job(place, nodes)
+                place = ssh_options.ConnectionSettings.of(job.options, must_exist=False).place(
+                    job.hosts, job.python, job.setup
+                )
+            self._jobs[record.job_id] = Job(
+                place,
+                [
+                    Node(JobMirror(record.job_id, record.job_dir, node=node))
+                    for node in range(len(place.hosts))
+                ],
+            )
         return self._jobs[record.job_id]
 
     def _start_polls(self, record: Record, *, at_once: bool = False) -> None:
-        """Start a poll of each host without a running poll if its delay between polls is over.
+        """Poll each host in the background, unless a poll runs or the last poll is too recent.
 
         Args:
             record: the job.
-            at_once: whether to ignore the delay between two polls of a host.
+            at_once: whether to poll however recent the last poll is.
         """
         from clusterjob.remote.pool import in_background
 
         job = self._job(record)
         for index, node in enumerate(job.nodes):
             if node.polling is None and (at_once or time.monotonic() >= node.next_try):
-                node.polling = in_background(partial(self._poll, job, index))
+                node.polling = in_background(functools.partial(self._poll, job, index))
 
-    def _poll(self, job: Job, index: int) -> Mapping[str, Any]:
-        session = self._sessions().session(job.place, index)
-        answer: Mapping[str, Any] = job.nodes[index].mirror.poll(session, logs=job.followed)
-        return answer
+    def _poll(self, job: Job, index: int) -> dict[str, Any]:
+        session = self._sessions.session(job.place, index)
+        return job.nodes[index].mirror.poll(session, logs=job.followed)
 
     def _store_polls(self, asked: Sequence[Job], *, patient: bool = False) -> None:
         """Store the answers to the running polls.
 
-        The first time all answers are awaited, later only those within `_POLL_TIMEOUT`.
+        The first poll of a job waits for all its hosts, a later poll at most `_POLL_TIMEOUT`.
 
         Args:
             asked: the jobs that are polled.
-            patient: whether to wait for all answers.
+            patient: whether to wait for all hosts in any case.
         """
-        waiting = [node.polling for job in asked for node in job.nodes if node.polling is not None]
-        wait(waiting, None if patient or not all(job.looked for job in asked) else _POLL_TIMEOUT)
+        wait(
+            [node.polling for job in asked for node in job.nodes if node.polling is not None],
+            None if patient or not all(job.polled for job in asked) else _POLL_TIMEOUT,
+        )
         for job in asked:
-            job.looked = True
+            job.polled = True
             for node in job.nodes:
                 if node.polling is None or not node.polling.done():
                     continue
-                asking, node.polling = node.polling, None
+                poll, node.polling = node.polling, None
                 try:
-                    node.answer, node.error, node.failures = asking.result(), None, 0
+                    node.answer, node.error, node.failures = poll.result(), None, 0
                     # A job with many hosts is polled less often, to keep the load constant.
                     node.next_try = time.monotonic() + min(2.0, 0.02 * len(job.nodes))
                 except HostError as error:

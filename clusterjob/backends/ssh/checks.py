@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from clusterjob.backends.ssh.coordinator_address import meet
+from clusterjob.backends.ssh.submit import coordinator_address
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import (
@@ -20,7 +20,6 @@ from clusterjob.doctor.engine import (
     warning,
 )
 from clusterjob.errors import HostError
-from clusterjob.node.environments import candidate_ports
 from clusterjob.node.host_server.requests import Facts
 from clusterjob.remote.host_probe import HostReport, probe_hosts
 from clusterjob.remote.pool import for_each
@@ -44,8 +43,8 @@ class Hosts:
         self, sessions: Sessions, place: Place, spec: JobSpec, *, need_torch: bool
     ) -> None:
         self._sessions = sessions
-        # With a setup line, even one that does nothing, the host server runs on any Python that is
-        # new enough. The host server then checks the job's own interpreter.
+        # With a setup line (":" does nothing), the host server runs on any Python that is new
+        # enough; it then checks the job's own interpreter.
         self._place = replace(place, setup=(":", *place.setup))
         self._spec = spec
         self._need_torch = need_torch
@@ -55,7 +54,6 @@ class Hosts:
 
     def check_steps(self) -> list[CheckStep]:
         """Return the checks in the order in which they run."""
-        spec = self._spec
         return [
             CheckStep("reached", self._probe),
             CheckStep("machines", self._machines),
@@ -70,7 +68,7 @@ class Hosts:
             CheckStep(
                 "start",
                 lambda: self._of_answered(
-                    lambda answer, _: fitness.start(answer, spec.start), "torch"
+                    lambda answer, _: fitness.start(answer, self._spec.start), "torch"
                 ),
             ),
             CheckStep("GPUs", lambda: self._of_answered(self._gpus, "torch")),
@@ -101,14 +99,15 @@ class Hosts:
         yield from of_hosts(
             {report.host: check(report) for report in self._reached.values()}, len(self._all)
         )
-        yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
+        yield from self._unchecked(self._reached)
 
-    def _absent(
-        self, nodes: Iterable[int], why: str = "not checked: it needs 'reached'"
+    def _unchecked(
+        self, checked: Collection[int], needs: str = "reached"
     ) -> Iterator[CheckFinding]:
-        hosts = [self._all[node].host for node in nodes]
+        """Yield one finding for all hosts that an earlier failure keeps from being checked."""
+        hosts = [report.host for node, report in enumerate(self._all) if node not in checked]
         if hosts:
-            yield unknown(f"{listed(hosts)}: {why}")
+            yield unknown(f"{listed(hosts)}: not checked: it needs {needs!r}")
 
     def _machines(self) -> Iterator[CheckFinding]:
         first: dict[str, HostReport] = {}
@@ -121,21 +120,22 @@ class Hosts:
                 )
         if len(first) == len(self._reached) > 0:
             yield ok(listed(f"{report.host} is {report.name}" for report in self._reached.values()))
-        yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
+        yield from self._unchecked(self._reached)
 
     # -- interpreters ------------------------------------------------------------------------------
 
     def _interpreter(self) -> Iterator[CheckFinding]:
         spec = self._spec
-        workdir = "~" if spec.sync else str(spec.workdir)
-        request = Facts(spec.python, setup=tuple(spec.setup), env=dict(spec.env), workdir=workdir)
-
-        def ask(node: int) -> Mapping[str, Any]:
-            answer, _ = self._sessions.session(self._place, node).ask(request, timeout=_SLOW)
-            found: Mapping[str, Any] = answer
-            return found
-
-        outcome = for_each(list(self._reached), ask)
+        request = Facts(
+            spec.python,
+            setup=tuple(spec.setup),
+            env=dict(spec.env),
+            workdir="~" if spec.sync else str(spec.workdir),
+        )
+        outcome = for_each(
+            list(self._reached),
+            lambda node: self._sessions.session(self._place, node).ask(request, timeout=_SLOW)[0],
+        )
         found = {
             self._all[node].host: failed(error.why, error.hint)
             for node, error in outcome.errors.items()
@@ -152,7 +152,7 @@ class Hosts:
                 self._answers[node] = answer
             found[self._all[node].host] = finding
         yield from of_hosts(found, len(self._all))
-        yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
+        yield from self._unchecked(self._reached)
 
     def _of_answered(
         self,
@@ -160,23 +160,21 @@ class Hosts:
         needs: str = "interpreter",
     ) -> Iterator[CheckFinding]:
         """Check each host whose interpreter has answered, and has torch if `needs` is "torch"."""
-        found: dict[str, CheckFinding] = {}
-        absent = []
-        for node, report in enumerate(self._all):
-            answer = self._answers.get(node)
-            if answer is None or (needs == "torch" and not fitness.has_torch(answer)):
-                absent.append(node)
-            else:
-                found[report.host] = check(answer, report)
-        yield from of_hosts(found, len(self._all))
-        yield from self._absent(absent, f"not checked: it needs {needs!r}")
+        found = {
+            node: check(answer, self._all[node])
+            for node, answer in sorted(self._answers.items())
+            if needs != "torch" or fitness.has_torch(answer)
+        }
+        yield from of_hosts(
+            {self._all[node].host: finding for node, finding in found.items()}, len(self._all)
+        )
+        yield from self._unchecked(found, needs)
 
     def _gpus(self, answer: Mapping[str, Any], report: HostReport) -> CheckFinding:
-        wanted = self._spec.resources.gpus_per_node
         return fitness.gpus(
             len(report.gpus),
             answer,
-            wanted=wanted,
+            wanted=self._spec.resources.gpus_per_node,
             required=self._spec.require_gpus or bool(self._spec.gpus),
         )
 
@@ -193,17 +191,11 @@ class Hosts:
                     versions.setdefault(version, []).append(self._all[node].host)
             if len(versions) > 1:
                 alike = False
-                message = "; ".join(
-                    f"{version} on {listed(hosts)}" for version, hosts in versions.items()
-                )
-                finding = (
-                    failed
-                    if what == "torch"
-                    and len({version.partition("+")[0] for version in versions}) > 1
-                    else warning
-                )
+                releases = {version.partition("+")[0] for version in versions}
+                finding = failed if what == "torch" and len(releases) > 1 else warning
                 yield finding(
-                    f"{what} differs: {message}",
+                    f"{what} differs: "
+                    + "; ".join(f"{version} on {listed(on)}" for version, on in versions.items()),
                     "use the same environment on every host; --python selects it",
                 )
         if not self._answers:
@@ -227,12 +219,11 @@ class Hosts:
             yield unknown("not checked: it needs two reachable hosts")
             return
         first = self._reached[nodes[0]]
-        place = replace(self._place, hosts=tuple(self._place.hosts[node] for node in nodes))
         try:
-            address = meet(
+            address = coordinator_address(
                 self._sessions,
-                place,
-                ports=candidate_ports.candidates("doctor", 0),
+                replace(self._place, hosts=tuple(self._place.hosts[node] for node in nodes)),
+                job_id="doctor",
                 likely=first.reached_at,
             )
         except HostError as error:
@@ -242,7 +233,7 @@ class Hosts:
             f"{first.host} is reached at {address} by "
             f"{listed(self._reached[node].host for node in nodes[1:])}"
         )
-        yield from self._absent(node for node in range(len(self._all)) if node not in self._reached)
+        yield from self._unchecked(self._reached)
 
 
 def _torch_of(answer: Mapping[str, Any]) -> str:
@@ -257,9 +248,11 @@ def _clock(report: HostReport) -> CheckFinding:
     ahead = report.ahead or 0.0
     if abs(ahead) < _MAX_AHEAD:
         return ok("agrees with this machine's")
-    # Rounded: hosts with equal text share one line.
+    # Rounded, because hosts with equal text share one line.
     much = (
         f"{round(abs(ahead) / 60)} min" if abs(ahead) >= 120 else f"{round(abs(ahead), -1):.0f} s"
     )
-    message = f"about {much} {'ahead of' if ahead > 0 else 'behind'} this machine's"
-    return warning(message, "logs and results carry these times; run chrony or ntpd on the hosts")
+    return warning(
+        f"about {much} {'ahead of' if ahead > 0 else 'behind'} this machine's",
+        "logs and results carry these times; run chrony or ntpd on the hosts",
+    )

@@ -100,12 +100,13 @@ def trust(
         pool.close()
     connect.refuse_revoked(target, key)
     shown = known_hosts.fingerprint(key.blob)
+    named = f"its key is {key.kind} {shown}"
     if expected is not None and expected.removeprefix("SHA256:").rstrip("=") != shown.removeprefix(
         "SHA256:"
     ):
         raise HostError(
             str(host),
-            f"its key is {key.kind} {shown}, not {expected}",
+            f"{named}, not {expected}",
             hint="this may be another machine; do not trust it",
         )
     names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
@@ -116,22 +117,22 @@ def trust(
         raise HostError(
             str(host),
             f"its key {key.kind} {shown} is revoked ({location})",
-            hint="this host is not to be trusted",
+            hint="do not trust this host",
         )
     if key_status is HostKeyStatus.CHANGED and not replace:
-        why = f"its key is {key.kind} {shown}, and another key is known ({location})"
         raise HostError(
-            str(host), why, hint="if the host's key has changed on purpose, add --replace"
+            str(host),
+            f"{named}, and another key is known ({location})",
+            hint="if the owner of the host has changed the key, add --replace",
         )
     if key_status is HostKeyStatus.KNOWN:
         return Trusted(
             str(host), key.kind, fingerprint=shown, path=location.rpartition(":")[0], news=False
         )
     if expected is None and not compared:
-        why = f"its key is {key.kind} {shown}, and there is no terminal to compare it on"
         raise HostError(
             str(host),
-            why,
+            f"{named}, and there is no terminal to compare it on",
             hint=f"`clusterjob hosts trust {host} --fingerprint SHA256:...` with the fingerprint "
             "from the host's owner",
         )
@@ -152,12 +153,7 @@ def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
     from clusterjob.remote import ssh_options
 
     values = settings.values
-    given = values.get("set", {})
-    # A profile of another backend has its own options in addition to the SSH options of its login
-    # host.
-    options = (
-        planning.SshOptions.of(given).ssh
-        if settings.backend == planning.NAME
-        else ssh_options.ConnectionSettings.of(given)
-    )
+    options = ssh_options.ConnectionSettings.of(values.get("set", {}))
+    if settings.backend == planning.NAME:  # another backend has options that ssh does not know
+        options = planning.SshOptions.of(values.get("set", {})).ssh
     return options.place(named, values.get("python", "python3"), values.get("setup", ()))

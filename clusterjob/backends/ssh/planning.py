@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 NAME = "ssh"
 SCRIPT = "ssh-node.sh"
-CODE = shared.CODE
 _KNOWN = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "need_torch")
 
 
@@ -67,8 +66,6 @@ def plan(spec: JobSpec) -> Plan:
     spec, options = settled(spec), SshOptions.of(spec.options)
     job_id, job_dir = shared.new_directory(spec.name)
     script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir=job_dir))
-    remote = f"{options.ssh.remote_home}/jobs/{job_id}"
-    notes = ["--mem is not enforced on bare hosts"] if spec.resources.mem is not None else []
     return Plan(
         job_id=job_id,
         backend=NAME,
@@ -77,13 +74,13 @@ def plan(spec: JobSpec) -> Plan:
         files=(*shared.common_files(spec, job_dir), shared.script_file(job_dir / SCRIPT, script)),
         commands=tuple(
             PlannedCommand(
-                ("ssh", str(host), "bash", f"{remote}/{SCRIPT}"),
+                ("ssh", str(host), "bash", f"{options.ssh.remote_home}/jobs/{job_id}/{SCRIPT}"),
                 _environment(spec, node),
                 node_rank=node,
             )
             for node, host in enumerate(spec.hosts)
         ),
-        notes=tuple(notes),
+        notes=("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else (),
         sends_code=spec.sync,
     )
 
@@ -95,13 +92,13 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
         "token_file": plans.token_file(Path()).name,
-        "workdir": CODE if spec.sync else str(spec.workdir),
+        "workdir": shared.CODE if spec.sync else str(spec.workdir),
         "launch_arguments": options.arguments(),
     }
 
 
 def settled(spec: JobSpec) -> JobSpec:
-    """Return the job with one host per node and its script path relative to the sent directory.
+    """Return the job with one host per node, and its script relative to the sent directory.
 
     Raises:
         SpecError: there are too few hosts, or the job requests a feature that bare hosts lack.
@@ -145,10 +142,7 @@ def _uneven(spec: JobSpec) -> bool:
 
 
 def _environment(spec: JobSpec, node: int) -> dict[str, str]:
-    """Return the variables of a node's script, without CLUSTERJOB_MASTER_ADDR.
-
-    The address of node 0 is added at the start, when it is known.
-    """
+    """Return the variables of a node's script; the submission adds CLUSTERJOB_MASTER_ADDR."""
     env = {"CLUSTERJOB_NODE_RANK": str(node), "CLUSTERJOB_HOST": str(spec.hosts[node])}
     if _uneven(spec):
         env["CLUSTERJOB_NPROC_PER_NODE"] = str(spec.hosts[node].slots or 1)

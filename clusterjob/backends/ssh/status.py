@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
@@ -15,12 +16,25 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now
 from clusterjob.node.verdict import JobState, Verdict
 
+if TYPE_CHECKING:
+    from clusterjob.remote.mirror import JobMirror
+    from clusterjob.remote.sessions import Place
+
 
 @dataclass
 class Node:
-    """The poll state of one node of a job."""
+    """The polls of one node of a job.
 
-    mirror: Any
+    Attributes:
+        mirror: copies the node's files.
+        answer: the newest answer of its host.
+        error: the error of the newest poll; None if it succeeded.
+        polling: the running poll.
+        failures: number of failed polls since the last success.
+        next_try: earliest time of the next poll, in monotonic seconds.
+    """
+
+    mirror: JobMirror
     answer: Mapping[str, Any] | None = None
     error: HostError | None = None
     polling: Future[Any] | None = None
@@ -30,12 +44,19 @@ class Node:
 
 @dataclass
 class Job:
-    """The poll state of a job."""
+    """The polls of a job.
 
-    place: Any
+    Attributes:
+        place: its hosts.
+        nodes: its nodes.
+        followed: whether polls also copy the logs.
+        polled: whether the first poll of all hosts has ended.
+    """
+
+    place: Place
     nodes: list[Node]
     followed: bool = False
-    looked: bool = False
+    polled: bool = False
 
 
 def status(record: Record, job: Job) -> Status:
@@ -44,20 +65,11 @@ def status(record: Record, job: Job) -> Status:
     result = ends.read_result(job_dir)
     if result is not None:
         return shared.ended(result)
-    started_at, restarts, waiting = shared.progress(job_dir)
+    progress = shared.progress(job_dir)
     errors = [node.error.message for node in job.nodes if node.error is not None]
     alive = [bool(node.answer and node.answer["alive"]) for node in job.nodes]
-    being_submitted = (
-        record.handle is None and record.submitter is not None and record.submitter.alive()
-    )
-    if being_submitted:
-        return Status(
-            JobState.PENDING,
-            "it is being submitted",
-            verdict=None,
-            started_at=started_at,
-            restarts=restarts,
-        )
+    if record.handle is None and shared.being_submitted(record):
+        return progress.status(JobState.PENDING, "it is being submitted")
     written = ends.written(job_dir)
     own = _verdict_in([end for end in written if end["node_rank"] == 0])
     if own is not None:
@@ -65,13 +77,9 @@ def status(record: Record, job: Job) -> Status:
     node0 = job.nodes[0]
     reached = node0.error is None and node0.answer is not None
     if reached and alive[0]:
-        state = JobState.RUNNING if started_at else JobState.PENDING
-        return Status(
-            state,
-            "; ".join([*errors, *([waiting] if waiting else [])]),
-            verdict=None,
-            started_at=started_at,
-            restarts=restarts,
+        return progress.status(
+            JobState.RUNNING if progress.started_at else JobState.PENDING,
+            "; ".join(filter(None, (*errors, progress.waiting))),
         )
     recorded = _verdict_in(written)
     if recorded is not None and not any(alive[1:]):
@@ -81,12 +89,8 @@ def status(record: Record, job: Job) -> Status:
         or len(job.nodes) == 1
     )
     if not reached and (any(alive[1:]) or others_unknown):
-        return Status(
-            JobState.UNKNOWN,
-            "; ".join(errors) or "its hosts have not answered yet",
-            verdict=None,
-            started_at=started_at,
-            restarts=restarts,
+        return progress.status(
+            JobState.UNKNOWN, "; ".join(errors) or "its hosts have not answered yet"
         )
     if node0.error is not None:
         others = next(
@@ -94,45 +98,33 @@ def status(record: Record, job: Job) -> Status:
             "they ended without a verdict",
         )
         text = f"{node0.error.message}; the other nodes have ended: {others}"
-        verdict = shared.verdict_without_coordinator(
-            job_dir, started_at, restarts=restarts, otherwise=text
-        )
+        verdict = shared.verdict_without_coordinator(job_dir, progress, otherwise=text)
         return _until_reached(
             replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict
         )
     if any(alive):
-        return Status(
-            JobState.RUNNING,
-            "node 0 has ended; the other nodes are ending",
-            verdict=None,
-            started_at=started_at,
-            restarts=restarts,
-        )
+        return progress.status(JobState.RUNNING, "node 0 has ended; the other nodes are ending")
     if record.handle is None:
         why = "the command that submitted it died before the job had started"
     elif not all(node.answer and node.answer["known"] for node in job.nodes):
         why = "its directory is gone from its hosts"
     else:
         why = "its agents ended without a verdict: they were killed, or the hosts were restarted"
-    verdict = shared.verdict_without_coordinator(
-        job_dir, started_at, restarts=restarts, otherwise=why
-    )
-    return _inferred(verdict) if errors else shared.ended(verdict)
-
-
-def _inferred(verdict: Verdict) -> Status:
-    """Return an inferred status; LOST is provisional until the unreachable hosts answer."""
-    return replace(shared.ended(verdict), provisional=verdict.state is JobState.LOST)
+    verdict = shared.verdict_without_coordinator(job_dir, progress, otherwise=why)
+    # The answers of unreachable hosts may replace LOST.
+    lost = bool(errors) and verdict.state is JobState.LOST
+    return replace(shared.ended(verdict), provisional=lost)
 
 
 def _until_reached(verdict: Verdict) -> Status:
-    """Return the provisional status from some hosts; the answers of other hosts may change it."""
-    # The time limit for a correction uses this machine's clock, not a time that a host reports.
+    """Return a provisional status from some hosts; the other hosts' answers may replace it."""
+    # A provisional status may be replaced for a limited time by this machine's clock: the end time
+    # that a host reports does not count.
     return replace(shared.ended(replace(verdict, ended_at=now())), provisional=True)
 
 
 def _verdict_in(written: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    """Return node 0's verdict from the nodes' records; a success only if no node differs."""
+    """Return the verdict in the nodes' ends; a success only if no node's end differs."""
     verdicts = []
     for end in written:
         if (
@@ -140,14 +132,15 @@ def _verdict_in(written: Sequence[Mapping[str, Any]]) -> Verdict | None:
             and "exit_code" in end
             and "restarts" in end
         ):
-            try:
+            with contextlib.suppress(ValueError):  # the host sent an invalid verdict
                 verdicts.append(Verdict.from_json(end))
-            except ValueError:
-                continue  # the host sent an invalid verdict
     if not verdicts:
         return None
     worst = next(
         (verdict for verdict in verdicts if verdict.state is not JobState.SUCCEEDED), verdicts[0]
     )
-    contradicted = any(end.get("state") != JobState.SUCCEEDED for end in written)
-    return None if worst.state is JobState.SUCCEEDED and contradicted else worst
+    if worst.state is JobState.SUCCEEDED and any(
+        end.get("state") != JobState.SUCCEEDED for end in written
+    ):
+        return None
+    return worst

@@ -1,4 +1,4 @@
-"""Submit a job to its hosts in four phases: check, send, rendezvous test, start.
+"""Submit a job to its hosts in four phases: check, send, find node 0's address, start.
 
 No agent starts while any host is unfit, and the error names every unfit host. A failed submission
 leaves no files or processes behind.
@@ -6,64 +6,42 @@ leaves no files or processes behind.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from clusterjob.backends import shared
-from clusterjob.backends.ssh.coordinator_address import meet
+from clusterjob.backends.ssh.planning import SCRIPT, SshOptions
+from clusterjob.core.plans import Plan
 from clusterjob.core.snapshot import Snapshot
 from clusterjob.errors import HostError, SubmitError
-from clusterjob.node.host_server.requests import Cancel, Check, Fit, Remove, Reserve, Start, Up
+from clusterjob.node.environments import candidate_ports
+from clusterjob.node.host_server.requests import (
+    Cancel,
+    Check,
+    Fit,
+    Listen,
+    ProbeAddresses,
+    Remove,
+    Reserve,
+    Start,
+    StopListening,
+    Up,
+)
+from clusterjob.node.logs import ends
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
 from clusterjob.remote.sessions import Place, Sessions
 
-_MARGIN = 50_000_000  # free bytes required beyond the size of the sent files, for logs
 _SLOW = 600.0  # maximum seconds for slow requests: setup lines, a large copy on a slow disk
-_FIRST_PAUSE = 0.02
-_WITHDRAW_TIMEOUT = 10.0
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class HostFiles:
-    """The files and settings that a job's hosts get.
-
-    Attributes:
-        job_id: the job's id.
-        files: (name, mode, content) for the job's directory on each host.
-        script: the name of the file in `files` that starts a node.
-        environments: the variables of each node's script.
-        workdir: the workers' working directory: absolute, or relative to the job's directory.
-        snapshot: the code; None if the hosts have it on a shared disk.
-        needs_torch: whether an interpreter without torch is unfit.
-        ports: ports on which node 0 may listen, in order of preference.
-        timeout: maximum seconds until the script has run the setup lines and the agent is up.
-        grace: the job's grace period in seconds, used if a started agent must be stopped.
-        gpus: the GPUs of each host: numbers, or ``auto``; empty for any.
-        gpus_per_node: the number of GPUs; None if the job does not request GPUs.
-        require_gpus: whether a host with too few GPUs is unfit when `gpus` is empty; else the
-            workers on such a host run on the CPU, as a rehearsal.
-    """
-
-    job_id: str
-    files: tuple[tuple[str, int, bytes], ...]
-    script: str
-    environments: tuple[Mapping[str, str], ...]
-    workdir: str
-    snapshot: Snapshot | None
-    needs_torch: bool
-    ports: Sequence[int]
-    timeout: float
-    grace: float
-    gpus: str = ""
-    gpus_per_node: int | None = None
-    require_gpus: bool = False
+_FIRST_PAUSE = 0.02  # seconds between the first two requests for the state of a started script
+_WITHDRAW_TIMEOUT = 10.0  # seconds
+_PROBE_TIMEOUT = 3.0  # seconds to reach node 0 at an address
+_LOOPBACK = "127.0.0.1"
 
 
 class Submission:
@@ -72,27 +50,30 @@ class Submission:
     Args:
         sessions: the sessions with the hosts.
         place: the hosts and their connection settings.
-        files: the job's files and settings.
+        plan: the job.
+        code: the code to send; None if the hosts have it on a shared disk.
         progress: called with (node, bytes sent, total bytes) while code is sent.
-        cancelled: returns whether the job has been cancelled meanwhile.
     """
 
     def __init__(
         self,
         sessions: Sessions,
         place: Place,
-        files: HostFiles,
+        plan: Plan,
+        code: Snapshot | None,
         progress: Callable[[int, int, int], None],
-        cancelled: Callable[[], bool],
     ) -> None:
         self._sessions = sessions
         self._place = place
-        self._goods = files
+        self._plan = plan
+        self._code = code
         self._progress = progress
-        self._cancelled = cancelled
+        self._files = shared.sent_files(plan)
+        self._needs_torch = (
+            SshOptions.of(plan.spec.options).need_torch and plan.spec.program.is_python
+        )
         self._nodes = range(len(place.hosts))
-        self._reached_at = ""
-        self._devices: dict[int, str | None] = {}
+        self._devices: dict[int, str] = {}  # CUDA_VISIBLE_DEVICES of nodes with reserved GPUs
         self._stop = threading.Event()
         self._seen: set[int] = set()  # nodes whose hosts may have files of the job
 
@@ -107,153 +88,146 @@ class Submission:
                 processes of the job are left on any host.
         """
         try:
-            self._check()
-            self._on_all(self._send, "put")
+            reached_at = self._check()
+            self._on_all(self._send)
             if self._place.setup:
-                self._on_all(self._check_after_setup, "fit")
-            address = self._meet()
+                self._on_all(self._check_after_setup)
+            address = self._coordinator_address(reached_at)
             self._check_not_cancelled()
-            self._on_all(lambda node, session: self._start(node, session, address), "start")
+            self._on_all(partial(self._start, address=address))
             self._check_not_cancelled()
         except BaseException:
             self._stop.set()
-            self.withdraw()
+            for_each(self._nodes, self._withdraw)
             raise
         return address
 
-    def withdraw(self) -> None:
-        """Stop the agents and remove the files; an unreachable host keeps them."""
-
-        def work(node: int) -> None:
-            if node not in self._seen:
-                return
-            session = self._sessions.session(self._place, node)
+    def _withdraw(self, node: int) -> None:
+        """Stop the agent and remove the files; an unreachable host keeps them."""
+        if node in self._seen:
+            session, grace = self._sessions.session(self._place, node), self._plan.spec.grace
             session.ask(
-                Cancel(self._goods.job_id, node, grace=self._goods.grace),
-                timeout=self._goods.grace + _WITHDRAW_TIMEOUT,
+                Cancel(self._plan.job_id, node, grace=grace), timeout=grace + _WITHDRAW_TIMEOUT
             )
-            session.ask(Remove(self._goods.job_id), timeout=_WITHDRAW_TIMEOUT)
-
-        for_each(self._nodes, work)
+            session.ask(Remove(self._plan.job_id), timeout=_WITHDRAW_TIMEOUT)
 
     # -- the phases --------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        files = self._goods
-        need = (
-            _MARGIN
-            + sum(len(data) for _, _, data in files.files)
-            + 2 * (files.snapshot.size if files.snapshot else 0)
-        )
+    def _check(self) -> str:
+        """Check all hosts and reserve their GPUs; return the address at which node 0 was reached.
 
-        def work(node: int) -> dict[str, Any]:
+        Raises:
+            SubmitError: some hosts are unfit.
+        """
+        need = shared.LOG_SPACE + sum(len(data) for _, _, data in self._files)
+        if self._code is not None:
+            need += 2 * self._code.size
+
+        def check(node: int) -> dict[str, Any]:
             session = self._sessions.session(self._place, node)
-            answer, _ = session.ask(Check(need, torch=files.needs_torch, own=not self._place.setup))
+            answer, _ = session.ask(Check(need, torch=self._needs_torch, own=not self._place.setup))
             if answer["errors"]:
-                raise HostError(session.connection.target.label, "; ".join(answer["errors"]))
+                raise HostError(session.label, "; ".join(answer["errors"]))
             self._seen.add(node)
-            found: dict[str, Any] = answer
-            return found
+            return answer
 
-        outcome = for_each(self._nodes, work, stop=self._stop)
+        outcome = for_each(self._nodes, check, stop=self._stop)
         first: dict[str, int] = {}
         for node, answer in outcome.results.items():
             other = first.setdefault(answer["identity"], node)
             if other != node:
-                why = f"it is the same machine as {self._place.hosts[other]}"
                 outcome.errors[node] = HostError(
-                    str(self._place.hosts[node]), why, hint="a host can be only one node of a job"
+                    str(self._place.hosts[node]),
+                    f"it is the same machine as {self._place.hosts[other]}",
+                    hint="a host can be only one node of a job",
                 )
-        if count := self._goods.gpus_per_node:
+        if self._plan.spec.resources.gpus_per_node:
             fit = [node for node in self._nodes if node not in outcome.errors]
-            reserved = for_each(
-                fit,
-                lambda node: self._reserve(
-                    node, self._sessions.session(self._place, node), count=count
-                ),
-                stop=self._stop,
-            )
-            outcome.errors |= reserved.errors
-        self._raise_errors(outcome)
-        self._reached_at = outcome.results[0]["reached_at"]
+            outcome.errors |= for_each(fit, self._reserve, stop=self._stop).errors
+        _raise_errors(outcome, len(self._nodes))
+        return str(outcome.results[0]["reached_at"])
 
-    def _reserve(self, node: int, session: Session, count: int) -> None:
-        """Reserve GPUs for the node on its host until the job's last process there has ended."""
-        files = self._goods
-        answer, _ = session.ask(Reserve(files.job_id, files.gpus, count), timeout=_SLOW)
+    def _reserve(self, node: int) -> None:
+        """Reserve GPUs on a node's host until the last process of the job on that host has ended.
+
+        Raises:
+            HostError: the host has too few GPUs, and the job requires them.
+        """
+        spec, session = self._plan.spec, self._sessions.session(self._place, node)
+        answer, _ = session.ask(
+            Reserve(self._plan.job_id, spec.gpus, spec.resources.gpus_per_node or 0), timeout=_SLOW
+        )
         if not answer["short"]:
-            self._devices[node] = answer["devices"]
-        elif files.gpus or files.require_gpus:
-            hint = (
-                ""
-                if files.gpus
-                else "without --require-gpus the workers run on the CPU, as a rehearsal"
+            if answer["devices"] is not None:
+                self._devices[node] = answer["devices"]
+        elif spec.gpus:
+            raise HostError(session.label, answer["short"])
+        elif spec.require_gpus:
+            raise HostError(
+                session.label,
+                answer["short"],
+                hint="without --require-gpus the workers run on the CPU, as a rehearsal",
             )
-            raise HostError(session.connection.target.label, answer["short"], hint=hint)
         else:
             self._devices[node] = ""
             shared.warn(
-                f"{session.connection.target.label}: {answer['short']}: "
+                f"{session.label}: {answer['short']}: "
                 "a rehearsal, with the workers on the CPU and gloo"
             )
 
     def _send(self, node: int, session: Session) -> None:
-        files = self._goods
-        bundle = JobBundle(session, files.job_id, node=node, progress=partial(self._progress, node))
-        bundle.put(files.files)
-        if files.snapshot is not None:
-            bundle.install(files.snapshot)
+        bundle = JobBundle(
+            session, self._plan.job_id, node=node, progress=partial(self._progress, node)
+        )
+        bundle.put(self._files)
+        if self._code is not None:
+            bundle.install(self._code)
 
     def _check_after_setup(self, _node: int, session: Session) -> None:
-        place = self._place
-        files = self._goods
+        """Check the job's interpreter after its setup lines, which may need the job's code."""
+        spec = self._plan.spec
         request = Fit(
-            files.job_id,
-            place.python,
-            setup=tuple(place.setup),
-            workdir=files.workdir,
-            torch=files.needs_torch,
+            self._plan.job_id,
+            self._place.python,
+            setup=tuple(self._place.setup),
+            workdir=shared.CODE if spec.sync else str(spec.workdir),
+            torch=self._needs_torch,
         )
         answer, _ = session.ask(request, timeout=_SLOW)
         if answer["errors"]:
-            raise HostError(session.connection.target.label, "; ".join(answer["errors"]))
+            raise HostError(session.label, "; ".join(answer["errors"]))
 
-    def _meet(self) -> str:
-        """Return an address of node 0's own interfaces that every other node has just reached.
-
-        Raises:
-            SubmitError: there is no such address.
-        """
+    def _coordinator_address(self, reached_at: str) -> str:
         if len(self._nodes) == 1:
-            return LOOPBACK
-        return meet(
+            return _LOOPBACK
+        return coordinator_address(
             self._sessions,
             self._place,
-            ports=self._goods.ports,
-            likely=self._reached_at,
+            job_id=self._plan.job_id,
+            likely=reached_at,
             stop=self._stop,
         )
 
     def _start(self, node: int, session: Session, address: str) -> None:
-        files = self._goods
+        """Start the script of a node, and wait until its agent runs."""
         if self._stop.is_set():
-            raise HostError(session.connection.target.label, "the submission was stopped")
-        env = {**files.environments[node], "CLUSTERJOB_MASTER_ADDR": address}
-        if (devices := self._devices.get(node)) is not None:
-            env["CUDA_VISIBLE_DEVICES"] = devices
-        session.ask(Start(files.job_id, node, script=files.script, env=env))
-        end = time.monotonic() + files.timeout
+            raise HostError(session.label, "the submission was stopped")
+        job_id, timeout = self._plan.job_id, self._plan.spec.join_timeout
+        env = {**self._plan.commands[node].env, "CLUSTERJOB_MASTER_ADDR": address}
+        if node in self._devices:
+            env["CUDA_VISIBLE_DEVICES"] = self._devices[node]
+        session.ask(Start(job_id, node, script=SCRIPT, env=env))
+        end = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         while True:
-            answer, _ = session.ask(Up(files.job_id, node))
+            answer, _ = session.ask(Up(job_id, node))
             if answer["up"]:
                 return
             if answer["why"]:
-                raise HostError(session.connection.target.label, answer["why"])
+                raise HostError(session.label, answer["why"])
             if self._stop.is_set() or time.monotonic() > end:
                 raise HostError(
-                    session.connection.target.label,
-                    f"its script did not start the agent within {files.timeout:g} s",
+                    session.label, f"its script did not start the agent within {timeout:g} s"
                 )
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
@@ -263,25 +237,79 @@ class Submission:
 
         Before the agents run, a cancel from another process does not reach them.
         """
-        if self._cancelled():
+        if ends.cancelled(self._plan.job_dir):
             raise SubmitError("the job was cancelled while it was being submitted")
 
-    # -- all hosts in parallel ---------------------------------------------------------------------
+    def _on_all(self, work: Callable[[int, Session], None]) -> None:
+        """Run one phase on all hosts in parallel.
 
-    def _on_all(
-        self,
-        work: Callable[[int, Session], None],
-        what: str,  # noqa: ARG002 - names the phase in a traceback
-    ) -> None:
-        self._raise_errors(
-            for_each(
-                self._nodes,
-                lambda node: work(node, self._sessions.session(self._place, node)),
-                stop=self._stop,
-            )
+        Raises:
+            SubmitError: the phase fails on some hosts.
+        """
+        outcome = for_each(
+            self._nodes,
+            lambda node: work(node, self._sessions.session(self._place, node)),
+            stop=self._stop,
         )
+        _raise_errors(outcome, len(self._nodes))
 
-    def _raise_errors(self, outcome: TaskOutcome[int, Any]) -> None:
-        if outcome.errors:
-            errors = [outcome.errors[node] for node in sorted(outcome.errors)]
-            raise SubmitError(*complaint(errors, len(self._nodes))) from errors[0]
+
+def coordinator_address(
+    sessions: Sessions,
+    place: Place,
+    job_id: str,
+    likely: str,
+    stop: threading.Event | None = None,
+) -> str:
+    """Return an address of node 0's own interfaces that every other node has just reached.
+
+    Args:
+        sessions: the sessions with the hosts.
+        place: the hosts; at least two.
+        job_id: the job, which determines the ports on which node 0 may listen.
+        likely: the address to try first: the one that the submitter's connection reached.
+        stop: set when the submission is aborted.
+
+    Raises:
+        SubmitError: no such address exists; the message names each host that cannot reach node 0.
+    """
+    nonce = secrets.token_hex(16)
+    coordinator = sessions.session(place, 0)
+    listener, _ = coordinator.ask(Listen(tuple(candidate_ports.candidates(job_id, 0)), nonce))
+    # Behind NAT `likely` is not in this list: no interface of the machine has that address.
+    addresses = sorted(listener["addresses"], key=lambda address: address != likely)
+    node0 = place.hosts[0]
+
+    def probe(node: int) -> list[str]:
+        answer, _ = sessions.session(place, node).ask(
+            ProbeAddresses(tuple(addresses), listener["port"], nonce=nonce, wait=_PROBE_TIMEOUT)
+        )
+        if not answer["reached"]:
+            tried = ", ".join(f"{address} ({text})" for address, text in answer["why"].items())
+            raise HostError(
+                str(place.hosts[node]),
+                f"it cannot reach {node0} at {tried or 'any address: it has none'}",
+                hint=f"port {listener['port']} and the ports above it have to be open between the "
+                "hosts",
+            )
+        return list(answer["reached"])
+
+    try:
+        outcome = for_each(range(1, len(place.hosts)), probe, stop=stop)
+    finally:
+        coordinator.ask(StopListening())
+    _raise_errors(outcome, len(place.hosts))
+    for address in addresses:
+        if all(address in reached for reached in outcome.results.values()):
+            return str(address)
+    found = "; ".join(
+        f"{place.hosts[node]} at {', '.join(reached)}" for node, reached in outcome.results.items()
+    )
+    raise SubmitError(f"no address of {node0} is reached by all other hosts: {found}")
+
+
+def _raise_errors(outcome: TaskOutcome[int, Any], total: int) -> None:
+    """Raise one SubmitError that names all hosts with errors, out of `total` hosts."""
+    if outcome.errors:
+        errors = [outcome.errors[node] for node in sorted(outcome.errors)]
+        raise SubmitError(*complaint(errors, total)) from errors[0]
