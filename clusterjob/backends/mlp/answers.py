@@ -6,6 +6,7 @@ Builds of the command use different field names; each field is read under all na
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from clusterjob.backends.batch_command.command import CommandOutput
 from clusterjob.backends.batch_command.platform import Instance, Task
+from clusterjob.backends.shared import epoch
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.verdict import JobState
 
@@ -104,14 +106,9 @@ def parse_instance(row: Mapping[str, Any], index: int) -> Instance:
 
 def _line(value: Any) -> str:
     """Return a text or a structured diagnosis of the platform as one line."""
-    text = (
-        value
-        if isinstance(value, str)
-        else ""
-        if value is None
-        else json.dumps(value, ensure_ascii=False)
-    )
-    return " ".join(text.split())
+    if not isinstance(value, str):
+        value = "" if value is None else json.dumps(value, ensure_ascii=False)
+    return " ".join(value.split())
 
 
 def _moment(value: Any) -> str | None:
@@ -119,18 +116,17 @@ def _moment(value: Any) -> str | None:
 
     A time without a time zone is read in this machine's time zone.
     """
-    if isinstance(value, (int, float)) or (
-        isinstance(value, str) and value.isascii() and value.isdigit()
-    ):
-        seconds = float(value)
-        if seconds <= 0:
-            return None
-        found = datetime.fromtimestamp(seconds / 1000 if seconds > 1e11 else seconds, timezone.utc)
-    else:
-        try:
-            found = datetime.fromisoformat(str(value).strip().replace("Z", "+00:00"))
-        except ValueError:
-            return None
+    text = str(value).strip()
+    try:
+        if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
+            seconds = float(text)
+            found = datetime.fromtimestamp(
+                seconds / 1000 if seconds > 1e11 else seconds, timezone.utc
+            )
+        else:
+            found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except (ValueError, OverflowError, OSError):
+        return None
     if found.year < 2000:  # Go encodes a missing time as the year 1
         return None
     return found.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -141,16 +137,6 @@ def made_at(task: Task) -> float:
 
     The time is read from the task's id, else from its creation time; it is 0 if both are missing.
     """
-    match = re.match(r"t-(\d{14})", task.id)
-    try:
-        if match:
-            return (
-                datetime.strptime(match[1], "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc).timestamp()
-            )
-    except ValueError:
-        pass
-    return (
-        datetime.fromisoformat(task.created_at.replace("Z", "+00:00")).timestamp()
-        if task.created_at
-        else 0.0
-    )
+    with contextlib.suppress(ValueError):
+        return datetime.strptime(f"{task.id[:16]}+0000", "t-%Y%m%d%H%M%S%z").timestamp()
+    return epoch(task.created_at) if task.created_at else 0.0

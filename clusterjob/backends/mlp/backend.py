@@ -24,8 +24,7 @@ from clusterjob.core.records import Handle
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import parse_size
-from clusterjob.doctor import engine
-from clusterjob.doctor.engine import Check
+from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import SubmitError
 
 NAME = "mlp"
@@ -79,37 +78,27 @@ class MlpBackend(PlatformBackend):
             ("submit_timeout", SUBMIT_TIMEOUT),
         ):
             options.number(key, default, 1e-3)
-        if "sync_limit" in options.values:
-            parse_size(options.values["sync_limit"])
+        _sync_limit(options)
         job_id, job_dir = shared.new_directory(spec.name)
         array = spec.elements()
-        entry = f"{upload.OWN}/{upload.ENTRY}"
         tasks = {
             _task_file(job_dir, index): task.fields(
-                spec, job_id, upload=str(job_dir / upload.DIRECTORY), entry=entry, index=index
+                spec,
+                job_id,
+                upload=str(job_dir / upload.DIRECTORY),
+                entry=f"{upload.OWN}/{upload.ENTRY}",
+                index=index,
             )
             for index in (array.indices if array else (None,))
         }
         missing = task.missing(next(iter(tasks.values())))
-        files = [
-            PlannedFile(
-                path, render("mlp-task.yaml.j2", {"job_id": job_id, "task": fields}).encode()
-            )
-            for path, fields in tasks.items()
-        ]
+        files = [PlannedFile(path, _yaml(job_id, fields)) for path, fields in tasks.items()]
         if array is not None and array.values:
             files.append(shared.sweep_file(spec, array, job_dir=job_dir))
-        script = render(
-            spec.template or f"{_SCRIPT}.j2",
-            _values(
-                spec,
-                job_id,
-                job_dir=job_dir,
-                array=array,
-                uploaded=not missing,
-                left_open=left_open,
-            ),
+        values = _values(
+            spec, job_id, job_dir=job_dir, array=array, uploaded=not missing, left_open=left_open
         )
+        script = render(spec.template or f"{_SCRIPT}.j2", values)
         return Plan(
             job_id=job_id,
             backend=NAME,
@@ -120,7 +109,14 @@ class MlpBackend(PlatformBackend):
                 *files,
                 shared.script_file(job_dir / _SCRIPT, script),
             ),
-            commands=() if missing else tuple(_command(path) for path in tasks),
+            commands=()
+            if missing
+            else tuple(
+                PlannedCommand(
+                    (COMMAND, "ml_task", "submit", "--conf", str(path), "--output", "json")
+                )
+                for path in tasks
+            ),
             notes=_notes(spec, missing),
             sends_code=spec.sync and not missing,
             array={"indices": list(array.indices), "pieces": [0]} if array else None,
@@ -132,10 +128,9 @@ class MlpBackend(PlatformBackend):
         from clusterjob.doctor.this_machine import directory_checks
 
         account = dict(self.account_of(spec.options))
-        job = engine.CheckStep("job", lambda: shared.check_plan(self.plan, spec))
-        return engine.run_checks(
+        return run_checks(
             [
-                job,
+                CheckStep("job", lambda: shared.check_plan(self.plan, spec)),
                 *directory_checks(),
                 *AccountOnPlatform(spec, Volc(account), account=account).check_steps(),
             ]
@@ -161,41 +156,33 @@ class MlpBackend(PlatformBackend):
                 "create manually",
             )
         check_installed()
-        token = token_file(plan.job_dir).read_text()
         planned = {file.path: file for file in plan.files}
         confs = []
         for index in plan.array["indices"] if plan.array else (None,):
-            text = planned[_task_file(plan.job_dir, index)].text()
             fields = task.with_secrets(
-                text,
+                planned[_task_file(plan.job_dir, index)].text(),
                 given,
-                token=token,
+                token=token_file(plan.job_dir).read_text(),
                 environ=os.environ,
                 more={secret.name: secret.value(os.environ) for secret in plan.spec.secret},
             )
-            full = render("mlp-task.yaml.j2", {"job_id": plan.job_id, "task": fields})
-            confs.append((fields["TaskName"], full.encode()))
-        limit = (
-            parse_size(options.values["sync_limit"])
-            if "sync_limit" in options.values
-            else snapshot.LIMIT
-        )
-        extra = [file for file in plan.files if file.path.name in (node_zip.NAME, shared.SWEEP)]
-        script = planned[plan.job_dir / _SCRIPT]
+            confs.append((fields["TaskName"], _yaml(plan.job_id, fields)))
         staged = upload.stage(
             plan.spec,
             plan.job_dir,
-            files=[*extra, replace(script, path=Path(upload.ENTRY))],
-            limit=limit,
+            files=[
+                *(file for file in plan.files if file.path.name in (node_zip.NAME, shared.SWEEP)),
+                replace(planned[plan.job_dir / _SCRIPT], path=Path(upload.ENTRY)),
+            ],
+            limit=_sync_limit(options),
         )
         try:
-            platform = Volc(
-                dict(self.account_of(given)),
-                options.number("submit_timeout", SUBMIT_TIMEOUT, 1e-3),
-            )
             return self.submit_tasks(
                 plan,
-                platform,
+                Volc(
+                    dict(self.account_of(given)),
+                    options.number("submit_timeout", SUBMIT_TIMEOUT, 1e-3),
+                ),
                 tasks=confs,
                 suffix=".yaml",
                 rate=options.number("submit_rate", _RATE, 1e-3),
@@ -211,10 +198,11 @@ class MlpBackend(PlatformBackend):
 
     def account_of(self, options: Mapping[str, str]) -> Account:
         """Return the account that a job's options select, else that of the environment."""
-        chosen = {
-            name: options.get(key) or os.environ.get(name, "") for key, name in _ACCOUNT.items()
-        }
-        return tuple((name, value) for name, value in sorted(chosen.items()) if value)
+        return tuple(
+            (name, value)
+            for key, name in sorted(_ACCOUNT.items())
+            if (value := options.get(key) or os.environ.get(name))
+        )
 
     def retries(self, spec: JobSpec) -> Retries:
         """Return the platform's retry policy for a job."""
@@ -267,16 +255,21 @@ def _task_file(job_dir: Path, index: int | None) -> Path:
     return job_dir / (_TASK if index is None else f"elements/{index}/{_TASK}")
 
 
-def _command(path: Path) -> PlannedCommand:
-    return PlannedCommand((COMMAND, "ml_task", "submit", "--conf", str(path), "--output", "json"))
+def _yaml(job_id: str, fields: Mapping[str, Any]) -> bytes:
+    return render("mlp-task.yaml.j2", {"job_id": job_id, "task": fields}).encode()
+
+
+def _sync_limit(options: MlpOptions) -> int:
+    limit = options.values.get("sync_limit")
+    return snapshot.LIMIT if limit is None else parse_size(limit)
 
 
 def _notes(spec: JobSpec, missing: list[str]) -> tuple[str, ...]:
     if missing:
-        how = task.hint_for_missing(missing, spec.options)
         return (
             (
-                f"to submit it, set {' and '.join(missing)} ({how}); "
+                f"to submit it, set {' and '.join(missing)} "
+                f"({task.hint_for_missing(missing, spec.options)}); "
                 f"this {_SCRIPT} is for a task that you create manually"
             ),
             "the platform decides the number of nodes: MLP_WORKER_NUM",

@@ -125,7 +125,7 @@ class Volc:
     def __init__(
         self, account: Mapping[str, str] | None = None, submit_timeout: float = SUBMIT_TIMEOUT
     ) -> None:
-        self._account: dict[str, str | None] = {name: (account or {}).get(name) for name in ACCOUNT}
+        self._account = {name: (account or {}).get(name) for name in ACCOUNT}
         self._submit_timeout = submit_timeout
 
     # -- the operations of a platform --------------------------------------------------------------
@@ -138,44 +138,40 @@ class Volc:
         answer = self._run(
             "submit", "--conf", str(conf), "--output", "json", timeout=self._submit_timeout
         )
-        task_id = parse_task_id(answer)
-        if answer.code == 0 and task_id is not None:
-            return task_id
-        refused = _error(answer, "the platform refuses the task")
-        in_doubt = answer.timed_out or _IN_DOUBT.search(answer.message) is not None
         if answer.code == 0:
+            if (task_id := parse_task_id(answer)) is not None:
+                return task_id
             raise SubmitInDoubtError(f"{COMMAND} printed no task id: {answer.out.strip()[:120]!r}")
+        error = _error(answer, "the platform refuses the task")
+        in_doubt = answer.timed_out or _IN_DOUBT.search(answer.message)
         if in_doubt and not _UNREACHED.search(answer.message):
-            raise SubmitInDoubtError(refused.message, refused.hint)
-        raise SubmitError(refused.message, refused.hint)
+            raise SubmitInDoubtError(error.message, error.hint)
+        raise SubmitError(error.message, error.hint)
 
     def tasks(self, names: Sequence[str], since: float = 0.0) -> list[Task]:
         """Return all tasks with one of the names, the oldest first.
 
         See `clusterjob.backends.batch_command.platform.Platform`.
         """
-        wanted = set(names)
         # All elements of an array share the job's id as a prefix: one search finds them.
         parts = {re.sub(r"_\d+$", "", name) for name in names}
-        searches: list[str | None] = sorted(parts) if len(parts) <= _FEW else [None]  # type: ignore[assignment]
         found = {
             task.id: task
-            for part in searches
+            for part in (sorted(parts) if len(parts) <= _FEW else [""])
             for task in self._listed(part, since)
-            if task.name in wanted
+            if task.name in names
         }
-        oldest_first = [*found.values()][::-1]
-        # A stable sort: tasks of the same second keep the platform's order.
-        return sorted(oldest_first, key=made_at)
+        # The platform lists the newest first; tasks of the same second keep its order, reversed.
+        return sorted([*found.values()][::-1], key=made_at)
 
     def instances(self, task_id: str) -> list[Instance]:
         """Return a task's workers, node 0 first.
 
         See `clusterjob.backends.batch_command.platform.Platform`.
         """
-        answer = self._query("instance", "list", "--id", task_id, "--output", "json")
+        rows = self._rows("instance", "list", "--id", task_id)
         return sorted(
-            (parse_instance(row, index) for index, row in enumerate(parse_rows(answer))),
+            (parse_instance(row, index) for index, row in enumerate(rows)),
             key=lambda instance: instance.node_rank,
         )
 
@@ -203,10 +199,8 @@ class Volc:
         Raises:
             ClusterJobError: the platform does not answer.
         """
-        answer = self._query(
-            "list", "--status", ",".join(STATES), "--limit", str(count), "--output", "json"
-        )
-        return [(row, parse_task(row)) for row in parse_rows(answer)[:count]]
+        rows = self._rows("list", "--status", ",".join(STATES), "--limit", str(count))
+        return [(row, parse_task(row)) for row in rows[:count]]
 
     def run(self, *arguments: str) -> CommandOutput:
         """Run the command with other arguments than ``ml_task``, such as ``version``.
@@ -219,20 +213,19 @@ class Volc:
 
     # -- the command -------------------------------------------------------------------------------
 
-    def _listed(self, name: str | None, since: float) -> Iterator[Task]:
+    def _listed(self, name: str, since: float) -> Iterator[Task]:
         """Yield tasks page by page in the platform's order, the newest first.
 
-        Stop at the last page, or at tasks older than `since`.
+        It stops at the last page, or at tasks older than `since`.
+
+        Args:
+            name: a part of the tasks' names; empty for all tasks.
+            since: seconds since the epoch, by this machine's clock.
         """
         seen: set[str] = set()
-        search = ("--name", name) if name is not None else ()
+        query = ["list", "--status", ",".join(STATES), *(("--name", name) if name else ())]
         for _ in range(_MAX_PAGES):
-            page = ("--limit", str(_PAGE), "--offset", str(len(seen)))
-            rows = parse_rows(
-                self._query(
-                    "list", "--status", ",".join(STATES), *search, *page, "--output", "json"
-                )
-            )
+            rows = self._rows(*query, "--limit", str(_PAGE), "--offset", str(len(seen)))
             found = [task for row in rows if (task := parse_task(row)) is not None]
             new = [task for task in found if task.id not in seen]
             yield from new
@@ -247,6 +240,9 @@ class Volc:
                 )
             ):
                 return
+
+    def _rows(self, *arguments: str) -> list[Mapping[str, Any]]:
+        return parse_rows(self._query(*arguments, "--output", "json"))
 
     def _query(self, *arguments: str) -> CommandOutput:
         """Return the answer to a query.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -43,10 +44,9 @@ def fields(
         raise SpecError(
             f"code_path: {code_path!r} is not an absolute path", f"the default is {CODE_PATH}"
         )
-    flavor = flavor_of(spec)
-    role = {"RoleName": "worker", "RoleReplicas": spec.resources.nodes} | (
-        {"Flavor": flavor} if flavor else {}
-    )
+    role = {"RoleName": "worker", "RoleReplicas": spec.resources.nodes}
+    if flavor := flavor_of(spec):
+        role["Flavor"] = flavor
     task: dict[str, Any] = {
         "TaskName": job_id if index is None else f"{job_id}_{index}",
         "Description": spec.name,
@@ -55,8 +55,8 @@ def fields(
         "Entrypoint": "bash " + sh(f"{code_path.rstrip('/')}/{entry}"),
         "UserCodePath": f"{upload}/",  # the slash uploads the content only
         "RemoteMountCodePath": code_path,
-        **_image(values),
-        **_queue(values),
+        **({"ImageUrl": values["image"]} if values.get("image") else {}),
+        **_queue(values.get("queue", "")),
         "TaskRoleSpecs": [role],
         **_limits(spec, options),
         "Envs": _environment(spec, options, index=index),
@@ -81,17 +81,10 @@ def fields(
     return task
 
 
-def _image(values: Mapping[str, str]) -> dict[str, Any]:
-    return {"ImageUrl": values["image"]} if values.get("image") else {}
-
-
-def _queue(values: Mapping[str, str]) -> dict[str, Any]:
-    queue = values.get("queue", "")
-    return (
-        {("ResourceQueueID" if re.fullmatch(r"q-[\w-]+", queue) else "ResourceQueueName"): queue}
-        if queue
-        else {}
-    )
+def _queue(queue: str) -> dict[str, str]:
+    if not queue:
+        return {}
+    return {"ResourceQueueID" if re.fullmatch(r"q-[\w-]+", queue) else "ResourceQueueName": queue}
 
 
 def _limits(spec: JobSpec, options: MlpOptions) -> dict[str, Any]:
@@ -124,11 +117,8 @@ def _limits(spec: JobSpec, options: MlpOptions) -> dict[str, Any]:
 
 def _environment(spec: JobSpec, options: MlpOptions, index: int | None) -> list[dict[str, Any]]:
     """Return the secrets' variables, without values, and the variable of the array index."""
-    names = [
-        contract.TOKEN,
-        *(name for name in options.secrets if "." not in name),  # the others are fields
-    ]
-    names += [secret.name for secret in spec.secret if secret.name not in names]
+    variables = [name for name in options.secrets if "." not in name]  # the others are fields
+    names = dict.fromkeys([contract.TOKEN, *variables, *(secret.name for secret in spec.secret)])
     both = next((name for name in names if name in spec.env), None)
     if both is not None:
         raise SpecError(f"{both} is a secret and has a value in --env too", "remove one of the two")
@@ -159,12 +149,12 @@ def flavor_of(spec: JobSpec) -> str:
         return ""
     fitting = [name for name, count in flavors.items() if count == wanted]
     if len(fitting) != 1:
-        found = (
+        raise SpecError(
             f"several flavors have {wanted} GPUs: {', '.join(fitting)}"
             if fitting
-            else f"no flavor has {wanted} GPUs"
+            else f"no flavor has {wanted} GPUs",
+            f"select one with --set flavor=NAME; the flavors are {listed}",
         )
-        raise SpecError(found, f"select one with --set flavor=NAME; the flavors are {listed}")
     return fitting[0]
 
 
@@ -193,20 +183,19 @@ def retry_options(
     if read.values.get("retries") and not policies:
         policies = ["Failed", "InstanceReclaimed"]
     times = read.whole("retries", max_restarts or _RETRIES)
-    found: dict[str, Any] = {}
+    task: dict[str, Any] = {"RetryOptions": {}}
     if policies and times:
-        interval = read.whole("retry_interval", _RETRY_INTERVAL)
-        found = {
+        task["RetryOptions"] = {
             "EnableRetry": True,
             "MaxRetryTimes": times,
-            "IntervalSeconds": interval,
+            "IntervalSeconds": read.whole("retry_interval", _RETRY_INTERVAL),
             "PolicySets": policies,
         }
-    holder = {"RetryOptions": found}
     for path, value in read.fields.items():
         if path.partition(".")[0] == "RetryOptions":
-            _set(holder, path, value=value)
-    return holder["RetryOptions"]
+            _set(task, path, value=value)
+    retry: dict[str, Any] = task["RetryOptions"]
+    return retry
 
 
 def missing(task: Mapping[str, Any]) -> list[str]:
@@ -222,13 +211,10 @@ def missing(task: Mapping[str, Any]) -> list[str]:
 def hint_for_missing(missing: Sequence[str], options: Mapping[str, str]) -> str:
     """Return a hint how to set the `missing` keys."""
     settings = ", ".join(f'{key} = "..."' for key in missing)
-    with_set = f"--set {missing[0]}=..., or in a profile: set = {{{settings}}}"
-    has_table = "flavor" in missing and MlpOptions.of(options).flavors
-    return (
-        f"--gpus-per-node selects a flavor from the profile's table flavors; {with_set}"
-        if has_table
-        else with_set
-    )
+    hint = f"--set {missing[0]}=..., or in a profile: set = {{{settings}}}"
+    if "flavor" in missing and MlpOptions.of(options).flavors:
+        hint = f"--gpus-per-node selects a flavor from the profile's table flavors; {hint}"
+    return hint
 
 
 def with_secrets(
@@ -253,26 +239,22 @@ def with_secrets(
     from yaml import safe_load
 
     task: dict[str, Any] = safe_load(planned)
-    values = {contract.TOKEN: token}
-    for target, source in MlpOptions.of(options).secrets.items():
+    encoded = dict(more)
+    sources = MlpOptions.of(options).secrets
+    for target, source in sources.items():
         if not environ.get(source):
             raise SubmitError(
                 f"the secret {target} is missing: {source} is not set", f"export {source}=..."
             )
+        encoded.setdefault(target, os.fsencode(environ[source]))
+    values = {contract.TOKEN: token}
+    for target, secret in encoded.items():
         try:
-            environ[source].encode()
-        except UnicodeEncodeError:  # an error of the YAML writer would show the value
+            values[target] = secret.decode()
+        except UnicodeDecodeError:  # an error of the YAML writer would show the value
             raise SubmitError(
                 f"the secret {target} is not valid UTF-8, which YAML requires",
-                f"check the value of {source}",
-            ) from None
-        values[target] = environ[source]
-    for name, secret in more.items():
-        try:
-            values[name] = secret.decode()
-        except UnicodeDecodeError:
-            raise SubmitError(
-                f"--secret {name}: its value is not valid UTF-8, which YAML requires"
+                f"check the value of {sources.get(target, target)}",
             ) from None
     for entry in task["Envs"]:
         if entry.get("IsPrivate"):

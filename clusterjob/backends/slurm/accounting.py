@@ -25,30 +25,18 @@ def explained(client: Client, row: JobRow) -> JobRow:
     if row.state not in ("NODE_FAIL", "FAILED"):
         return row
     shown = _shown(client, "scontrol", "--all", "--oneliner", "show", "job", row.key)
-    values = {
+    values: dict[str, str] = {
         key: value[:_MAX_NODES]
         for key, value in re.findall(r"(?:^| )(FailedNode|NodeList|ExitCode)=(\S+)", shown)
         if value != "(null)"
     }
     if row.state == "FAILED":
         return replace(row, signal=_signal(values.get("ExitCode", "")))
-    nodes = values.get("NodeList", "")
-    down = (
-        _shown(
-            client,
-            "sinfo",
-            "--all",
-            "--noheader",
-            "--Node",
-            f"--nodes={nodes}",
-            "--states=down,fail",
-            "--format=%N",
-        )
-        if nodes
-        else ""
-    )
-    # Slurm 22.05 has no FailedNode for a job that ended by NODE_FAIL.
-    names = values.get("FailedNode") or ",".join(dict.fromkeys(down[:_MAX_NODES].split()))
+    names, nodes = values.get("FailedNode", ""), values.get("NodeList", "")
+    if nodes and not names:  # Slurm 22.05 has no FailedNode for a job that ended by NODE_FAIL
+        options = ("--all", "--noheader", "--Node", "--states=down,fail", "--format=%N")
+        down = _shown(client, "sinfo", *options, f"--nodes={nodes}")
+        names = ",".join(dict.fromkeys(down[:_MAX_NODES].split()))
     return replace(
         row, failed_node=f"node {names}" if names else f"one of {nodes}" if nodes else ""
     )
@@ -77,28 +65,26 @@ class Accounting:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._absent = False
-        self._asked_at = 0.0
+        self._next = 0.0  # earliest time of the next sacct, in monotonic seconds
 
     def ended(self, wanted: Mapping[str, tuple[float, str]]) -> dict[str, JobRow] | None:
         """Return the jobs that accounting shows, by key, with one sacct for all jobs.
 
-        It runs sacct at most once in 5 s, and returns None if it is too early for the next call or
-        if the login host is not reachable.
+        It runs sacct at most once in 5 s. It returns None if the last call is too recent or the
+        login host is not reachable.
 
         Args:
             wanted: for each key, the submit time in seconds since the epoch, and the end of the
                 path of the job's directory. No other job has the same end of the path, but Slurm
                 may give the same id to another job.
         """
-        moment = time.monotonic()
         if self._absent or not wanted:
             return {}
-        if self._asked_at and moment - self._asked_at < INTERVAL:
+        if time.monotonic() < self._next:
             return None
-        self._asked_at = moment
+        self._next = time.monotonic() + INTERVAL
         oldest = min(at for at, _ in wanted.values()) - 60
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(oldest))
-        ids = sorted({key.partition("_")[0] for key in wanted})
         argv = [
             "sacct",
             "--allocations",
@@ -107,7 +93,7 @@ class Accounting:
             "--duplicates",
             f"--format={_FIELDS}",
             f"--starttime={since}",
-            f"--jobs={','.join(ids)}",
+            f"--jobs={','.join(sorted({key.partition('_')[0] for key in wanted}))}",
         ]
         try:
             answer = self._client.run(argv, {"SLURM_TIME_FORMAT": "%s", "TZ": "UTC0"}, _TIMEOUT)
@@ -118,25 +104,23 @@ class Accounting:
         if answer.code != 0:
             self._absent = True
             return {}
-        found = {}
-        newest: dict[str, int] = {}
+        found: dict[str, JobRow] = {}
         for line in answer.out.split("\n"):
             fields = line.split("|", 5)
-            if len(fields) < 6:
+            if len(fields) < 6 or fields[0] not in wanted:
                 continue
             key, state, submitted, exit_code, nodes, directory = fields
-            at = int(submitted) if is_number(submitted) else 0
-            if key not in wanted or not directory.endswith(wanted[key][1]):
-                continue
-            if at < newest.get(key, 0):
-                continue  # a requeued job has several rows
-            state = state.partition(" ")[0].rstrip("+")
-            failed = state == "NODE_FAIL" and nodes not in ("", "None assigned")
-            newest[key] = at
-            found[key] = JobRow(
-                key,
-                state,
-                failed_node=f"one of {nodes}" if failed else "",
-                signal=_signal(exit_code),
-            )
+            at = float(submitted) if is_number(submitted) else 0.0
+            if directory.endswith(wanted[key][1]) and (
+                key not in found or at >= found[key].submitted  # a requeued job has several rows
+            ):
+                state = state.partition(" ")[0].rstrip("+")
+                failed = state == "NODE_FAIL" and nodes not in ("", "None assigned")
+                found[key] = JobRow(
+                    key,
+                    state,
+                    submitted=at,
+                    failed_node=f"one of {nodes}" if failed else "",
+                    signal=_signal(exit_code),
+                )
         return found

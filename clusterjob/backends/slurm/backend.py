@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +23,12 @@ from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.spec import JobSpec
-from clusterjob.doctor import engine
-from clusterjob.doctor.engine import Check
+from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.node.logs import ends
 
 if TYPE_CHECKING:
-    from clusterjob.backends.slurm.login_host import Login, LoginHost, LoginHosts
+    from clusterjob.backends.slurm.login_host import Login, LoginHosts
     from clusterjob.remote.fetch import Fetched
 
 _SCANCEL_WORDS = 1000  # maximum number of ids on one command line
@@ -44,7 +44,6 @@ class SlurmBackend:
 
     def __init__(self) -> None:
         self._clients: dict[Cluster, tuple[Client, Queue, Accounting]] = {}
-        self._logins: LoginHosts | None = None
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -66,9 +65,8 @@ class SlurmBackend:
         from clusterjob.backends.slurm.checks import SlurmCluster
 
         login = planning.login_of(spec)
-        return engine.run_checks(
-            SlurmCluster(spec, None if login is None else self._host(login)).check_steps()
-        )
+        host = None if login is None else self._logins.host(login)
+        return run_checks(SlurmCluster(spec, host).check_steps())
 
     # -- submitting --------------------------------------------------------------------------------
 
@@ -85,25 +83,15 @@ class SlurmBackend:
         client = Client(hidden={secret.name for secret in plan.spec.secret})
         submit.preflight(client, plan.spec, plan.commands[0].argv)
         ids, cluster = submit.submit_pieces(client, plan)
-        return Handle(
-            NAME,
-            ids[0],
-            data={
-                "ids": ids,
-                "cluster": cluster,
-                "conf": os.environ.get("SLURM_CONF"),
-                "at": time.time(),
-            },
-        )
+        return _handle(ids, cluster, conf=os.environ.get("SLURM_CONF"))
 
     def _submit_there(self, plan: Plan, login: Login) -> Handle:
         """Copy the job to a login host, and submit it to Slurm on that host."""
-        host = self._host(login)
-        client = Client(shell=host.within(plan.job_id))
-        data: dict[str, Any] = {"conf": None, "login": login.to_json()}
+        host = self._logins.host(login)
+        client = Client(host=host, job_id=plan.job_id)
         asked = False
         try:
-            data |= host.put(plan)
+            data = host.put(plan)
             submit.preflight(client, plan.spec, plan.commands[0].argv)
             data["code"] = host.send_code(plan)
             asked = True
@@ -114,9 +102,7 @@ class SlurmBackend:
             if not asked or isinstance(error, SubmitError):
                 host.remove(plan.job_id)
             raise
-        return Handle(
-            NAME, ids[0], data={"ids": ids, "cluster": cluster, "at": time.time(), **data}
-        )
+        return _handle(ids, cluster, conf=None, login=login.to_json(), **data)
 
     def detach(self, handle: Handle) -> None:
         """Do nothing: a Slurm job does not depend on this process."""
@@ -128,7 +114,7 @@ class SlurmBackend:
         found, open_ = status.by_directory(records)
         distant = [record for record in open_ if record.job.login]
         if distant:
-            errors = self._login_hosts().poll(distant)
+            errors = self._logins.poll(distant)
             ended, still = status.by_directory(distant)
             found |= ended
             found |= {
@@ -140,37 +126,35 @@ class SlurmBackend:
         for record in open_:
             if record.job_id not in found:
                 clusters.setdefault(status.cluster_of(record), []).append(record)
-        for place, group in clusters.items():
-            found |= self._ask(place, group)
+        for cluster, group in clusters.items():
+            found |= self._ask(cluster, group)
         return found
 
-    def _at(self, place: Cluster) -> tuple[Client, Queue, Accounting]:
-        if place not in self._clients:
-            shell = self._host(place.login) if place.login is not None else None
-            client = Client(place.conf, place.cluster, shell=shell)
-            self._clients[place] = (client, Queue(client, home() / "slurm"), Accounting(client))
-        return self._clients[place]
+    def _at(self, cluster: Cluster) -> tuple[Client, Queue, Accounting]:
+        if cluster not in self._clients:
+            host = None if cluster.login is None else self._logins.host(cluster.login)
+            client = Client(cluster.conf, cluster.cluster, host=host)
+            self._clients[cluster] = (client, Queue(client, home() / "slurm"), Accounting(client))
+        return self._clients[cluster]
 
-    def _login_hosts(self) -> LoginHosts:
+    @functools.cached_property
+    def _logins(self) -> LoginHosts:
         from clusterjob.backends.slurm.login_host import LoginHosts
 
-        self._logins = self._logins or LoginHosts()
-        return self._logins
-
-    def _host(self, login: Login) -> LoginHost:
-        return self._login_hosts().host(login)
+        return LoginHosts()
 
     def close(self) -> None:
         """Close the sessions with login hosts; the jobs continue."""
         for _, queue, _ in self._clients.values():
             queue.close()
         self._clients.clear()
-        if self._logins is not None:
+        if "_logins" in vars(self):
             self._logins.close()
-            self._logins = None
+            del self._logins
 
-    def _ask(self, place: Cluster, records: Sequence[Record]) -> dict[str, Status]:
-        client, queue, accounting = self._at(place)
+    def _ask(self, cluster: Cluster, records: Sequence[Record]) -> dict[str, Status]:
+        """Return the status of jobs of one cluster from squeue, then from accounting."""
+        client, queue, accounting = self._at(cluster)
         snapshot = queue.poll(urgent=any(status.has_news(record) for record in records))
         if not snapshot.error:
             self._resend(
@@ -183,11 +167,10 @@ class SlurmBackend:
         wholes: dict[str, Record] = {}
         for record in records:
             handle = record.handle or status.adopt(record, snapshot, wholes=wholes)
+            row = snapshot.rows.get(handle.id) if handle is not None else None
             if handle is None:
                 found[record.job_id] = status.unseen(record, snapshot)
-                continue
-            row = snapshot.rows.get(handle.id)
-            if row is not None and status.is_of(row, record, handle=handle):
+            elif row is not None and status.is_of(row, record, handle=handle):
                 if status.needs_explanation(record, row):
                     row = explained(client, row)
                 found[record.job_id] = status.with_error(
@@ -197,24 +180,18 @@ class SlurmBackend:
                 found[record.job_id] = status.not_yet(record, snapshot)
             else:
                 forgotten[handle.id] = (record, handle)
-        if forgotten:
-            # Submit times by the cluster's clock, which may differ from this machine's clock.
-            submitted = {
-                key: (
-                    handle.data["at"] + handle.data.get("ahead", 0.0),
-                    status.submitted_in(record),
-                )
+        rows = accounting.ended(
+            {
+                key: (status.accepted_at(handle), status.submitted_in(record))
                 for key, (record, handle) in forgotten.items()
             }
-            rows = accounting.ended(submitted)
-            for key, (record, handle) in forgotten.items():
-                found[record.job_id] = (
-                    status.not_yet(record, snapshot)
-                    if rows is None
-                    else status.forgotten(
-                        record, handle, accounted=rows.get(key), snapshot=snapshot
-                    )
-                )
+        )
+        for key, (record, handle) in forgotten.items():
+            found[record.job_id] = (
+                status.not_yet(record, snapshot)
+                if rows is None
+                else status.forgotten(record, handle, accounted=rows.get(key), snapshot=snapshot)
+            )
         return found
 
     def _resend(self, client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:
@@ -231,10 +208,7 @@ class SlurmBackend:
             status.clear_pending_cancel(record)
 
     def _may_run(self, record: Record) -> bool:
-        """Return whether a job with a recorded end may still run.
-
-        It may if Slurm shows it as active, or if Slurm does not answer.
-        """
+        """Return whether a job may run: Slurm shows it as active, or does not answer."""
         snapshot = self._at(status.cluster_of(record))[1].poll(urgent=True)
         handle = record.handle or status.adopt(record, snapshot, wholes={})
         return bool(snapshot.error) or (
@@ -248,9 +222,8 @@ class SlurmBackend:
 
         Without a login host the job writes into `record.job_dir` itself.
         """
-        login = status.cluster_of(record).login
-        if login is not None:
-            self._host(login).collect(
+        if (login := status.cluster_of(record).login) is not None:
+            self._logins.host(login).collect(
                 record, ended=record.end is not None or not status.by_directory([record])[1]
             )
 
@@ -269,36 +242,35 @@ class SlurmBackend:
             ClusterJobError: the job has no login host, the host is not reachable, a path does not
                 exist on the host, or a file cannot be written on this machine.
         """
-        login = status.cluster_of(record).login
-        if login is None:
+        if (login := status.cluster_of(record).login) is None:
             raise shared.nothing_to_fetch(record)
         request = shared.fetch_request(
             record, paths, target=target, may_replace=may_replace, limits=limits
         )
-        return [self._host(login).fetch(request)]
+        return [self._logins.host(login).fetch(request)]
 
     def interrupt(self, record: Record) -> bool:
-        """Request that the agents interrupt the workers, and stop them after the job's grace.
+        """Interrupt the workers through a request in the job's directory, which the agents read.
 
-        The agents read the request in the job's directory.
+        The agents stop the workers after the job's grace.
 
         Returns:
-            True, without waiting for the workers; False if no agent runs workers, so that the job
-            can only be cancelled.
+            False if no agent runs workers, so that the job can only be cancelled; else True,
+            without waiting for the end of the job.
 
         Raises:
             ClusterJobError: the login host is not reachable.
         """
-        # If there is a result, the attempt has ended, and the job is queued again.
-        runs = (
-            shared.progress(record.job_dir)[0] is not None
-            and ends.read_result(record.job_dir) is None
-        )
-        if record.job.launcher == "srun" or not runs:
+        if (
+            record.job.launcher == "srun"
+            or shared.progress(record.job_dir).started_at is None
+            # With a result, the attempt has ended, and the job is queued again.
+            or ends.read_result(record.job_dir) is not None
+        ):
             return False
         ends.cancel(record.job_dir, interrupt=True)
         if (login := status.cluster_of(record).login) is not None:
-            self._host(login).request_cancel([directory_name(record)], interrupt=True)
+            self._logins.host(login).request_cancel([directory_name(record)], interrupt=True)
         return True
 
     def cancel(self, records: Sequence[Record]) -> None:
@@ -320,15 +292,15 @@ class SlurmBackend:
             if (login := status.cluster_of(record).login) is not None:
                 distant.setdefault(login, []).append(record)
         for login, group in distant.items():
-            self._host(login).request_cancel([directory_name(record) for record in group])
+            self._logins.host(login).request_cancel([directory_name(record) for record in group])
         for record in records:
-            place = status.cluster_of(record)
-            snapshot = self._at(place)[1].poll(urgent=True)
+            cluster = status.cluster_of(record)
+            snapshot = self._at(cluster)[1].poll(urgent=True)
             handle = record.handle or status.adopt(record, snapshot, wholes=wholes)
             if handle is not None and not status.is_of_another(snapshot, record, handle=handle):
-                wanted.setdefault(place, {})[handle.id] = record
-        for place, keys in wanted.items():
-            answer = _scancel(self._at(place)[0], list(keys))
+                wanted.setdefault(cluster, {})[handle.id] = record
+        for cluster, keys in wanted.items():
+            answer = _scancel(self._at(cluster)[0], list(keys))
             if answer is None:
                 continue
             if not answer.silent:
@@ -346,6 +318,10 @@ class SlurmBackend:
                 f"{message}; the job's agents stop it,"
                 " and the next `clusterjob status` repeats the cancel"
             )
+
+
+def _handle(ids: Sequence[str], cluster: str | None, **more: Any) -> Handle:
+    return Handle(NAME, ids[0], data={"ids": ids, "cluster": cluster, "at": time.time(), **more})
 
 
 def _scancel(client: Client, keys: Sequence[str]) -> SlurmOutput | None:

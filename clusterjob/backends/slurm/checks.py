@@ -75,36 +75,29 @@ class SlurmCluster:
     def __init__(self, spec: JobSpec, host: LoginHost | None) -> None:
         self._spec = spec
         self._host = host
-        self._client = Client(shell=host)
+        self._client = Client(host=host)
         self._remote_home = ""
         self._partitions: dict[str, _Partition] = {}
         self._config: dict[str, str] = {}
 
     def check_steps(self) -> list[CheckStep]:
         """Return the checks."""
-        there: tuple[str, ...] = ()
-        login: list[CheckStep] = []
+        login = []
         if self._host is not None:
-            login = [
-                CheckStep(
-                    "login",
-                    self._login,
-                    hint=f"`ssh {self._host.label}` has to work, without a password",
-                )
-            ]
-            there = ("login",)
-        commands, controller = (*there, "commands"), ("controller",)
+            hint = f"`ssh {self._host.label}` has to work, without a password"
+            login = [CheckStep("login", self._login, hint=hint)]
+        there = tuple(step.name for step in login)
         return [
             *directory_checks(),
             *login,
             CheckStep("commands", self._commands, needs=there),
-            CheckStep("controller", self._controller, needs=commands),
-            CheckStep("version", self._version, needs=controller),
-            CheckStep("partitions", self._show_partitions, needs=controller),
+            CheckStep("controller", self._controller, needs=(*there, "commands")),
+            CheckStep("version", self._version, needs=("controller",)),
+            CheckStep("partitions", self._show_partitions, needs=("controller",)),
             CheckStep("GPUs", self._gpus, needs=("partitions",)),
-            CheckStep("accounting", self._accounting, needs=controller),
+            CheckStep("accounting", self._accounting, needs=("controller",)),
             CheckStep("nodes", self._nodes, needs=there),
-            CheckStep("job", self._job, needs=controller),
+            CheckStep("job", self._job, needs=("controller",)),
         ]
 
     # -- access ------------------------------------------------------------------------------------
@@ -138,15 +131,14 @@ class SlurmCluster:
             yield ok(f"{', '.join(_COMMANDS)} are on PATH{where}")
 
     def _has(self, name: str) -> bool:
-        if self._client.is_local:
+        if self._host is None:
             return shutil.which(name) is not None
         try:
-            answer = self._client.run([name, "--version"], timeout=_TIMEOUT)
+            return self._ask(name, "--version").code == 0
         except SubmitError as error:
             if "configuration" in error.message:
                 raise
             return False
-        return answer.code == 0
 
     def _controller(self) -> Iterator[CheckFinding]:
         submit.check_configuration(self._client)
@@ -167,8 +159,10 @@ class SlurmCluster:
                 f"the controller does not answer squeue: {queue.message}", hint(queue.message)
             )
         elif seconds > _SLOW:
-            message = f"{'; '.join(lines)}; it took {seconds:.1f} s to answer"
-            yield warning(message, "the controller is busy: submit and status will be slow")
+            yield warning(
+                f"{'; '.join(lines)}; it took {seconds:.1f} s to answer",
+                "the controller is busy: submit and status will be slow",
+            )
         elif any(not line.endswith("UP") for line in lines):
             yield warning(
                 "; ".join(lines),
@@ -184,12 +178,9 @@ class SlurmCluster:
 
     def _version(self) -> Iterator[CheckFinding]:
         shown = self._ask("scontrol", "show", "config")
-        self._config = {
-            key: value.strip()
-            for key, value in re.findall(r"^(\w+)\s*= (.*)$", shown.out, re.MULTILINE)
-        }
-        own = self._ask("sbatch", "--version").out.split()[-1:]
-        here, there = own[0] if own else "", self._config.get("SLURM_VERSION", "")
+        self._config = submit.parse_config(shown.out)
+        here = self._ask("sbatch", "--version").out.rpartition(" ")[2].strip()
+        there = self._config.get("SLURM_VERSION", "")
         if not there or not here:
             yield unknown(
                 f"the version of Slurm is unknown: {shown.message}",
@@ -209,7 +200,8 @@ class SlurmCluster:
             yield ok(there)
 
     def _show_partitions(self) -> Iterator[CheckFinding]:
-        hidden = ["--all"] if self._named() else []  # the named partition may be hidden
+        named = self._named()
+        hidden = ["--all"] if named else []  # the named partition may be hidden
         shown = self._ask("sinfo", *hidden, "--noheader", "--format=%P|%a|%l|%D|%T|%G")
         if shown.code != 0:
             raise SubmitError(f"sinfo: {shown.message}", hint(shown.message))
@@ -236,19 +228,14 @@ class SlurmCluster:
                 )
             else:
                 yield ok(partition.summary)
-        others = [partition for name, partition in self._partitions.items() if name not in wanted]
-        if not self._named():
-            for partition in others[:_SHOWN]:
-                yield ok(partition.summary)
-            if others[_SHOWN:]:
-                yield ok(
-                    f"and {len(others) - _SHOWN} more:"
-                    f" {listed(partition.name for partition in others[_SHOWN:])}"
-                )
+        others = [] if named else [name for name in self._partitions if name not in wanted]
+        for name in others[:_SHOWN]:
+            yield ok(self._partitions[name].summary)
+        if others[_SHOWN:]:
+            yield ok(f"and {len(others) - _SHOWN} more: {listed(others[_SHOWN:])}")
 
     def _named(self) -> list[str]:
-        text = self._spec.options.get("partition", "")
-        return [name for name in text.split(",") if name]
+        return [name for name in self._spec.options.get("partition", "").split(",") if name]
 
     def _wanted(self) -> list[str]:
         return self._named() or [
@@ -261,9 +248,8 @@ class SlurmCluster:
         most = max((partition.gpus for partition in chosen), default=0)
         where = " and ".join(partition.name for partition in chosen)
         if wanted and most < wanted:
-            message = f"no node of {where} has {wanted} GPUs: Slurm knows of {most or 'none'}"
             yield failed(
-                message,
+                f"no node of {where} has {wanted} GPUs: Slurm knows of {most or 'none'}",
                 "`sinfo -o '%P %D %G'` shows the GPUs of each partition;"
                 " only GPUs of a gres can be requested",
             )
@@ -273,14 +259,13 @@ class SlurmCluster:
             yield ok(f"none in {where}: a job finds only GPUs that a node shows to all processes")
 
     def _accounting(self) -> Iterator[CheckFinding]:
-        kind = self._config.get("AccountingStorageType", "")
         remembered = self._config.get("MinJobAge", "300 sec").removesuffix(" sec")
         if not self._config:
             yield unknown(
                 "it is unknown whether Slurm has accounting",
                 "`scontrol show config` shows AccountingStorageType",
             )
-        elif "slurmdbd" not in kind:
+        elif "slurmdbd" not in self._config.get("AccountingStorageType", ""):
             yield ok(
                 f"none here: Slurm forgets a job {remembered} s after its end;"
                 " a job that wrote no result by then is LOST"
@@ -294,9 +279,8 @@ class SlurmCluster:
                     "sacct answers: it knows the ends of jobs that the controller has forgotten"
                 )
             else:
-                message = f"sacct does not answer: {asked.message}"
                 yield warning(
-                    message,
+                    f"sacct does not answer: {asked.message}",
                     f"a job that wrote no result within {remembered} s of its end is LOST"
                     " until slurmdbd is back",
                 )
@@ -304,31 +288,29 @@ class SlurmCluster:
     # -- the job itself ----------------------------------------------------------------------------
 
     def _nodes(self) -> Iterator[CheckFinding]:
-        place = f"{self._remote_home if self._host is not None else home()}/jobs"
+        place, option = str(home()), "CLUSTERJOB_HOME"
+        if self._host is not None:
+            place, option = self._remote_home, "--set remote_home=DIR"
         python = (
             "the image's Python and torch"
             if self._spec.container
             else f"{self._spec.python} with torch"
         )
-        option = "--set remote_home=DIR" if self._host is not None else "CLUSTERJOB_HOME"
         yield unknown(
-            f"only a job can check that the nodes see {place} and have {python}",
+            f"only a job can check that the nodes see {place}/jobs and have {python}",
             f"check with a short `clusterjob run`; {option} sets another directory,"
             " which must be on a shared disk",
         )
 
     def _job(self) -> Iterator[CheckFinding]:
         yield from shared.check_plan(planning.plan, self._spec)
-        plan = planning.plan(self._spec)
-        with _script_of(plan, local=self._client.is_local) as argv:
+        with _script_of(planning.plan(self._spec), local=self._host is None) as argv:
             answer = submit.preflight(self._client, self._spec, argv)
+        message = f"sbatch --test-only: {answer.message}"
         if answer.code != 0:
-            yield warning(
-                f"sbatch --test-only: {answer.message}",
-                "Slurm would accept the job, and it would wait",
-            )
+            yield warning(message, "Slurm would accept the job, and the job would wait")
         else:
-            yield ok(f"sbatch --test-only: {answer.message}")
+            yield ok(message)
 
 
 @contextmanager

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clusterjob.errors import SubmitError
 from clusterjob.node.environments.slurm_commands import slurm_environment
 
-UNREACHED = -1000  # instead of an exit code: the result of the command is unknown
+if TYPE_CHECKING:
+    from clusterjob.backends.slurm.login_host import LoginHost
+
+UNREACHED = -1000  # in place of an exit code: the login host did not send the result
 # Timeout in seconds of `scontrol ping` if no cluster is named. Without a configuration, the command
 # takes 0.06 s.
 _PING = 3.0
@@ -75,15 +77,12 @@ class SlurmOutput:
     @property
     def message(self) -> str:
         """The start of stderr as one line, without the prefix ``COMMAND: error:``."""
-        begin = self.err[: 4 * _MAX_MESSAGE].splitlines()
         lines = [
             re.sub(r"^(?:\w+: (?:error: )?)?(?:allocation failure: )?", "", line).strip()
-            for line in begin
+            for line in self.err[: 4 * _MAX_MESSAGE].splitlines()
         ]
-        return (
-            "; ".join(dict.fromkeys(line for line in lines if line))[:_MAX_MESSAGE]
-            or f"exit code {self.code}"
-        )
+        text = "; ".join(dict.fromkeys(filter(None, lines)))
+        return text[:_MAX_MESSAGE] or f"exit code {self.code}"
 
     @property
     def silent(self) -> bool:
@@ -112,58 +111,34 @@ class Started(Protocol):
         """Kill the command."""
 
 
-class Shell(Protocol):
-    """Another machine that runs Slurm's commands; see `clusterjob.backends.slurm.login_host`."""
-
-    @property
-    def name(self) -> str:
-        """A name that no other machine has."""
-
-    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> Started:
-        """Start a command in a clean environment of that machine, with `more` added.
-
-        Raises:
-            SubmitError: the command is not installed on that machine.
-        """
-
-
+@dataclass(frozen=True)
 class Client:
     """Runs Slurm's commands.
 
-    Args:
+    Attributes:
         conf: the configuration that the job was submitted with (SLURM_CONF); None for the
             configuration of this process's environment.
         cluster: name of the cluster in a federation, as printed by ``sbatch --parsable``; None if
             there is only one cluster.
-        shell: the machine that runs the commands; None for this machine.
-        hidden: variables of this process that are removed from the environment of the commands,
-            because sbatch passes its whole environment to the job.
+        host: the login host that runs the commands; None for this machine.
+        job_id: the job in whose directory on the login host the commands run; empty for none.
+        hidden: variables of this process that the commands do not get: sbatch would pass them to
+            the job.
     """
 
-    def __init__(
-        self,
-        conf: str | None = None,
-        cluster: str | None = None,
-        shell: Shell | None = None,
-        hidden: Collection[str] = (),
-    ) -> None:
-        self.conf = conf
-        self.cluster = cluster
-        self._shell = shell
-        self._hidden = hidden
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the commands run on this machine."""
-        return self._shell is None
+    conf: str | None = None
+    cluster: str | None = None
+    host: LoginHost | None = None
+    job_id: str = ""
+    hidden: Collection[str] = ()
 
     @property
     def key(self) -> str:
         """A string that differs between clusters."""
         place = (
             self.conf or os.environ.get("SLURM_CONF", "")
-            if self._shell is None
-            else f"login\0{self._shell.name}"
+            if self.host is None
+            else f"login\0{self.host.name}"
         )
         return f"{place}\0{self.cluster or ''}"
 
@@ -175,12 +150,12 @@ class Client:
         """
         command = [argv[0], *([f"--clusters={self.cluster}"] if self.cluster else []), *argv[1:]]
         added = ({"SLURM_CONF": self.conf} if self.conf else {}) | dict(more or {})
-        if self._shell is not None:
-            return self._shell.start(command, added)
+        if self.host is not None:
+            return self.host.start(command, added, job_id=self.job_id)
         own = {
             name: value
             for name, value in slurm_environment(os.environ, argv[0]).items()
-            if name not in self._hidden
+            if name not in self.hidden
         }
         try:
             return subprocess.Popen(
@@ -216,20 +191,17 @@ class Client:
 
 
 def hint(message: str) -> str:
-    """Return the hint for an error message of Slurm; empty if there is none."""
+    """Return the hint for an error message of Slurm; empty if the message is not known."""
     return next(
         (text for pattern, text in _HINTS if re.search(pattern, message, re.IGNORECASE)), ""
     )
 
 
 def is_here() -> bool:
-    """Return whether this machine can submit to Slurm: it has sbatch and a configuration.
+    """Return whether a machine with Slurm's commands has a configuration of Slurm.
 
-    If there is no configuration in the usual places, the output of `scontrol ping` must contain a
-    controller, which may be up or down.
+    If the usual places have none, `scontrol ping` must show a controller, which may be down.
     """
-    if shutil.which("sbatch") is None:
-        return False
     configured = (
         "/etc/slurm/slurm.conf",
         "/etc/slurm-llnl/slurm.conf",

@@ -15,12 +15,11 @@ from typing import Any
 
 from clusterjob.backends import shared
 from clusterjob.backends.slurm.mirror import ClusterMirror
-from clusterjob.backends.slurm.remote_command import JobShell, RemoteCommand
-from clusterjob.core import plans, snapshot
+from clusterjob.backends.slurm.remote_command import RemoteCommand
+from clusterjob.core import snapshot
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
-from clusterjob.core.spec import JobSpec
 from clusterjob.errors import HostError, SpecError, SubmitError
 from clusterjob.node.host_server.requests import Check, HostRequest, Remove, RequestStop
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS
@@ -33,7 +32,6 @@ from clusterjob.remote.session import Session
 from clusterjob.remote.sessions import Place, Sessions
 
 OPTIONS = (*ssh_options.NAMES, "max_array_size")
-_MARGIN = 50_000_000  # free bytes required beyond the size of the sent files, for logs
 _MAX_RETRY_PAUSE = 15.0  # maximum seconds between two tries to reach a host
 _UNMOUNTABLE = ',:"'
 
@@ -55,17 +53,12 @@ class Login:
     place: Place = field(compare=False)
 
     @classmethod
-    def of(cls, spec: JobSpec) -> Login:
-        """Return the login host of a job.
+    def named(cls, text: str, given: Mapping[str, str], setup: Sequence[str]) -> Login:
+        """Return the login host for the name, the options and the setup lines of a job.
 
         Raises:
             SpecError: the host or one of its options is invalid.
         """
-        return cls.named(spec.login, spec.options, setup=spec.setup)
-
-    @classmethod
-    def named(cls, text: str, given: Mapping[str, str], setup: Sequence[str]) -> Login:
-        """Return the login host for a name and the options of a job; see `of`."""
         try:
             found = parse_hosts(text)
         except SpecError as error:
@@ -74,23 +67,15 @@ class Login:
                 "write it as user@login1, or as an alias of the ssh configuration",
             ) from error
         if len(found) != 1:
-            raise SpecError(
-                f"--login {text!r} names {len(found)} hosts",
-                "name one login host",
-            )
-        set_ = ssh_options.ConnectionSettings.of(given)
-        # The session runs with any Python on the host: the job's may exist only on the nodes. With
-        # setup lines, the session looks for a new enough Python before it runs them. The line ":"
-        # does nothing; it makes sure that there is a setup line.
-        place = Place(
-            found,
-            "python3",
-            setup=(":", *setup),
-            home=set_.remote_home,
-            ssh_config=set_.ssh_config,
-            timeout=set_.connect_timeout,
-        )
-        return cls(found[0], set_.remote_home, set_.ssh_config, place)
+            raise SpecError(f"--login {text!r} names {len(found)} hosts", "name one login host")
+        # The job's interpreter may exist only on the nodes. With a setup line (":" does nothing),
+        # the host server runs on any Python of the host that is new enough.
+        settings = ssh_options.ConnectionSettings.of(given)
+        return cls._at(settings.place(found, "python3", (":", *setup)))
+
+    @classmethod
+    def _at(cls, place: Place) -> Login:
+        return cls(place.hosts[0], place.home, place.ssh_config, place)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON data."""
@@ -99,8 +84,7 @@ class Login:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Login:
         """Return the login host from the data of `to_json`."""
-        place = Place.from_json(data)
-        return cls(place.hosts[0], place.home, place.ssh_config, place)
+        return cls._at(Place.from_json(data))
 
 
 def of_record(record: Record) -> Login | None:
@@ -153,7 +137,7 @@ class LoginHost:
         """
         return self._sessions.session(self._login.place, 0)
 
-    def ask(self, request: HostRequest, *, bulk: bool = False) -> tuple[Any, bytes]:
+    def ask(self, request: HostRequest, *, bulk: bool = False) -> tuple[dict[str, Any], bytes]:
         """Send a request to the host; see `clusterjob.remote.session.Session.ask`.
 
         Raises:
@@ -163,17 +147,15 @@ class LoginHost:
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> RemoteCommand:
-        """Start a Slurm command on the login host.
+    def start(self, argv: Sequence[str], more: Mapping[str, str], job_id: str) -> RemoteCommand:
+        """Start a Slurm command on the host, in a clean environment with the variables `more`.
+
+        If `job_id` is not empty, the command runs in the directory of that job.
 
         Raises:
             SubmitError: the command is not installed on the host.
         """
-        return RemoteCommand(self, argv, more=more, job_id="")
-
-    def within(self, job_id: str) -> JobShell:
-        """Return this host as a shell whose commands run in a job's directory."""
-        return JobShell(self, job_id)
+        return RemoteCommand(self, argv, more=more, job_id=job_id)
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -250,7 +232,7 @@ class LoginHost:
             SubmitError: the directory cannot be mounted into the container.
         """
         size = sum(len(file.data) for file in plan.files)
-        answer, _ = self.ask(Check(_MARGIN + size, torch=False, own=False))
+        answer, _ = self.ask(Check(shared.LOG_SPACE + size, torch=False, own=False))
         if answer["errors"]:
             raise HostError(self.label, "; ".join(answer["errors"]))
         directory = f"{answer['home']}/jobs/{plan.job_id}"
@@ -260,11 +242,9 @@ class LoginHost:
                 " it cannot be mounted into a container",
                 "choose another directory with --set remote_home=DIR",
             )
-        files = [
-            *((file.path.name, file.mode, file.data) for file in plan.files),
-            *plans.carried_elsewhere(plan.job_dir),
-        ]
-        JobBundle(self.session(), plan.job_id, node=0, progress=lambda *_: None).put(files)
+        JobBundle(self.session(), plan.job_id, node=0, progress=lambda *_: None).put(
+            shared.sent_files(plan)
+        )
         return {"directory": directory, "ahead": answer["time"] - time.time()}
 
     def send_code(self, plan: Plan) -> dict[str, Any] | None:
@@ -293,23 +273,19 @@ class LoginHost:
 
     def remove(self, job_id: str) -> None:
         """Delete the job's directory on the host, if the host is reachable."""
-        try:
+        with contextlib.suppress(HostError):
             self.ask(Remove(job_id))
-        except HostError:
-            pass
 
 
 class LoginHosts:
     """All login hosts of this process; each connects at its first request."""
 
     def __init__(self) -> None:
-        self._sessions: Sessions | None = None
+        self._sessions = shared.new_sessions()
         self._hosts: dict[Login, LoginHost] = {}
 
     def host(self, login: Login) -> LoginHost:
-        """Return the `LoginHost` of a login; there is one for each login."""
-        if self._sessions is None:
-            self._sessions = shared.new_sessions()
+        """Return the only `LoginHost` of a login."""
         if login not in self._hosts:
             self._hosts[login] = LoginHost(self._sessions, login)
         return self._hosts[login]
@@ -326,23 +302,21 @@ class LoginHosts:
             if login is not None:
                 groups.setdefault(login, []).append(record)
         hosts = {login: self.host(login) for login in groups}
-        if len(groups) == 1:  # the usual case: Ctrl-C then interrupts the request itself
-            for login, group in groups.items():
-                try:
-                    hosts[login].poll(group)
-                except HostError as error:
-                    return {record.job_id: error.message for record in group}
-            return {}
-        outcome = for_each(list(groups), lambda login: hosts[login].poll(groups[login]))
+        errors: dict[Login, HostError] = {}
+        if len(groups) == 1:  # without a thread, Ctrl-C interrupts the request itself
+            [(login, group)] = groups.items()
+            try:
+                hosts[login].poll(group)
+            except HostError as error:
+                errors[login] = error
+        else:
+            errors = for_each(list(groups), lambda login: hosts[login].poll(groups[login])).errors
         return {
             record.job_id: error.message
-            for login, error in outcome.errors.items()
+            for login, error in errors.items()
             for record in groups[login]
         }
 
     def close(self) -> None:
         """Close all sessions; the jobs continue."""
-        if self._sessions is not None:
-            self._sessions.close()
-            self._sessions = None
-        self._hosts.clear()
+        self._sessions.close()

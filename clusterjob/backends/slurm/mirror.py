@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents
 
 _AT_ONCE = 500  # maximum number of jobs in one request
 _STATUS_BYTES = 1 << 20  # maximum bytes of one answer with only the status of the jobs
-# The files that the login host may send: replaced files, and growing files by log mode.
+# The files that the login host may send: replaced files, and growing files for each mode of
+# `JobToPoll.logs` (no logs, only stderr files, all logs).
 _REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
 _ALWAYS = r"events\.jsonl|logs/slurm\.out"
 _GROWN = {
@@ -29,7 +30,7 @@ _GROWN = {
 class Ask(Protocol):
     """Sends a request to the login host; returns its answer and the bytes after it."""
 
-    def __call__(self, request: PollJobs, /, *, bulk: bool) -> tuple[Any, bytes]:
+    def __call__(self, request: PollJobs, /, *, bulk: bool) -> tuple[dict[str, Any], bytes]:
         """Send the request; see `clusterjob.remote.session.Session.ask`."""
         ...
 
@@ -62,8 +63,8 @@ class ClusterMirror:
             HostError: the host does not answer, or its answer is malformed.
         """
         more: dict[str, bool] = {}
-        rest = iter(wanted)
-        while chunk := list(itertools.islice(rest, _AT_ONCE)):
+        for begin in range(0, len(wanted), _AT_ONCE):
+            chunk = wanted[begin : begin + _AT_ONCE]
             asked = tuple(self._asked(record, logs=logs) for record, logs in chunk)
             bulk = any(job.logs != "none" for job in asked)
             most = LOG_BYTES if bulk else _STATUS_BYTES
@@ -91,14 +92,10 @@ class ClusterMirror:
     def _asked(self, record: Record, *, logs: bool) -> JobToPoll:
         """Return a job's part of the request, with the local version of each file."""
         known = self._stamps.setdefault(record.job_id, {})
-        sizes: dict[str, int] = {}
-        stamps: dict[str, str] = {}
-        for path in (*_files_in(record.job_dir / ENDS), record.job_dir / RESULT):
-            if path.exists():
-                name = str(path.relative_to(record.job_dir))
-                stamps[name] = known.get(name, "")
+        replaced = [*_files_in(record.job_dir / ENDS), record.job_dir / RESULT]
         grown = [record.job_dir / EVENTS, record.job_dir / LOGS / SLURM_LOG]
-        mode = _mode(record, logs=logs)
+        # With --launcher srun, the root cause is found in the last lines of the workers' stderr.
+        mode = "all" if logs else "last" if record.job.launcher == "srun" else "none"
         if mode != "none":
             grown += [
                 path
@@ -106,10 +103,16 @@ class ClusterMirror:
                 if node.is_dir()
                 for path in _files_in(node)
             ]
-        for path in grown:
-            if path.exists():
-                sizes[str(path.relative_to(record.job_dir))] = path.stat().st_size
-        return JobToPoll(directory_name(record), mode, sizes=sizes, stamps=stamps)
+
+        def by_name(paths: Iterable[Path]) -> dict[str, Path]:
+            return {str(path.relative_to(record.job_dir)): path for path in paths if path.exists()}
+
+        return JobToPoll(
+            directory_name(record),
+            mode,
+            sizes={name: path.stat().st_size for name, path in by_name(grown).items()},
+            stamps={name: known.get(name, "") for name in by_name(replaced)},
+        )
 
     def _take(self, record: Record, had: JobToPoll, file: dict[str, Any], content: bytes) -> None:
         name = file["path"]
@@ -134,14 +137,6 @@ class ClusterMirror:
                 f" {error.strerror}: {record.job_dir / name}",
             ) from error
         stamps.pop(name, None)
-
-
-def _mode(record: Record, *, logs: bool) -> str:
-    """Return which logs to fetch: none, all, or the stderr files ("last").
-
-    With --launcher srun the root cause is found in the last lines of the workers' stderr.
-    """
-    return "all" if logs else "last" if record.job.launcher == "srun" else "none"
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
-from clusterjob.backends.slurm import containers, flags, job_end, submit
+from clusterjob.backends.slurm import containers, flags, submit
 from clusterjob.backends.slurm.client import Client
-from clusterjob.backends.slurm.status import NAME, cluster_of, directory_verdict
+from clusterjob.backends.slurm.status import NAME, by_directory, cluster_of
 from clusterjob.core import arrays
 from clusterjob.core.arrays import Array, Piece
 from clusterjob.core.plans import Plan, PlannedCommand
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login
 
 _SCRIPT = "slurm.sh"
-CODE = shared.CODE
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
-_STRAGGLERS = 60  # maximum seconds that tasks run after the first task's end: agents end together
+_STRAGGLERS = 60  # maximum seconds that tasks run after the first task's end (srun --wait)
 _KILL_WAIT = 30  # seconds between Slurm's SIGTERM and SIGKILL (default of KillWait)
 
 
@@ -46,21 +45,24 @@ def plan(spec: JobSpec) -> Plan:
     job_id, job_dir = shared.new_directory(spec.name)
     array = spec.elements()
     pieces = _pieces(array, spec)
-    given = {
-        key: value
-        for key, value in spec.options.items()
-        if key != "comment" and not (login and key in _login_options())
-    }
-    options, unknown = flags.options(given)
+    own = {"comment"}  # keys of --set that are not options of sbatch
     output = "slurm-%A_%a.out" if array else SLURM_LOG
     remote: dict[str, Any] = {}
     if login is None:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
+        values = _values(spec, job_id, job_dir=job_dir, array=array)
     else:  # the host's home directory is not known yet: sbatch runs in the job's directory
+        from clusterjob.backends.slurm.login_host import OPTIONS
+
+        own |= {*OPTIONS}
         spec = replace(spec, program=shared.sent_program(spec))
         script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
         remote = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
+        values = _values_there(spec, job_id, array=array)
+    options, unknown = flags.options(
+        {key: value for key, value in spec.options.items() if key not in own}
+    )
     common = [
         "--parsable", f"--job-name={spec.name}", f"--comment={flags.comment(job_id, spec)}", *place,
         "--open-mode=append", "--export=ALL", *flags.requeue(spec), *flags.shape(spec), *options,
@@ -68,26 +70,28 @@ def plan(spec: JobSpec) -> Plan:
     ]  # fmt: skip
     if spec.signal_before is not None:
         common.append(f"--signal=B:USR1@{spec.signal_before}")
-    files = [*shared.common_files(spec, job_dir)]
-    if array is not None and array.values:
-        files.append(shared.sweep_file(spec, array, job_dir=job_dir))
-    values = (
-        _values(spec, job_id, job_dir=job_dir, array=array)
-        if login is None
-        else _values_there(spec, job_id, array=array)
-    )
-    files.append(
-        shared.script_file(job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values))
-    )
+    text = render(spec.template or f"{_SCRIPT}.j2", values)
+    sweep = array is not None and array.values
     return Plan(
         job_id=job_id,
         backend=NAME,
         job_dir=job_dir,
         spec=spec,
-        files=tuple(files),
+        files=(
+            *shared.common_files(spec, job_dir),
+            *([shared.sweep_file(spec, array, job_dir=job_dir)] if array and sweep else []),
+            shared.script_file(job_dir / _SCRIPT, text),
+        ),
         commands=tuple(
             PlannedCommand(
-                ("sbatch", *common, *_array_words(piece), script, *_offset(piece)), **remote
+                (
+                    "sbatch",
+                    *common,
+                    *_array_option(piece),
+                    script,
+                    *([str(piece.offset)] if piece is not None and piece.offset else []),
+                ),
+                **remote,
             )
             for piece in pieces
         ),
@@ -109,7 +113,8 @@ def plan(spec: JobSpec) -> Plan:
 
 
 def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
-    dependencies = []
+    """Return sbatch's options for `--after`, without dependencies that are already met."""
+    dependencies: list[tuple[str, Sequence[str]]] = []
     for text in spec.after:
         kind, job = flags.split_after(text)
         if job.isascii() and job.replace("_", "").isdigit():
@@ -122,19 +127,11 @@ def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
                 "name a job of the same cluster: `clusterjob list` shows your jobs",
             )
         if not _met(kind, record):
-            dependencies.append(
-                (
-                    kind,
-                    [record.handle.id]
-                    if record.index is not None
-                    else list(record.handle.data["ids"]),
-                )
-            )
-    return (
-        [f"--dependency={flags.dependency(dependencies)}", "--kill-on-invalid-dep=yes"]
-        if dependencies
-        else []
-    )
+            handle, is_element = record.handle, record.index is not None
+            dependencies.append((kind, [handle.id] if is_element else handle.data["ids"]))
+    if not dependencies:
+        return []
+    return [f"--dependency={flags.dependency(dependencies)}", "--kill-on-invalid-dep=yes"]
 
 
 def _met(kind: str, record: Record) -> bool:
@@ -146,7 +143,6 @@ def _met(kind: str, record: Record) -> bool:
         SpecError: the job has ended in a state with which the dependent job would never run.
     """
     ended = [(element, _known_end(element)) for element in Records().elements(record)]
-    over = all(state is not None for _, state in ended)
     wrong = [
         (element, state)
         for element, state in ended
@@ -159,30 +155,35 @@ def _met(kind: str, record: Record) -> bool:
             " so it would never run",
             f"`--after afterany:{record.job_id}` waits for any end",
         )
-    return over and kind in ("after", "afterany", "afterok", "afternotok")
+    return all(state is not None for _, state in ended) and kind in (
+        "after",
+        "afterany",
+        "afterok",
+        "afternotok",
+    )
 
 
 def _known_end(record: Record) -> JobState | None:
+    """Return the state in which a job has ended; None if no file on this machine shows its end."""
     if record.end is not None:
         return Verdict.from_json(record.end).state
-    verdict = directory_verdict(record)
-    return (
-        verdict.state if verdict is not None and job_end.settled(verdict, record.job_dir) else None
-    )
+    ended, _ = by_directory([record])
+    return ended[record.job_id].state if ended else None
 
 
 def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
     if array is None:
         return [None]
-    if spec.login:  # no request to the host: more pieces than necessary do no harm
-        text = spec.options.get("max_array_size", str(_DEFAULT_ARRAY_SIZE))
-        if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
-            raise SpecError(
-                f"max_array_size: {text!r} is no number of elements",
-                "`scontrol show config` on the login host shows MaxArraySize",
-            )
-        return [*arrays.pieces(array, int(text))]
-    return [*arrays.pieces(array, submit.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
+    if not spec.login:
+        return [*arrays.pieces(array, submit.largest_array(Client()) or _DEFAULT_ARRAY_SIZE)]
+    # The login host is not asked for MaxArraySize: more pieces than necessary do no harm.
+    text = spec.options.get("max_array_size", str(_DEFAULT_ARRAY_SIZE))
+    if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
+        raise SpecError(
+            f"max_array_size: {text!r} is not a number of at least 1",
+            "`scontrol show config` on the login host shows MaxArraySize",
+        )
+    return [*arrays.pieces(array, int(text))]
 
 
 def login_of(spec: JobSpec) -> Login | None:
@@ -191,25 +192,14 @@ def login_of(spec: JobSpec) -> Login | None:
         return None
     from clusterjob.backends.slurm.login_host import Login
 
-    return Login.of(spec)
+    return Login.named(spec.login, spec.options, setup=spec.setup)
 
 
-def _login_options() -> Sequence[str]:
-    """Return the names in --set that configure the login host and are not sbatch options."""
-    from clusterjob.backends.slurm.login_host import OPTIONS
-
-    return OPTIONS
-
-
-def _array_words(piece: Piece | None) -> list[str]:
+def _array_option(piece: Piece | None) -> list[str]:
     if piece is None:
         return []
     limit = f"%{piece.at_once}" if piece.at_once is not None else ""
     return [f"--array={arrays.ranges_text(piece.indices)}{limit}"]
-
-
-def _offset(piece: Piece | None) -> list[str]:
-    return [str(piece.offset)] if piece is not None and piece.offset else []
 
 
 def _values(
@@ -217,8 +207,7 @@ def _values(
 ) -> dict[str, Any]:
     workdir = workdir or spec.workdir
     program = shared.element_program(spec, array)
-    warning = spec.signal_before is not None or spec.requeue
-    launch = [] if spec.launcher == "srun" else _launch(spec, program)
+    by_srun = spec.launcher == "srun"
     container = containers.choose(spec, job_dir, workdir=workdir)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
@@ -228,22 +217,26 @@ def _values(
         "elements": array is not None,
         "sweep": str(job_dir / shared.SWEEP) if array is not None and array.values else "",
         "requeue": spec.requeue,
-        "warning": warning,
+        "warning": spec.signal_before is not None or spec.requeue,
         "apptainer": container.prefix,
         "srun_options": [*_srun_options(spec), *container.srun_options],
-        "program": program.argv(spec.python) if spec.launcher == "srun" else [],
-        "launch_arguments": launch,
+        "program": program.argv(spec.python) if by_srun else [],
+        "launch_arguments": [] if by_srun else _launch(spec, program),
     }
 
 
 def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, Any]:
-    """Return the template's values for a login host; its job directory is not known yet.
+    """Return the template's values for a login host, with SLURM_SUBMIT_DIR as the job's directory.
 
-    The script finds its directory in SLURM_SUBMIT_DIR, because sbatch runs in the job's directory.
+    The path of the job's directory is not known yet. sbatch runs in that directory.
     """
     place = Path(f"/{secrets.token_hex(16)}")
     values = _values(
-        spec, job_id, job_dir=place, array=array, workdir=place / CODE if spec.sync else None
+        spec,
+        job_id,
+        job_dir=place,
+        array=array,
+        workdir=place / shared.CODE if spec.sync else None,
     )
     return {
         key: in_shell(value, str(place), variable='"$SLURM_SUBMIT_DIR"')
@@ -254,10 +247,8 @@ def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, 
 def _launch(spec: JobSpec, program: Program) -> list[str]:
     more: dict[str, Any] = {"echo": False, "program": program}
     if spec.signal_before is not None or spec.requeue:
-        more["time_limit"] = (
-            None  # Slurm's warning and time limit end the job, so that Slurm can queue it again
-        )
-        more["warning"] = float(spec.signal_before or _KILL_WAIT)
+        # Slurm must end the job at its time limit, so that Slurm can queue the job again.
+        more |= {"time_limit": None, "warning": float(spec.signal_before or _KILL_WAIT)}
     return spec.launch_options(**more).arguments()
 
 

@@ -55,16 +55,17 @@ class Queue:
         if first:
             self._await_another()
         stored = _read(self._path)
-        age = time.time() - float(stored.get("asked_at", 0.0))
-        quiet = int(stored.get("quiet", 0))
+        interval = INTERVAL
+        if not first and not urgent:
+            interval = min(_SLOWEST, INTERVAL * 1.5 ** int(stored.get("quiet", 0)))
         if self._asking is not None:
             self._collect(timeout=0.0)
         elif (
-            not 0.0 <= age < (INTERVAL if first or urgent else min(_SLOWEST, INTERVAL * 1.5**quiet))
+            not 0.0 <= time.time() - float(stored.get("asked_at", 0.0)) < interval
+            and self._ask(stored)
+            and first
         ):
-            asking = self._ask(stored)
-            if first and asking:
-                self._collect(timeout=_FIRST_TIMEOUT)
+            self._collect(timeout=_FIRST_TIMEOUT)
         return QueueSnapshot.from_json(_read(self._path))
 
     def close(self) -> None:
@@ -126,22 +127,19 @@ class Queue:
             out, err = process.communicate(timeout=timeout or 0.001)
         except subprocess.TimeoutExpired:
             if timeout:
-                self._note(
-                    begin,
-                    {"failed_at": begin, "error": f"it did not answer within {timeout:g} s"},
-                )
+                error = f"it did not answer within {timeout:g} s"
+                self._note(begin, {"failed_at": begin, "error": error})
             return
         self._asking = None
         atexit.unregister(self.close)
-        answer = SlurmOutput(process.returncode, out, err=err)
-        if answer.code == 0:
-            self._note(
-                begin, {"taken_at": begin, "rows": squeue.split(answer.out, mark), "error": ""}
-            )
+        if process.returncode == 0:
+            self._note(begin, {"taken_at": begin, "rows": squeue.split(out, mark), "error": ""})
         else:
-            self._note(begin, {"failed_at": begin, "error": answer.message})
+            error = SlurmOutput(process.returncode, out, err=err).message
+            self._note(begin, {"failed_at": begin, "error": error})
 
     def _note(self, begin: float, news: dict[str, Any]) -> None:
+        """Store the result of the squeue that started at `begin`."""
         with self._locked():
             now = _read(self._path)
             if begin < float(now.get("taken_at", 0.0)) <= time.time():
@@ -152,8 +150,7 @@ class Queue:
                     "rows" in now
                     and QueueSnapshot.from_json(news).active == QueueSnapshot.from_json(now).active
                 )
-                quiet = int(now.get("quiet", 0)) + 1 if same else 0
-                news["quiet"] = min(quiet, 9)
+                news["quiet"] = min(int(now.get("quiet", 0)) + 1, 9) if same else 0
             _keep(
                 self._path, {**now, "asked_at": max(begin, float(now.get("asked_at", 0.0))), **news}
             )
@@ -165,7 +162,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _keep(path: Path, value: dict[str, Any]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the disk is full: the next call runs squeue again
         files.write_json(path, value)
-    except OSError:
-        pass  # the disk is full: the next call runs squeue again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends.slurm.client import UNREACHED
@@ -20,32 +19,10 @@ if TYPE_CHECKING:
 _AT_ONCE = 0.3
 
 
-@dataclass(frozen=True)
-class JobShell:
-    """A login host as a shell whose commands run in a job's directory.
-
-    Attributes:
-        host: the host.
-        job_id: the job.
-    """
-
-    host: LoginHost
-    job_id: str
-
-    @property
-    def name(self) -> str:
-        """The name of the host."""
-        return self.host.name
-
-    def start(self, argv: Sequence[str], more: Mapping[str, str]) -> RemoteCommand:
-        """Start a command in the job's directory; see `LoginHost.start`."""
-        return RemoteCommand(self.host, argv, more=more, job_id=self.job_id)
-
-
 class RemoteCommand:
     """A command on a login host, with the interface of `subprocess.Popen`.
 
-    Its return code is UNREACHED if the connection breaks.
+    If the connection breaks, its return code is UNREACHED.
 
     Args:
         host: the host.
@@ -86,7 +63,7 @@ class RemoteCommand:
             left = 60.0 if end is None else max(0.0, end - begin)
             self._ask(ReapCommand(self._number, wait=left), left)
             if not self._ended and left > 1.0 and time.monotonic() - begin < left / 2:
-                # Without this end, the loop would send requests without a pause.
+                # The host did not wait as requested: end, so that the loop does not flood it.
                 self._end(
                     UNREACHED,
                     "",
@@ -126,11 +103,9 @@ class RemoteCommand:
             self._end(
                 UNREACHED,
                 "",
-                f"ssh: {self._host.label}: it sends a malformed answer:"
-                f" neither that {self.args[0]} runs nor how it ended",
+                f"ssh: {self._host.label}: it sends a malformed answer about {self.args[0]}",
             )
-        found: dict[str, Any] = answer
-        return found
+        return answer
 
     def _end(self, code: int, out: str, err: str) -> None:
         self._ended, self.returncode, self._output = True, code, (out, err)

@@ -130,8 +130,10 @@ def command(mark: str) -> list[str]:
 def split(text: str, mark: str) -> list[list[str]]:
     """Split the output of squeue into rows of fields."""
     fields, size = [field[:_MAX_TEXT] for field in text.split(mark)[:-1]], len(_COLUMNS)
-    rows = [fields[begin : begin + size] for begin in range(0, len(fields) - size + 1, size)]
-    return [[first.removeprefix("\n"), *others] for first, *others in rows]
+    return [
+        [fields[begin].removeprefix("\n"), *fields[begin + 1 : begin + size]]
+        for begin in range(0, len(fields) - size + 1, size)
+    ]
 
 
 def ask(client: Client) -> QueueSnapshot | None:
@@ -160,27 +162,17 @@ def _row(
     directory: str,
     comment: str,
 ) -> JobRow:
-    key = f"{base}_{task}" if task != "N/A" else own
-    reason = "" if reason == "None" else reason
+    if is_number(start):
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(int(start)))
     return JobRow(
-        key,
+        f"{base}_{task}" if task != "N/A" else own,
         state,
-        reason=reason,
-        start=_local_time(start),
+        reason="" if reason == "None" else reason,
+        start="" if start == "N/A" else start,
         comment=comment,
         name=name,
         directory=directory,
         submitted=float(submitted) if is_number(submitted) else 0.0,
-    )
-
-
-def _local_time(text: str) -> str:
-    return (
-        time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(int(text)))
-        if is_number(text)
-        else ""
-        if text == "N/A"
-        else text
     )
 
 

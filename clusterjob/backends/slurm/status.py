@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends import shared
@@ -62,8 +61,7 @@ def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Rec
 
 def unreached(record: Record, why: str) -> Status:
     """Return the status of a job whose login host does not answer."""
-    started_at, restarts, _ = shared.progress(record.job_dir)
-    return Status(JobState.UNKNOWN, why, verdict=None, started_at=started_at, restarts=restarts)
+    return shared.progress(record.job_dir).status(JobState.UNKNOWN, why)
 
 
 def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
@@ -72,10 +70,14 @@ def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
     Slurm may give the same id to another job (submitit#1660). The comment and the working directory
     contain the job's own id. If a site has changed both, the name and the submit time are compared.
     """
-    if squeue.has_id(row, record.whole_id):
-        return True
-    at = handle.data["at"] + handle.data.get("ahead", 0.0)  # by the cluster's clock
-    return row.name == record.name and abs(row.submitted - at) < _SUBMIT_TIME
+    return squeue.has_id(row, record.whole_id) or (
+        row.name == record.name and abs(row.submitted - accepted_at(handle)) < _SUBMIT_TIME
+    )
+
+
+def accepted_at(handle: Handle) -> float:
+    """Return when Slurm accepted a job, in seconds since the epoch by the cluster's clock."""
+    return float(handle.data["at"] + handle.data.get("ahead", 0.0))
 
 
 def is_active(snapshot: QueueSnapshot, record: Record, handle: Handle) -> bool:
@@ -111,17 +113,23 @@ def _adopted(record: Record, snapshot: QueueSnapshot) -> Record:
     bases = sorted({row.base for row in squeue.rows_of(snapshot, record.job_id)}, key=int)
     if not bases:
         return record
-    login = cluster_of(record).login
-    more = {"login": login.to_json()} if login is not None else {}
-    data = {"ids": bases, "cluster": None, "conf": None, "at": _epoch(record.submitted_at), **more}
+    data: dict[str, Any] = {
+        "ids": bases,
+        "cluster": None,
+        "conf": None,
+        "at": shared.epoch(record.submitted_at),
+    }
+    if (login := cluster_of(record).login) is not None:
+        data["login"] = login.to_json()
     return replace(record, handle=Handle(NAME, bases[0], data=data))
 
 
 def has_news(record: Record) -> bool:
-    """Return whether the job's directory shows an end that only Slurm can explain."""
-    by_srun = _started_by_srun(record) and job_end.step_code(record.job_dir) is not None
+    """Return whether the job's directory shows an end whose cause only Slurm knows."""
     return (
-        by_srun or ends.cancelled(record.job_dir) or job_end.verdict_of(record.job_dir) is not None
+        ends.cancelled(record.job_dir)
+        or job_end.verdict_of(record.job_dir) is not None
+        or (_started_by_srun(record) and job_end.step_code(record.job_dir) is not None)
     )
 
 
@@ -130,88 +138,72 @@ def directory_verdict(record: Record) -> Verdict | None:
 
     The agents write the verdict. Under ``--launcher srun`` the directory shows only a success.
     """
-    if _started_by_srun(record):
-        return (
-            job_end.of_step(record.job_dir, 0, started_at=None)
-            if job_end.step_code(record.job_dir) == 0
-            else None
-        )
-    return job_end.verdict_of(record.job_dir)
+    if not _started_by_srun(record):
+        return job_end.verdict_of(record.job_dir)
+    if job_end.step_code(record.job_dir) == 0:
+        return job_end.of_step(record.job_dir, 0, started_at=None)
+    return None
 
 
 def unseen(record: Record, snapshot: QueueSnapshot) -> Status:
     """Return the status of a job without a handle that Slurm does not show."""
-    if record.submitter is not None and record.submitter.alive():
+    if shared.being_submitted(record):
         return Status(JobState.PENDING, "it is being submitted")
     if snapshot.error:
         return Status(JobState.UNKNOWN, _unanswered(snapshot))
-    started_at, restarts, _ = shared.progress(record.job_dir)
-    newest = max(
-        _epoch(record.submitted_at) + _UNSEEN, _epoch(started_at) + SETTLING if started_at else 0.0
-    )
-    if started_at is not None and snapshot.taken_at < newest:
-        return Status(JobState.RUNNING, "", verdict=None, started_at=started_at, restarts=restarts)
-    if _runs_unseen(record, snapshot):
-        return Status(
-            JobState.UNKNOWN, _UNSEEN_ALIVE, verdict=None, started_at=started_at, restarts=restarts
-        )
-    if _ran(record, started_at):
-        return _with_handle(_from_directory(record, started_at, restarts=restarts), None)
-    if snapshot.taken_at < newest:
+    progress = shared.progress(record.job_dir)
+    expected = shared.epoch(record.submitted_at) + _UNSEEN  # Slurm shows the job by this time
+    if progress.started_at:
+        expected = max(expected, shared.epoch(progress.started_at) + SETTLING)
+        if snapshot.taken_at < expected:
+            return progress.status(JobState.RUNNING)
+    if _may_run_unseen(record, snapshot):
+        return progress.status(JobState.UNKNOWN, _UNSEEN_ALIVE)
+    if (
+        progress.started_at
+        or job_end.step_code(record.job_dir) is not None
+        or ends.refusals(record.job_dir)
+    ):
+        return _with_handle(_from_directory(record, progress), None)
+    if snapshot.taken_at < expected:
         return Status(
             JobState.UNKNOWN,
             "Slurm does not show it (yet): it is unknown whether Slurm accepted it",
         )
-    why = "the command that submitted it died before Slurm accepted the job"
     return shared.ended(
-        shared.verdict_without_coordinator(record.job_dir, None, restarts=0, otherwise=why)
-    )
-
-
-def _ran(record: Record, started_at: str | None) -> bool:
-    return (
-        started_at is not None
-        or job_end.step_code(record.job_dir) is not None
-        or bool(ends.refusals(record.job_dir))
+        shared.verdict_without_coordinator(
+            record.job_dir,
+            shared.Progress(),
+            otherwise="the command that submitted it died before Slurm accepted the job",
+        )
     )
 
 
 def not_yet(record: Record, snapshot: QueueSnapshot) -> Status:
     """Return the status of a job if no query to Slurm has succeeded since its submission."""
-    started_at, restarts, waiting = shared.progress(record.job_dir)
-    error = _unanswered(snapshot) if snapshot.error else ""
-    state = JobState.RUNNING if started_at else JobState.UNKNOWN if error else JobState.PENDING
-    return Status(state, error or waiting, verdict=None, started_at=started_at, restarts=restarts)
+    progress = shared.progress(record.job_dir)
+    state = JobState.UNKNOWN if snapshot.error else JobState.PENDING
+    return progress.status(
+        JobState.RUNNING if progress.started_at else state,
+        _unanswered(snapshot) if snapshot.error else progress.waiting,
+    )
 
 
 def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
     """Return the status of a job that Slurm shows."""
-    started_at, restarts, waiting = shared.progress(record.job_dir)
+    progress = shared.progress(record.job_dir)
     own, cancelled = job_end.verdict_of(record.job_dir), ends.cancelled(record.job_dir)
     if row.waiting:
-        again = (
-            f"queued again, it was {own.state.value.lower()} before; " if own is not None else ""
+        reason = row.reason or "queued"
+        if own is not None:
+            reason = f"queued again, it was {own.state.value.lower()} before; {reason}"
+        if row.start:
+            reason += f"; expected to start at {row.start}"
+        return progress.status(
+            JobState.PENDING, "it is being cancelled" if cancelled else reason, handle
         )
-        if cancelled:
-            return Status(
-                JobState.PENDING,
-                "it is being cancelled",
-                verdict=None,
-                started_at=started_at,
-                restarts=restarts,
-                handle=handle,
-            )
-        when = f"; expected to start at {row.start}" if row.start else ""
-        return Status(
-            JobState.PENDING,
-            f"{again}{row.reason or 'queued'}{when}",
-            verdict=None,
-            started_at=started_at,
-            restarts=restarts,
-            handle=handle,
-        )
-    # Slurm changes the state before it sends a signal: a failed job in state RUNNING was not
-    # cancelled.
+    # Slurm changes the state before it sends a signal: if the state is RUNNING, Slurm has not
+    # cancelled the failed job.
     if (
         row.state == "RUNNING"
         and not cancelled
@@ -221,31 +213,20 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
     ):
         return _with_handle(own, handle)
     if row.active:
-        return Status(
-            JobState.RUNNING,
-            waiting,
-            verdict=None,
-            started_at=started_at,
-            restarts=restarts,
-            handle=handle,
-        )
-    if own is None:
-        code = job_end.step_code(record.job_dir)
-        if code is not None and _started_by_srun(record) and row.state in ("COMPLETED", "FAILED"):
-            own = job_end.of_step(record.job_dir, code, started_at=started_at)
-    verdict = job_end.of_slurm(row, own, job_dir=record.job_dir, started_at=started_at)
+        return progress.status(JobState.RUNNING, progress.waiting, handle)
+    if own is None and row.state in ("COMPLETED", "FAILED"):
+        own = _verdict_of_step(record, progress)
+    verdict = job_end.of_slurm(row, own, job_dir=record.job_dir, started_at=progress.started_at)
     if own is None and (cancelled or not job_end.explains(row)):
-        verdict = shared.verdict_without_coordinator(
-            record.job_dir, started_at, restarts=restarts, otherwise=verdict
-        )
+        verdict = shared.verdict_without_coordinator(record.job_dir, progress, otherwise=verdict)
     return _with_handle(verdict, handle)
 
 
 def needs_explanation(record: Record, row: JobRow) -> bool:
     """Return whether to query Slurm for the signal or failed node, which the row does not show.
 
-    The signal matters only if the batch script could not write its exit code. If the end is already
-    recorded, there is no second query.
+    The signal matters only if the batch script could not write its exit code; the failed node, only
+    if the job's end is not recorded yet.
     """
     if row.state == "FAILED":
         return job_end.step_code(record.job_dir) is None
@@ -264,16 +245,9 @@ def _unanswered(snapshot: QueueSnapshot) -> str:
 
 
 def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
-    lost = verdict.state is JobState.LOST  # the real end may still be reported
-    return Status(
-        verdict.state,
-        verdict.reason,
-        verdict=verdict,
-        started_at=verdict.started_at,
-        restarts=verdict.restarts,
-        handle=handle,
-        provisional=lost,
-    )
+    """Return the status for a verdict; LOST is provisional: Slurm may still report the real end."""
+    lost = verdict.state is JobState.LOST
+    return replace(shared.ended(verdict), handle=handle, provisional=lost)
 
 
 def has_agents(record: Record) -> bool:
@@ -305,25 +279,20 @@ def _started_by_srun(record: Record) -> bool:
 
 
 def submitted_in(record: Record) -> str:
-    """Return the directory in which sbatch ran; for a login host, the end of its path.
+    """Return the directory in which sbatch ran; for a login host, only the end of its path.
 
-    It distinguishes the job from another job with the same id in accounting.
+    In accounting, it distinguishes the job from another job with the same id.
     """
-    if record.job.login:
-        return f"/jobs/{record.whole_id}"  # only the cluster knows the directory above
-    return str(record.whole_dir)
+    return f"/jobs/{record.whole_id}" if record.job.login else str(record.whole_dir)
 
 
-def _runs_unseen(record: Record, snapshot: QueueSnapshot) -> bool:
-    """Return whether a job that Slurm does not show may still run.
-
-    It may still run if no end is on disk and its lease has not expired.
-    """
-    ended = (
-        job_end.step_code(record.job_dir) is not None
-        or job_end.verdict_of(record.job_dir) is not None
+def _may_run_unseen(record: Record, snapshot: QueueSnapshot) -> bool:
+    """Return whether a job that Slurm does not show may run: no end is on disk, its lease holds."""
+    return (
+        job_end.step_code(record.job_dir) is None
+        and job_end.verdict_of(record.job_dir) is None
+        and job_end.alive(record.job_dir, snapshot.taken_at)
     )
-    return not ended and job_end.alive(record.job_dir, snapshot.taken_at)
 
 
 def forgotten(
@@ -332,29 +301,28 @@ def forgotten(
     """Return the status of a job that squeue no longer shows, from accounting or its directory."""
     if accounted is not None:
         return from_row(record, handle, row=accounted)
-    started_at, restarts, _ = shared.progress(record.job_dir)
-    if _runs_unseen(record, snapshot):
-        return Status(
-            JobState.UNKNOWN, _UNSEEN_ALIVE, verdict=None, started_at=started_at, restarts=restarts
+    progress = shared.progress(record.job_dir)
+    if _may_run_unseen(record, snapshot):
+        return progress.status(JobState.UNKNOWN, _UNSEEN_ALIVE)
+    return _with_handle(_from_directory(record, progress), handle)
+
+
+def _from_directory(record: Record, progress: shared.Progress) -> Verdict:
+    return (
+        job_end.verdict_of(record.job_dir)
+        or _verdict_of_step(record, progress)
+        or shared.verdict_without_coordinator(
+            record.job_dir,
+            progress,
+            otherwise="Slurm does not know it any more, and it left no verdict:"
+            " it was killed, or lost by Slurm",
         )
-    return _with_handle(_from_directory(record, started_at, restarts=restarts), handle)
+    )
 
 
-def _from_directory(record: Record, started_at: str | None, restarts: int) -> Verdict:
-    own = job_end.verdict_of(record.job_dir)
-    code = job_end.step_code(record.job_dir)
-    if own is None and code is not None and _started_by_srun(record):
-        own = job_end.of_step(record.job_dir, code, started_at=started_at)
-    if own is None:
-        why = (
-            "Slurm does not know it any more, and it left no verdict:"
-            " it was killed, or lost by Slurm"
-        )
-        own = shared.verdict_without_coordinator(
-            record.job_dir, started_at, restarts=restarts, otherwise=why
-        )
-    return own
-
-
-def _epoch(text: str) -> float:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone(timezone.utc).timestamp()
+def _verdict_of_step(record: Record, progress: shared.Progress) -> Verdict | None:
+    """Return the verdict of a job with --launcher srun from the exit code of its srun."""
+    code = job_end.step_code(record.job_dir) if _started_by_srun(record) else None
+    if code is None:
+        return None
+    return job_end.of_step(record.job_dir, code, started_at=progress.started_at)

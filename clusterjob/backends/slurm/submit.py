@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
 from clusterjob.backends.slurm.flags import clock
-from clusterjob.backends.slurm.squeue import ask, rows_of
+from clusterjob.backends.slurm.squeue import ask, is_number, rows_of
 from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError, SubmitInDoubtError
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 # Maximum number of searches for a job that Slurm may have accepted; seconds between two searches.
 _SEARCHES, _PAUSE = 3, 1.0
 _CONFIG_TIMEOUT = 5.0  # seconds; without an answer the default values of Slurm are used
-# sbatch accepts a job with one of these errors; the job then waits until the nodes are up again.
-_ONLY_NOT_NOW = re.compile(
-    r"Required node not available|ReqNodeNotAvail|nodes required for job are DOWN", re.IGNORECASE
-)
 # The output of --test-only for a job that could run.
 _WOULD_START = re.compile(r"Job \d+ to start at .* in partition (?P<partition>\S+)")
+# sbatch also accepts a job with one of the errors in this pattern: the job waits for its nodes.
+_ACCEPTED = re.compile(
+    rf"{_WOULD_START.pattern}|(?i:Required node not available|ReqNodeNotAvail|"
+    "nodes required for job are DOWN)"
+)
 _PRINTED_ID = re.compile(
     r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$",
     re.ASCII | re.MULTILINE,
@@ -40,16 +41,23 @@ UNUSABLE = re.compile(
 
 
 def check_configuration(client: Client) -> None:
-    """Refuse a missing configuration file: Slurm's commands would wait a minute for it.
+    """Refuse a missing configuration file, for which Slurm's commands would wait a minute.
 
     Raises:
         SubmitError: SLURM_CONF names a file that does not exist.
     """
     conf = client.conf or os.environ.get("SLURM_CONF")
-    if client.is_local and conf and not os.path.exists(conf):
+    if client.host is None and conf and not os.path.exists(conf):
         raise SubmitError(
             f"Slurm's configuration {conf} is not there", "set SLURM_CONF to the path of slurm.conf"
         )
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Return the settings in the output of `scontrol show config`."""
+    return {
+        key: value.strip() for key, value in re.findall(r"^(\w+)\s*= (.*)$", text, re.MULTILINE)
+    }
 
 
 def preflight(client: Client, spec: JobSpec, argv: Sequence[str]) -> SlurmOutput:
@@ -65,45 +73,37 @@ def preflight(client: Client, spec: JobSpec, argv: Sequence[str]) -> SlurmOutput
     Raises:
         SubmitError: the job could not run; the message is Slurm's own.
     """
-    answer = _test_only(client, argv)
+    check_configuration(client)
+    answer = client.run([argv[0], "--test-only", *argv[1:]])
+    # A wrapper of sbatch may return another code than 0 for a job that would start.
+    accepted = answer.code == 0 or _ACCEPTED.search(answer.err)
+    # sbatch accepts a job whose nodes are down, but not a job for which no such nodes exist.
+    if not accepted and not (_NO_SUCH_NODES.search(answer.err) and _may_be_down(client, spec)):
+        raise _refused(answer)
     _check_time(client, spec, preflight=answer)
     return answer
 
 
-def _test_only(client: Client, argv: Sequence[str]) -> SlurmOutput:
-    check_configuration(client)
-    answer = client.run([argv[0], "--test-only", *argv[1:]])
-    # A wrapper of sbatch may return another code than 0 for a job that would start.
-    if answer.code == 0 or _ONLY_NOT_NOW.search(answer.err) or _WOULD_START.search(answer.err):
-        return answer
-    if _NO_SUCH_NODES.search(answer.err) and _may_be_away(client, argv):
-        return answer  # sbatch accepts it unless no such nodes exist at all
-    raise _refused(answer)
-
-
-def _may_be_away(client: Client, argv: Sequence[str]) -> bool:
+def _may_be_down(client: Client, spec: JobSpec) -> bool:
     """Return whether the nodes that --test-only misses may be down or drained (seen with 22.05)."""
-    given = dict(
-        word.partition("=")[::2] for word in argv if word.startswith(("--partition=", "--nodes="))
-    )
     # If no partition is named, SBATCH_PARTITION, the script or a plug-in may set another partition
     # than the default.
-    partition = [f"--partition={given['--partition']}"] if "--partition" in given else []
+    named = spec.options.get("partition")
     shown = client.run(
-        ["sinfo", "--all", "--noheader", "--Node", "--format=%N %T", *partition],
+        ["sinfo", "--all", "--noheader", "--Node", "--format=%N %T"]
+        + ([f"--partition={named}"] if named else []),
         timeout=_CONFIG_TIMEOUT,
     )
     states = dict(row.split() for row in shown.out.splitlines() if len(row.split()) == 2)
-    wanted = int(given.get("--nodes", "1").partition("-")[0])
-    return wanted <= len(states) and any(UNUSABLE.search(state) for state in states.values())
+    return spec.resources.nodes <= len(states) and any(map(UNUSABLE.search, states.values()))
 
 
 def _check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
-    """Refuse a time limit above that of all partitions of the job.
+    """Refuse a time limit above the limits of all partitions of the job.
 
-    Without EnforcePartLimits Slurm accepts such a job, which then waits forever. SBATCH_PARTITION,
-    a template or a plug-in may set another partition than the default, and a quality of service
-    may allow more time: if the effective limit is unknown, the job is not refused.
+    Without EnforcePartLimits, Slurm accepts such a job, and the job waits forever. Nothing is
+    refused if the limit is unknown: SBATCH_PARTITION, a template or a plug-in may set another
+    partition than the default, and a quality of service may allow more time.
 
     Args:
         client: runs scontrol.
@@ -144,12 +144,8 @@ def _check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
 
 def _has_other_rules(client: Client) -> bool:
     """Return whether a plug-in or the user's default quality of service may lift the limit."""
-    shown = client.run(["scontrol", "show", "config"], timeout=_CONFIG_TIMEOUT).out
-    config = {
-        key.strip(): value.strip()
-        for key, equals, value in (line.partition("=") for line in shown.splitlines())
-        if equals
-    }
+    shown = client.run(["scontrol", "show", "config"], timeout=_CONFIG_TIMEOUT)
+    config = parse_config(shown.out)
     return config.get("JobSubmitPlugins") != "(null)" or "qos" in config.get(
         "AccountingStorageEnforce", ""
     ).split(",")
@@ -186,15 +182,14 @@ def submit_pieces(
             job, cluster = _submit_once(client, command.argv, job=plan.job_id, known=ids)
         except SubmitError:
             if ids:
-                Client(cluster=cluster, shell=host).run(["scancel", *ids])
+                Client(cluster=cluster, host=host).run(["scancel", *ids])
             raise
         except KeyboardInterrupt:  # sbatch also gets the SIGINT, but may have submitted the job
             ends.cancel(plan.job_dir)  # the script exits if it finds this request
             if host is not None:
                 host.request_cancel([plan.job_id])
-            taken = sorted({*ids, *(_find(client, plan.job_id) or ())})
-            if taken:
-                Client(cluster=cluster, shell=host).run(["scancel", *taken])
+            if taken := sorted({*ids, *(_find(client, plan.job_id) or ())}):
+                Client(cluster=cluster, host=host).run(["scancel", *taken])
             raise
         ids.append(job)
     return ids, cluster
@@ -234,20 +229,17 @@ def _submit_once(
             return mine[0], client.cluster
         if found is not None and not in_doubt:
             raise _refused(answer)
-    what = (
+    why = (
         answer.message if answer.code else f"sbatch printed no job id: {answer.out.strip()[:80]!r}"
     )
-    raise SubmitInDoubtError(f"it is unknown whether Slurm accepted the job: {what}")
+    raise SubmitInDoubtError(f"it is unknown whether Slurm accepted the job: {why}")
 
 
 def _find(client: Client, job: str) -> list[str] | None:
     """Return Slurm's ids of a job by clusterjob's own id; None if Slurm does not answer."""
-    snapshot = ask(client)
-    return (
-        None
-        if snapshot is None
-        else list(dict.fromkeys(row.base for row in rows_of(snapshot, job)))
-    )
+    if (snapshot := ask(client)) is None:
+        return None
+    return list(dict.fromkeys(row.base for row in rows_of(snapshot, job)))
 
 
 def _refused(answer: SlurmOutput) -> SubmitError:
@@ -264,5 +256,5 @@ def largest_array(client: Client) -> int | None:
         answer = client.run(["scontrol", "show", "config"], timeout=_CONFIG_TIMEOUT)
     except SubmitError:
         return None
-    match = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})\s*$", answer.out, re.MULTILINE)
-    return int(match[1]) if match else None
+    size = parse_config(answer.out).get("MaxArraySize", "")
+    return int(size) if is_number(size) else None
