@@ -281,9 +281,12 @@ class PlatformBackend(ABC):
         if cancelled:
             # Mark the element itself: the cancel request may be in the directory of the array.
             shared.request_cancel(record)
-        progress = shared.Progress(restarts=max(0, len(known.tasks) - 1))
         return shared.ended(
-            shared.verdict_without_coordinator(record.job_dir, progress, otherwise=why)
+            shared.verdict_without_coordinator(
+                record.job_dir,
+                shared.Progress(restarts=max(0, len(known.tasks) - 1)),
+                otherwise=why,
+            )
         )
 
     def _adopted(self, record: Record, seen: Seen) -> Handle:

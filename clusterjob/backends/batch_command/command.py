@@ -64,10 +64,9 @@ def run(
     Raises:
         OSError: the command cannot be run.
     """
-    environ = {name: value for name, value in {**os.environ, **more}.items() if value is not None}
     process = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        encoding="utf-8", errors="replace", env=environ, start_new_session=True,
+        encoding="utf-8", errors="replace", env={name: value for name, value in {**os.environ, **more}.items() if value is not None}, start_new_session=True,
     )  # fmt: skip
     with process:
         try:
@@ -75,8 +74,12 @@ def run(
         except subprocess.TimeoutExpired:
             _kill(process)
             out, err = process.communicate()
-            why = f"{os.path.basename(argv[0])} did not answer within {timeout:g} s"
-            return CommandOutput(process.returncode, _ESCAPES.sub("", out), err=why, timed_out=True)
+            return CommandOutput(
+                process.returncode,
+                _ESCAPES.sub("", out),
+                err=f"{os.path.basename(argv[0])} did not answer within {timeout:g} s",
+                timed_out=True,
+            )
         except BaseException:
             _kill(process)  # the caller does not wait for the command any more
             raise

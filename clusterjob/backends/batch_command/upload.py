@@ -102,9 +102,12 @@ def stage(
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
-    total = sum(sizes) + sum(len(data) for data, _ in own_files.values())
-    count = (taken.files if taken is not None else 0) + len(own_files)
-    return Upload(root, count, size=total, digest=taken.digest if taken is not None else "")
+    return Upload(
+        root,
+        (taken.files if taken is not None else 0) + len(own_files),
+        size=sum(sizes) + sum(len(data) for data, _ in own_files.values()),
+        digest=taken.digest if taken is not None else "",
+    )
 
 
 def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:

@@ -199,8 +199,12 @@ class LocalBackend:
         from clusterjob.doctor.this_machine import Machine
 
         # `_plan`, not `plan`: `Machine` checks the interpreter.
-        job = CheckStep("job", lambda: shared.check_plan(self._plan, spec))
-        return run_checks([job, *Machine(spec).check_steps()])
+        return run_checks(
+            [
+                CheckStep("job", lambda: shared.check_plan(self._plan, spec)),
+                *Machine(spec).check_steps(),
+            ]
+        )
 
 
 def _check_interpreter(spec: JobSpec) -> None:
@@ -316,8 +320,9 @@ def _status(record: Record) -> Status:
             JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run"
         )
     if alive:
-        state = JobState.RUNNING if progress.started_at else JobState.PENDING
-        return progress.status(state, progress.waiting)
+        return progress.status(
+            JobState.RUNNING if progress.started_at else JobState.PENDING, progress.waiting
+        )
     if host := _other_host(record):
         return progress.status(
             JobState.UNKNOWN, f"it runs on {host}: use `clusterjob status` there"

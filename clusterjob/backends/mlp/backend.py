@@ -98,7 +98,6 @@ class MlpBackend(PlatformBackend):
         values = _values(
             spec, job_id, job_dir=job_dir, array=array, uploaded=not missing, left_open=left_open
         )
-        script = render(spec.template or f"{_SCRIPT}.j2", values)
         return Plan(
             job_id=job_id,
             backend=NAME,
@@ -107,7 +106,9 @@ class MlpBackend(PlatformBackend):
             files=(
                 *shared.common_files(spec, job_dir),
                 *files,
-                shared.script_file(job_dir / _SCRIPT, script),
+                shared.script_file(
+                    job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)
+                ),
             ),
             commands=()
             if missing

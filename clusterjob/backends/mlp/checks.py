@@ -268,8 +268,10 @@ class Account:
         fields = task.fields(self._spec, "doctor", upload="", entry="")
         missing = task.missing(fields)
         if missing:
-            hint = task.hint_for_missing(missing, self._spec.options)
-            yield failed(f"the platform takes no task without {' and '.join(missing)}", hint)
+            yield failed(
+                f"the platform takes no task without {' and '.join(missing)}",
+                task.hint_for_missing(missing, self._spec.options),
+            )
             return
         queue = fields.get("ResourceQueueID") or fields.get("ResourceQueueName")
         role = fields["TaskRoleSpecs"][0]

@@ -83,8 +83,9 @@ class Accounting:
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + INTERVAL
-        oldest = min(at for at, _ in wanted.values()) - 60
-        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(oldest))
+        since = time.strftime(
+            "%Y-%m-%dT%H:%M:%S", time.gmtime(min(at for at, _ in wanted.values()) - 60)
+        )
         argv = [
             "sacct",
             "--allocations",

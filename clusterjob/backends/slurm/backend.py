@@ -65,8 +65,9 @@ class SlurmBackend:
         from clusterjob.backends.slurm.checks import SlurmCluster
 
         login = planning.login_of(spec)
-        host = None if login is None else self._logins.host(login)
-        return run_checks(SlurmCluster(spec, host).check_steps())
+        return run_checks(
+            SlurmCluster(spec, None if login is None else self._logins.host(login)).check_steps()
+        )
 
     # -- submitting --------------------------------------------------------------------------------
 
@@ -132,8 +133,11 @@ class SlurmBackend:
 
     def _at(self, cluster: Cluster) -> tuple[Client, Queue, Accounting]:
         if cluster not in self._clients:
-            host = None if cluster.login is None else self._logins.host(cluster.login)
-            client = Client(cluster.conf, cluster.cluster, host=host)
+            client = Client(
+                cluster.conf,
+                cluster.cluster,
+                host=None if cluster.login is None else self._logins.host(cluster.login),
+            )
             self._clients[cluster] = (client, Queue(client, home() / "slurm"), Accounting(client))
         return self._clients[cluster]
 
@@ -244,10 +248,13 @@ class SlurmBackend:
         """
         if (login := status.cluster_of(record).login) is None:
             raise shared.nothing_to_fetch(record)
-        request = shared.fetch_request(
-            record, paths, target=target, may_replace=may_replace, limits=limits
-        )
-        return [self._logins.host(login).fetch(request)]
+        return [
+            self._logins.host(login).fetch(
+                shared.fetch_request(
+                    record, paths, target=target, may_replace=may_replace, limits=limits
+                )
+            )
+        ]
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through a request in the job's directory, which the agents read.

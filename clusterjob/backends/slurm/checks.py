@@ -84,8 +84,13 @@ class SlurmCluster:
         """Return the checks."""
         login = []
         if self._host is not None:
-            hint = f"`ssh {self._host.label}` has to work, without a password"
-            login = [CheckStep("login", self._login, hint=hint)]
+            login = [
+                CheckStep(
+                    "login",
+                    self._login,
+                    hint=f"`ssh {self._host.label}` has to work, without a password",
+                )
+            ]
         there = tuple(step.name for step in login)
         return [
             *directory_checks(),

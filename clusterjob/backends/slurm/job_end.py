@@ -221,8 +221,11 @@ def _rank_lines(job_dir: Path, rank: int) -> tuple[int, int | None, tuple[str, .
         err = rank_files(folder, rank, restart=0)[1]
         if number.isdigit() and err.is_file():
             ranks = [path.stem.removeprefix("rank") for path in folder.glob("rank*.err")]
-            local_rank = sum(other.isdigit() and int(other) < rank for other in ranks)
-            return int(number), local_rank, last_lines(err)
+            return (
+                int(number),
+                sum(other.isdigit() and int(other) < rank for other in ranks),
+                last_lines(err),
+            )
     return 0, None, ()
 
 

@@ -70,8 +70,9 @@ class Login:
             raise SpecError(f"--login {text!r} names {len(found)} hosts", "name one login host")
         # The job's interpreter may exist only on the nodes. With a setup line (":" does nothing),
         # the host server runs on any Python of the host that is new enough.
-        settings = ssh_options.ConnectionSettings.of(given)
-        return cls._at(settings.place(found, "python3", (":", *setup)))
+        return cls._at(
+            ssh_options.ConnectionSettings.of(given).place(found, "python3", (":", *setup))
+        )
 
     @classmethod
     def _at(cls, place: Place) -> Login:

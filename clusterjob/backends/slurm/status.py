@@ -246,8 +246,7 @@ def _unanswered(snapshot: QueueSnapshot) -> str:
 
 def _with_handle(verdict: Verdict, handle: Handle | None) -> Status:
     """Return the status for a verdict; LOST is provisional: Slurm may still report the real end."""
-    lost = verdict.state is JobState.LOST
-    return replace(shared.ended(verdict), handle=handle, provisional=lost)
+    return replace(shared.ended(verdict), handle=handle, provisional=verdict.state is JobState.LOST)
 
 
 def has_agents(record: Record) -> bool:

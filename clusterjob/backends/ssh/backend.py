@@ -239,8 +239,13 @@ class SshBackend:
             spec=spec,
             need_torch=options.need_torch,
         )
-        job = CheckStep("job", lambda: shared.check_plan(self.plan, spec))
-        return run_checks([job, *directory_checks(), *hosts.check_steps()])
+        return run_checks(
+            [
+                CheckStep("job", lambda: shared.check_plan(self.plan, spec)),
+                *directory_checks(),
+                *hosts.check_steps(),
+            ]
+        )
 
     def close(self) -> None:
         """Close all connections; jobs keep running."""
@@ -292,8 +297,9 @@ class SshBackend:
                 node.polling = in_background(functools.partial(self._poll, job, index))
 
     def _poll(self, job: Job, index: int) -> dict[str, Any]:
-        session = self._sessions.session(job.place, index)
-        return job.nodes[index].mirror.poll(session, logs=job.followed)
+        return job.nodes[index].mirror.poll(
+            self._sessions.session(job.place, index), logs=job.followed
+        )
 
     def _store_polls(self, asked: Sequence[Job], *, patient: bool = False) -> None:
         """Store the answers to the running polls.

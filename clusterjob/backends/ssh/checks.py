@@ -191,8 +191,12 @@ class Hosts:
                     versions.setdefault(version, []).append(self._all[node].host)
             if len(versions) > 1:
                 alike = False
-                releases = {version.partition("+")[0] for version in versions}
-                finding = failed if what == "torch" and len(releases) > 1 else warning
+                finding = (
+                    failed
+                    if what == "torch"
+                    and len({version.partition("+")[0] for version in versions}) > 1
+                    else warning
+                )
                 yield finding(
                     f"{what} differs: "
                     + "; ".join(f"{version} on {listed(on)}" for version, on in versions.items()),

@@ -65,13 +65,18 @@ def plan(spec: JobSpec) -> Plan:
     """
     spec, options = settled(spec), SshOptions.of(spec.options)
     job_id, job_dir = shared.new_directory(spec.name)
-    script = render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir=job_dir))
     return Plan(
         job_id=job_id,
         backend=NAME,
         job_dir=job_dir,
         spec=spec,
-        files=(*shared.common_files(spec, job_dir), shared.script_file(job_dir / SCRIPT, script)),
+        files=(
+            *shared.common_files(spec, job_dir),
+            shared.script_file(
+                job_dir / SCRIPT,
+                render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir=job_dir)),
+            ),
+        ),
         commands=tuple(
             PlannedCommand(
                 ("ssh", str(host), "bash", f"{options.ssh.remote_home}/jobs/{job_id}/{SCRIPT}"),

@@ -112,8 +112,9 @@ def status(record: Record, job: Job) -> Status:
         why = "its agents ended without a verdict: they were killed, or the hosts were restarted"
     verdict = shared.verdict_without_coordinator(job_dir, progress, otherwise=why)
     # The answers of unreachable hosts may replace LOST.
-    lost = bool(errors) and verdict.state is JobState.LOST
-    return replace(shared.ended(verdict), provisional=lost)
+    return replace(
+        shared.ended(verdict), provisional=bool(errors) and verdict.state is JobState.LOST
+    )
 
 
 def _until_reached(verdict: Verdict) -> Status:

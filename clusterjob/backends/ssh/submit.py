@@ -142,8 +142,11 @@ class Submission:
                     hint="a host can be only one node of a job",
                 )
         if self._plan.spec.resources.gpus_per_node:
-            fit = [node for node in self._nodes if node not in outcome.errors]
-            outcome.errors |= for_each(fit, self._reserve, stop=self._stop).errors
+            outcome.errors |= for_each(
+                [node for node in self._nodes if node not in outcome.errors],
+                self._reserve,
+                stop=self._stop,
+            ).errors
         _raise_errors(outcome, len(self._nodes))
         return str(outcome.results[0]["reached_at"])
 
