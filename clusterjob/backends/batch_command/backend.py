@@ -51,7 +51,10 @@ class _TaskList:
 
 
 class PlatformBackend(ABC):
-    """Run jobs on a platform that shares no disk with the submitter."""
+    """Run jobs on a platform that shares no disk with the submitter.
+
+    A subclass also has the methods `plan` and `submit` of `clusterjob.backends.base.Backend`.
+    """
 
     NAME: ClassVar[str]
     capabilities: ClassVar[Collection[Capability]] = ()
@@ -71,14 +74,6 @@ class PlatformBackend(ABC):
         self._task_lists.clear()
 
     # -- to be implemented by each backend --------------------------------------------------------
-
-    @abstractmethod
-    def plan(self, spec: Any) -> Plan:
-        """Return the plan of a job; see `clusterjob.backends.base.Backend`."""
-
-    @abstractmethod
-    def submit(self, plan: Plan) -> Handle:
-        """Submit a planned job; see `clusterjob.backends.base.Backend`."""
 
     @abstractmethod
     def platform(self, account: Account) -> Platform:

@@ -64,9 +64,10 @@ def run(
     Raises:
         OSError: the command cannot be run.
     """
+    environ = {name: value for name, value in {**os.environ, **more}.items() if value is not None}
     process = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        encoding="utf-8", errors="replace", env={name: value for name, value in {**os.environ, **more}.items() if value is not None}, start_new_session=True,
+        encoding="utf-8", errors="replace", env=environ, start_new_session=True,
     )  # fmt: skip
     with process:
         try:

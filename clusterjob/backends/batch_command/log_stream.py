@@ -188,7 +188,7 @@ class LogStream:
                     self._put_bare(line, taken, pages=pages)
             elif item.number >= taken.next:
                 self._note_gap(item.number, taken, pages=pages)
-                taken.advance(item.number)
+                taken.next, taken.bare = item.number + 1, 0
                 self._put(item, taken, pages=pages)
             elif taken.was_missing(item.number):
                 self._put(item, taken, pages=pages)

@@ -52,10 +52,6 @@ class TakenLines:
         if self.verdict is not None:
             Verdict.from_json(self.verdict)
 
-    def advance(self, number: int) -> None:
-        """Record a line with a new number."""
-        self.next, self.bare = number + 1, 0
-
     def remember(self, line: str) -> None:
         """Record a line without a number."""
         self.known.append(_digest(line))

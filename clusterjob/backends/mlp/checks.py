@@ -134,20 +134,22 @@ class Account:
             yield ok("VOLC_AK and VOLC_SK")
         else:
             mode = stat.S_IMODE(path.stat().st_mode)
-            if mode & 0o077:
-                yield warning(f"other users can read {path} (mode {mode:04o})", f"chmod 600 {path}")
-            else:
-                yield ok(f"[{self._section}] of {path} (mode {mode:04o})")
+            yield (
+                warning(f"other users can read {path} (mode {mode:04o})", f"chmod 600 {path}")
+                if mode & 0o077
+                else ok(f"[{self._section}] of {path} (mode {mode:04o})")
+            )
 
     def _show_region(self) -> Iterator[CheckFinding]:
         region = self._region or self._value("config", "region")
-        if region:
-            yield ok(region)
-        else:
-            yield failed(
+        yield (
+            ok(region)
+            if region
+            else failed(
                 "no region is set",
                 "set VOLC_REGION or --set region=NAME, such as cn-beijing, or run `volc configure`",
             )
+        )
 
     # -- the platform ------------------------------------------------------------------------------
 
@@ -156,12 +158,11 @@ class Account:
         self._newest = self._volc.newest(5)
         seconds = time.monotonic() - begin
         message = f"the platform answers in {seconds:.1f} s"
-        if seconds > _SLOW:
-            yield warning(
-                message, "submit and status will be slow: check the network and the proxy"
-            )
-        else:
-            yield ok(message)
+        yield (
+            warning(message, "submit and status will be slow: check the network and the proxy")
+            if seconds > _SLOW
+            else ok(message)
+        )
 
     def _fields(self) -> Iterator[CheckFinding]:
         if not self._newest:
@@ -212,13 +213,14 @@ class Account:
             )
             return
         found = self._volc.instances(read.id)
-        if not found:
-            yield warning(
+        yield (
+            warning(
                 f"{read.id} ({read.state_text}) shows no worker",
                 "a task that never left the queue has none: run doctor again after a run",
             )
-        else:
-            yield ok(f"{read.id} shows {listed(instance.name for instance in found)}")
+            if not found
+            else ok(f"{read.id} shows {listed(instance.name for instance in found)}")
+        )
 
     def _logs(self) -> Iterator[CheckFinding]:
         for _, read in self._newest:
@@ -313,19 +315,19 @@ class Account:
     def _secrets(self) -> Iterator[CheckFinding]:
         names = list(MlpOptions.of(self._spec.options).secrets.values())
         absent = [name for name in names if not os.environ.get(name)]
-        if absent:
-            yield failed(f"not set here: {listed(absent)}", f"export {absent[0]}=...")
-        else:
-            yield ok(f"{listed(names)}: set here" if names else "the job has no secrets option")
+        yield (
+            failed(f"not set here: {listed(absent)}", f"export {absent[0]}=...")
+            if absent
+            else ok(f"{listed(names)}: set here" if names else "the job has no secrets option")
+        )
 
 
 def _yaml() -> Iterator[CheckFinding]:
-    if importlib.util.find_spec("yaml") is None:
-        yield failed(
-            "PyYAML is not installed", "`pip install pyyaml` where clusterjob is installed"
-        )
-    else:
-        yield ok("installed")
+    yield (
+        failed("PyYAML is not installed", "`pip install pyyaml` where clusterjob is installed")
+        if importlib.util.find_spec("yaml") is None
+        else ok("installed")
+    )
 
 
 def _command() -> Iterator[CheckFinding]:

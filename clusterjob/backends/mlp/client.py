@@ -162,7 +162,8 @@ class Volc:
             if task.name in names
         }
         # The platform lists the newest first; tasks of the same second keep its order, reversed.
-        return sorted([*found.values()][::-1], key=made_at)
+        oldest_first = [*found.values()][::-1]
+        return sorted(oldest_first, key=made_at)
 
     def instances(self, task_id: str) -> list[Instance]:
         """Return a task's workers, node 0 first.

@@ -127,13 +127,14 @@ class SlurmCluster:
     def _commands(self) -> Iterator[CheckFinding]:
         where = " there" if self._host is not None else ""
         absent = [name for name in _COMMANDS if not self._has(name)]
-        if absent:
-            yield failed(
+        yield (
+            failed(
                 f"not on PATH{where}: {', '.join(absent)}",
                 "install Slurm's client commands, or load their module",
             )
-        else:
-            yield ok(f"{', '.join(_COMMANDS)} are on PATH{where}")
+            if absent
+            else ok(f"{', '.join(_COMMANDS)} are on PATH{where}")
+        )
 
     def _has(self, name: str) -> bool:
         if self._host is None:
@@ -279,16 +280,15 @@ class SlurmCluster:
             asked = self._ask(
                 "sacct", "--allocations", "--noheader", "--format=JobID", "--starttime=now"
             )
-            if asked.code == 0:
-                yield ok(
-                    "sacct answers: it knows the ends of jobs that the controller has forgotten"
-                )
-            else:
-                yield warning(
+            yield (
+                ok("sacct answers: it knows the ends of jobs that the controller has forgotten")
+                if asked.code == 0
+                else warning(
                     f"sacct does not answer: {asked.message}",
                     f"a job that wrote no result within {remembered} s of its end is LOST"
                     " until slurmdbd is back",
                 )
+            )
 
     # -- the job itself ----------------------------------------------------------------------------
 
@@ -312,10 +312,11 @@ class SlurmCluster:
         with _script_of(planning.plan(self._spec), local=self._host is None) as argv:
             answer = submit.preflight(self._client, self._spec, argv)
         message = f"sbatch --test-only: {answer.message}"
-        if answer.code != 0:
-            yield warning(message, "Slurm would accept the job, and the job would wait")
-        else:
-            yield ok(message)
+        yield (
+            warning(message, "Slurm would accept the job, and the job would wait")
+            if answer.code != 0
+            else ok(message)
+        )
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import re
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from clusterjob.errors import SubmitError
 from clusterjob.node.environments.slurm_commands import slurm_environment
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
+    from clusterjob.backends.slurm.remote_command import RemoteCommand
 
 UNREACHED = -1000  # in place of an exit code: the login host did not send the result
 # Timeout in seconds of `scontrol ping` if no cluster is named. Without a configuration, the command
@@ -95,22 +96,6 @@ class SlurmOutput:
         return self.code != 0 and (self.code < 0 or _IN_DOUBT.search(self.err) is not None)
 
 
-class Started(Protocol):
-    """A started command, with the interface of `subprocess.Popen`."""
-
-    returncode: int | Any
-
-    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """Return stdout and stderr once the command has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it did not end within timeout (seconds).
-        """
-
-    def kill(self) -> None:
-        """Kill the command."""
-
-
 @dataclass(frozen=True)
 class Client:
     """Runs Slurm's commands.
@@ -142,7 +127,9 @@ class Client:
         )
         return f"{place}\0{self.cluster or ''}"
 
-    def start(self, argv: Sequence[str], more: Mapping[str, str] | None = None) -> Started:
+    def start(
+        self, argv: Sequence[str], more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str] | RemoteCommand:
         """Start a Slurm command, without variables of an enclosing job (submitit#1814).
 
         Raises:
@@ -179,14 +166,12 @@ class Client:
         process = self.start(argv, more)
         try:
             out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             process.kill()
             process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             return SlurmOutput(-9, "", err=f"{argv[0]}: timed out after {timeout:g} s")
-        except BaseException:
-            process.kill()
-            process.communicate()
-            raise
         return SlurmOutput(process.returncode, out, err=err)
 
 

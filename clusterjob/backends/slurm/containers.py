@@ -10,16 +10,16 @@ from clusterjob.errors import SpecError
 
 _ENGINES = ("pyxis", "apptainer")
 _APPTAINER_SOURCES = (
-    "docker",
-    "docker-archive",
-    "docker-daemon",
-    "library",
-    "oci",
-    "oci-archive",
-    "oras",
-    "shub",
-    "http",
-    "https",
+    "docker://",
+    "docker-archive://",
+    "docker-daemon://",
+    "library://",
+    "oci://",
+    "oci-archive://",
+    "oras://",
+    "shub://",
+    "http://",
+    "https://",
 )
 
 
@@ -40,8 +40,8 @@ def choose(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Contain
     """Return the options that run the nodes in a container; empty without ``--container``.
 
     ``pyxis:IMAGE`` and ``apptainer:IMAGE`` name the engine. Otherwise apptainer runs a .sif file, a
-    directory, and an apptainer source such as ``docker://``; Pyxis runs any other image. The job's
-    directory and its working directory are mounted.
+    directory and a source such as ``docker://``, and Pyxis runs any other image. The container
+    mounts the job's directory and the working directory.
 
     Args:
         spec: the job.
@@ -57,11 +57,8 @@ def choose(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Contain
     engine, _, image = spec.container.partition(":")
     if engine not in _ENGINES:
         image = spec.container
-        source = image.partition("://")
         is_file = image.endswith(".sif") or (spec.workdir / image).exists()
-        engine = (
-            "apptainer" if is_file or (source[1] and source[0] in _APPTAINER_SOURCES) else "pyxis"
-        )
+        engine = "apptainer" if is_file or image.startswith(_APPTAINER_SOURCES) else "pyxis"
     if not image or "\n" in image:
         raise SpecError(
             f"--container {spec.container!r} names no image",
@@ -79,9 +76,10 @@ def choose(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Contain
         gpus = ("--nv",) if spec.resources.gpus_per_node else ()
         binds = tuple(word for path in mounts for word in ("--bind", f"{path}:{path}"))
         return Container(prefix=("apptainer", "exec", *gpus, *binds, "--pwd", str(workdir), image))
-    options = (
-        f"--container-image={image}",
-        f"--container-mounts={','.join(f'{path}:{path}' for path in mounts)}",
-        f"--container-workdir={workdir}",
-    )  # fmt: skip
-    return Container(srun_options=options)
+    return Container(
+        srun_options=(
+            f"--container-image={image}",
+            f"--container-mounts={','.join(f'{path}:{path}' for path in mounts)}",
+            f"--container-workdir={workdir}",
+        )
+    )

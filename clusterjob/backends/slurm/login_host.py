@@ -104,31 +104,25 @@ class LoginHost:
     Args:
         sessions: the sessions of this process.
         login: the host and its connection settings.
+
+    Attributes:
+        label: the host, as the user wrote it.
+        timeout: timeout of a request in seconds.
+        name: a name that no other login host has, for the snapshot of its queue.
+        followed: ids of the jobs whose logs each poll also fetches.
     """
 
     def __init__(self, sessions: Sessions, login: Login) -> None:
+        self.label = str(login.host)
+        self.timeout = login.place.timeout
+        self.name = "\0".join((self.label, login.home, str(login.ssh_config or "")))
+        self.followed: set[str] = set()
         self._sessions = sessions
-        self._login = login
+        self._place = login.place
         self._mirror = ClusterMirror(self.label)
         self._error: HostError | None = None
         self._failures = 0
         self._next_try = 0.0
-        self.followed: set[str] = set()
-
-    @property
-    def label(self) -> str:
-        """The host, as the user wrote it."""
-        return str(self._login.host)
-
-    @property
-    def timeout(self) -> float:
-        """Timeout of a request in seconds."""
-        return self._login.place.timeout
-
-    @property
-    def name(self) -> str:
-        """A name that no other login host has, for the snapshot of its queue."""
-        return "\0".join((self.label, self._login.home, str(self._login.ssh_config or "")))
 
     def session(self) -> Session:
         """Return the session with the host.
@@ -136,7 +130,7 @@ class LoginHost:
         Raises:
             HostError: the host cannot be used.
         """
-        return self._sessions.session(self._login.place, 0)
+        return self._sessions.session(self._place, 0)
 
     def ask(self, request: HostRequest, *, bulk: bool = False) -> tuple[dict[str, Any], bytes]:
         """Send a request to the host; see `clusterjob.remote.session.Session.ask`.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
@@ -27,14 +27,6 @@ _GROWN = {
 }
 
 
-class Ask(Protocol):
-    """Sends a request to the login host; returns its answer and the bytes after it."""
-
-    def __call__(self, request: PollJobs, /, *, bulk: bool) -> tuple[dict[str, Any], bytes]:
-        """Send the request; see `clusterjob.remote.session.Session.ask`."""
-        ...
-
-
 def directory_name(record: Record) -> str:
     """Return the name of a job's directory inside the directory of all jobs."""
     return record.job_id if record.index is None else f"{record.whole_id}/elements/{record.index}"
@@ -52,11 +44,15 @@ class ClusterMirror:
         self._stamps: dict[str, dict[str, str]] = {}
         self._volumes: dict[str, Volume] = {}
 
-    def poll(self, ask: Ask, wanted: Sequence[tuple[Record, bool]]) -> dict[str, bool]:
+    def poll(
+        self,
+        ask: Callable[..., tuple[dict[str, Any], bytes]],
+        wanted: Sequence[tuple[Record, bool]],
+    ) -> dict[str, bool]:
         """Fetch new data of jobs; return for each job id whether more data is waiting.
 
         Args:
-            ask: sends a request to the login host; returns its answer and the bytes after it.
+            ask: sends a request to the login host; see `clusterjob.remote.session.Session.ask`.
             wanted: the jobs, each with a flag that requests its logs.
 
         Raises:

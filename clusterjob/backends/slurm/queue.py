@@ -15,12 +15,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends.slurm import squeue
-from clusterjob.backends.slurm.client import Client, SlurmOutput, Started
-from clusterjob.backends.slurm.squeue import QueueSnapshot
+from clusterjob.backends.slurm.client import Client, SlurmOutput
+from clusterjob.backends.slurm.squeue import EPOCH_TIMES, QueueSnapshot, command, new_mark, split
 from clusterjob.node.system import files, private_dirs
+
+if TYPE_CHECKING:
+    from clusterjob.backends.slurm.remote_command import RemoteCommand
 
 INTERVAL = 5.0  # minimum seconds between two calls to one cluster
 _SLOWEST = 30.0  # maximum seconds between two calls while the followed jobs do not change
@@ -42,7 +44,7 @@ class Queue:
         self._lock_path = directory / f"queue-{name}.lock"
         self._looked = False
         # The running squeue, its start time and the separator of its fields.
-        self._asking: tuple[Started, float, str] | None = None
+        self._asking: tuple[subprocess.Popen[str] | RemoteCommand, float, str] | None = None
 
     def poll(self, *, urgent: bool = False) -> QueueSnapshot:
         """Return the newest snapshot; only the first call of a process may wait for Slurm.
@@ -100,8 +102,8 @@ class Queue:
             # Store the time before the call, and release the lock during the call: if this process
             # is stopped in between, it does not block the other processes.
             _keep(self._path, {**now, "asked_at": begin})
-        mark = squeue.new_mark()
-        self._asking = (self._client.start(squeue.command(mark), squeue.EPOCH_TIMES), begin, mark)
+        mark = new_mark()
+        self._asking = (self._client.start(command(mark), EPOCH_TIMES), begin, mark)
         atexit.register(self.close)
         return True
 
@@ -133,7 +135,7 @@ class Queue:
         self._asking = None
         atexit.unregister(self.close)
         if process.returncode == 0:
-            self._note(begin, {"taken_at": begin, "rows": squeue.split(out, mark), "error": ""})
+            self._note(begin, {"taken_at": begin, "rows": split(out, mark), "error": ""})
         else:
             error = SlurmOutput(process.returncode, out, err=err).message
             self._note(begin, {"failed_at": begin, "error": error})
