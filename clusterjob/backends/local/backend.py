@@ -230,8 +230,7 @@ def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
     if per_node is None:
         return [{}] * nodes, notes
     available = gpus.visible_gpus(os.environ) if per_node else []
-    shares = gpus.shares(available, nodes, per_node=per_node)
-    if shares is None:
+    if (shares := gpus.shares(available, nodes, per_node=per_node)) is None:
         missing = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
         if spec.require_gpus:
             raise SpecError(
@@ -311,8 +310,7 @@ def _status(record: Record) -> Status:
     # Check the agents before reading the result: an agent that is not alive has already written its
     # verdict.
     alive = bool(_live_agents(record))
-    verdict = ends.read_result(record.job_dir)
-    if verdict is not None:
+    if (verdict := ends.read_result(record.job_dir)) is not None:
         return shared.ended(verdict)
     progress = shared.progress(record.job_dir)
     if alive and not record.job_dir.exists():

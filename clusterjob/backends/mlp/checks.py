@@ -268,8 +268,7 @@ class Account:
 
     def _task(self) -> Iterator[CheckFinding]:
         fields = task.fields(self._spec, "doctor", upload="", entry="")
-        missing = task.missing(fields)
-        if missing:
+        if missing := task.missing(fields):
             yield failed(
                 f"the platform takes no task without {' and '.join(missing)}",
                 task.hint_for_missing(missing, self._spec.options),

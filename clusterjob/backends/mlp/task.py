@@ -119,8 +119,7 @@ def _environment(spec: JobSpec, options: MlpOptions, index: int | None) -> list[
     """Return the secrets' variables, without values, and the variable of the array index."""
     variables = [name for name in options.secrets if "." not in name]  # the others are fields
     names = dict.fromkeys([contract.TOKEN, *variables, *(secret.name for secret in spec.secret)])
-    both = next((name for name in names if name in spec.env), None)
-    if both is not None:
+    if (both := next((name for name in names if name in spec.env), None)) is not None:
         raise SpecError(f"{both} is a secret and has a value in --env too", "remove one of the two")
     found: list[dict[str, Any]] = [{"Name": name, "IsPrivate": True} for name in names]
     return found if index is None else [*found, {"Name": contract.ARRAY_INDEX, "Value": str(index)}]

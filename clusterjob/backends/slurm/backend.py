@@ -78,8 +78,7 @@ class SlurmBackend:
             SubmitError: Slurm refuses a piece; the pieces submitted before are cancelled.
             SubmitInDoubtError: Slurm did not answer, and the job may run.
         """
-        login = planning.login_of(plan.spec)
-        if login is not None:
+        if (login := planning.login_of(plan.spec)) is not None:
             return self._submit_there(plan, login)
         client = Client(hidden={secret.name for secret in plan.spec.secret})
         submit.preflight(client, plan.spec, plan.commands[0].argv)
@@ -113,8 +112,7 @@ class SlurmBackend:
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
         """Return the status of jobs: read their directories, then squeue once, then accounting."""
         found, open_ = status.by_directory(records)
-        distant = [record for record in open_ if record.job.login]
-        if distant:
+        if distant := [record for record in open_ if record.job.login]:
             errors = self._logins.poll(distant)
             ended, still = status.by_directory(distant)
             found |= ended
@@ -307,8 +305,7 @@ class SlurmBackend:
             if handle is not None and not status.is_of_another(snapshot, record, handle=handle):
                 wanted.setdefault(cluster, {})[handle.id] = record
         for cluster, keys in wanted.items():
-            answer = _scancel(self._at(cluster)[0], list(keys))
-            if answer is None:
+            if (answer := _scancel(self._at(cluster)[0], list(keys))) is None:
                 continue
             if not answer.silent:
                 raise SubmitError(f"Slurm does not cancel the job: {answer.message}")

@@ -92,8 +92,7 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
                     f"sbatch has no option --{name} (--set)", f"did you mean {near[0]}?"
                 )
             unknown.append(name)
-        word = _word(name, value)
-        if word:
+        if word := _word(name, value):
             words.append(word)
     return words, unknown
 
@@ -146,8 +145,7 @@ def shape(spec: JobSpec) -> list[str]:
         f"--ntasks={resources.nodes * tasks}",
         f"--ntasks-per-node={tasks}",
     ]
-    cpus = cpus_per_task(spec)
-    if cpus is not None:
+    if (cpus := cpus_per_task(spec)) is not None:
         words.append(f"--cpus-per-task={cpus}")
     if resources.gpus_per_node and not _in_gres(spec):
         words.append(f"--gpus-per-node={_typed(resources)}")
@@ -179,8 +177,7 @@ def _in_gres(spec: JobSpec) -> bool:
         item.partition("(")[0].removeprefix("gres:").replace("/", ":").split(":")
         for item in gres.split(",")
     ]
-    gpus = [item for item in asked if item[0] == "gpu"]
-    if not gpus:
+    if not (gpus := [item for item in asked if item[0] == "gpu"]):
         return False
     count = sum(int(item[-1]) if item[-1].isdigit() else 1 for item in gpus)
     types = {item[1] for item in gpus if len(item) > 1 and not item[1].isdigit()}

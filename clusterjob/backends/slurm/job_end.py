@@ -115,8 +115,7 @@ def of_step(job_dir: Path, code: int, started_at: str | None) -> Verdict:
     common: dict[str, Any] = {"started_at": started_at, "ended_at": now()}
     if code == 0:
         return Verdict(JobState.SUCCEEDED, 0, **common)
-    failures = _failed_tasks(job_dir, code)
-    if not failures:
+    if not (failures := _failed_tasks(job_dir, code)):
         return Verdict(JobState.FAILED, code, reason=f"srun ended with exit code {code}", **common)
     # srun returns the highest code of all tasks. The root cause is the first task whose last lines
     # do more than report a lost peer. A task that ended before srun began to kill is preferred.
@@ -159,8 +158,7 @@ def _failed_tasks(job_dir: Path, code: int) -> list[Failure]:
         ended_by_srun = False
         for line in last_lines(path, 10_000, limit=1 << 20):
             ended_by_srun |= "Terminating StepId" in line or "Force Terminated" in line
-            match = _TASKS_ENDED.fullmatch(line)
-            if match is None:
+            if (match := _TASKS_ENDED.fullmatch(line)) is None:
                 continue
             with contextlib.suppress(SpecError, ValueError):  # not a list of ranks from srun
                 found += [

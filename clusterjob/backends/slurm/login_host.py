@@ -293,8 +293,7 @@ class LoginHosts:
         """
         groups: dict[Login, list[Record]] = {}
         for record in records:
-            login = of_record(record)
-            if login is not None:
+            if (login := of_record(record)) is not None:
                 groups.setdefault(login, []).append(record)
         hosts = {login: self.host(login) for login in groups}
         errors: dict[Login, HostError] = {}

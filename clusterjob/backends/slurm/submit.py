@@ -223,8 +223,7 @@ def _submit_once(
     for search in range(_SEARCHES):
         time.sleep(_PAUSE if search else 0.0)
         found = _find(client, job)
-        mine = [job_id for job_id in found or () if job_id not in known]
-        if mine:
+        if mine := [job_id for job_id in found or () if job_id not in known]:
             return mine[0], client.cluster
         if found is not None and not in_doubt:
             raise _refused(answer)

@@ -91,8 +91,7 @@ class Hosts:
                     f"{report.host}: {report.error}",
                     report.hint or f"`ssh {report.host}` has to work, without a password",
                 )
-        fit = [report for report in self._all if not report.error]
-        if fit:
+        if fit := [report for report in self._all if not report.error]:
             yield ok(listed(f"{report.host} ({report.address})" for report in fit))
 
     def _of_reached(self, check: Callable[[HostReport], CheckFinding]) -> Iterator[CheckFinding]:
@@ -112,8 +111,7 @@ class Hosts:
     def _machines(self) -> Iterator[CheckFinding]:
         first: dict[str, HostReport] = {}
         for report in self._reached.values():
-            other = first.setdefault(report.machine, report)
-            if other is not report:
+            if (other := first.setdefault(report.machine, report)) is not report:
                 yield failed(
                     f"{report.host}: it is the same machine as {other.host}",
                     "a host can be only one node of a job",

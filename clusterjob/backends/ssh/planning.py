@@ -44,8 +44,7 @@ class SshOptions:
         """
         from clusterjob.remote import ssh_options
 
-        unknown = next((key for key in options if key not in _KNOWN), None)
-        if unknown is not None:
+        if (unknown := next((key for key in options if key not in _KNOWN), None)) is not None:
             raise SpecError(
                 f"unknown option {unknown!r} for the ssh cluster (--set)",
                 f"the options are {', '.join(_KNOWN)}",

@@ -62,8 +62,7 @@ class Job:
 def status(record: Record, job: Job) -> Status:
     """Return the status of a job from the newest answers of its hosts."""
     job_dir = record.job_dir
-    result = ends.read_result(job_dir)
-    if result is not None:
+    if (result := ends.read_result(job_dir)) is not None:
         return shared.ended(result)
     progress = shared.progress(job_dir)
     errors = [node.error.message for node in job.nodes if node.error is not None]
@@ -71,8 +70,7 @@ def status(record: Record, job: Job) -> Status:
     if record.handle is None and shared.being_submitted(record):
         return progress.status(JobState.PENDING, "it is being submitted")
     written = ends.written(job_dir)
-    own = _verdict_in([end for end in written if end["node_rank"] == 0])
-    if own is not None:
+    if (own := _verdict_in([end for end in written if end["node_rank"] == 0])) is not None:
         return shared.ended(own)
     node0 = job.nodes[0]
     reached = node0.error is None and node0.answer is not None
