@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.core import arrays, node_zip, plans
-from clusterjob.core.arrays import Array
-from clusterjob.core.plans import Plan, PlannedFile
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
@@ -72,25 +70,27 @@ def sent_program(spec: JobSpec) -> Program:
     return Program(program.kind, path, args=program.args)
 
 
-def common_files(spec: JobSpec, job_dir: Path) -> tuple[PlannedFile, ...]:
+def common_files(spec: JobSpec, job_dir: Path) -> tuple[plans.PlannedFile, ...]:
     """Return the files that every job has: spec.json and the node zip."""
     return (
-        PlannedFile(job_dir / SPEC, (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
-        PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(node_zip.cache_directory())),
+        plans.PlannedFile(job_dir / SPEC, (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
+        plans.PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(node_zip.cache_directory())),
     )
 
 
-def script_file(path: Path, text: str) -> PlannedFile:
+def script_file(path: Path, text: str) -> plans.PlannedFile:
     """Return a rendered script as an executable file."""
-    return PlannedFile(path, text.encode(errors="surrogateescape"), mode=0o700)
+    return plans.PlannedFile(path, text.encode(errors="surrogateescape"), mode=0o700)
 
 
-def sweep_file(spec: JobSpec, array: Array, job_dir: Path) -> PlannedFile:
+def sweep_file(spec: JobSpec, array: arrays.Array, job_dir: Path) -> plans.PlannedFile:
     """Return the file with one line of shell-quoted arguments per array element."""
-    text = "".join(
-        sh_line(arrays.program_of(spec.program, values).args) + "\n" for values in array.values
+    return plans.PlannedFile(
+        job_dir / SWEEP,
+        "".join(
+            sh_line(arrays.program_of(spec.program, values).args) + "\n" for values in array.values
+        ).encode(errors="surrogateescape"),
     )
-    return PlannedFile(job_dir / SWEEP, text.encode(errors="surrogateescape"))
 
 
 def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
@@ -108,14 +108,14 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     }
 
 
-def element_program(spec: JobSpec, array: Array | None) -> Program:
+def element_program(spec: JobSpec, array: arrays.Array | None) -> Program:
     """Return the program; without arguments if each array element has its own arguments."""
     if array is None or not array.values:
         return spec.program
     return Program(spec.program.kind, spec.program.target)
 
 
-def sent_files(plan: Plan) -> list[tuple[str, int, bytes]]:
+def sent_files(plan: plans.Plan) -> list[tuple[str, int, bytes]]:
     """Return the files for the job directory on a host, as (name, mode, content).
 
     They include the token and the secrets. This function deletes the local file of the secrets.
@@ -155,7 +155,7 @@ def warn(text: str) -> None:
     logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))
 
 
-def check_plan(plan: Callable[[JobSpec], Plan], spec: JobSpec) -> Iterator[CheckFinding]:
+def check_plan(plan: Callable[[JobSpec], plans.Plan], spec: JobSpec) -> Iterator[CheckFinding]:
     """Check that a job can be planned; a check function of `doctor.engine.CheckStep`."""
     plan(spec)
     nodes, workers = spec.resources.nodes, spec.nproc_per_node

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NoReturn
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
 from clusterjob.backends.batch_command import attempts, submission
-from clusterjob.backends.batch_command.attempts import Known, Retries, Seen
 from clusterjob.backends.batch_command.log_stream import LogCollector, LogStream
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task, in_parallel
 from clusterjob.core.capabilities import Capability
@@ -84,7 +83,7 @@ class PlatformBackend(ABC):
         """Return the account that a job's options or the environment select."""
 
     @abstractmethod
-    def retries(self, spec: JobSpec) -> Retries:
+    def retries(self, spec: JobSpec) -> attempts.Retries:
         """Return the platform's retry policy for a job."""
 
     @abstractmethod
@@ -207,7 +206,7 @@ class PlatformBackend(ABC):
             platform: the platform of the account.
             detailed: ids of waiting jobs whose reason is queried.
         """
-        known = Known.of(record.job_dir)
+        known = attempts.Known.of(record.job_dir)
         seen = known.meet(listed.tasks.get(record.job_id, []))
         if listed.error_text or seen is None:
             return self._unseen(record, known, seen=seen, error_text=listed.error_text)
@@ -254,7 +253,9 @@ class PlatformBackend(ABC):
             )
         return replace(shared.ended(verdict), handle=handle)
 
-    def _unseen(self, record: Record, known: Known, seen: Seen | None, error_text: str) -> Status:
+    def _unseen(
+        self, record: Record, known: attempts.Known, seen: attempts.Seen | None, error_text: str
+    ) -> Status:
         """Return the status of a job that the platform does not show, or after an error."""
         if record.handle is None and shared.being_submitted(record):
             return Status(JobState.PENDING, "it is being submitted")
@@ -284,7 +285,7 @@ class PlatformBackend(ABC):
             )
         )
 
-    def _adopted(self, record: Record, seen: Seen) -> Handle:
+    def _adopted(self, record: Record, seen: attempts.Seen) -> Handle:
         """Return the handle of a job whose submitter died before it recorded a handle."""
         return Handle(
             self.NAME,
@@ -297,7 +298,13 @@ class PlatformBackend(ABC):
         )
 
     def _verdict(
-        self, record: Record, known: Known, seen: Seen, platform: Platform, *, cancelled: bool
+        self,
+        record: Record,
+        known: attempts.Known,
+        seen: attempts.Seen,
+        platform: Platform,
+        *,
+        cancelled: bool,
     ) -> Verdict | None:
         """Return the verdict of an ended attempt; None while its log may still get a verdict."""
         stream = LogStream(record.job_dir, 0, attempt=seen.attempt)
@@ -346,7 +353,7 @@ class PlatformBackend(ABC):
         account = self._account(record)
         if record.end is None and record.job_id not in self._last:
             self.status([record])
-        platform, known = self.platform(account), Known.of(record.job_dir)
+        platform, known = self.platform(account), attempts.Known.of(record.job_dir)
         if record.end is not None and not known.tasks:
             known.meet(attempts.tasks_of([record], platform))
         try:

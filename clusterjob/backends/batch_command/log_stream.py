@@ -27,7 +27,6 @@ from clusterjob.backends.batch_command.taken_lines import Count, TakenLines
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_files, log_protocol
 from clusterjob.node.logs.job_dir import AGENT_LOG, TIMELINE
-from clusterjob.node.logs.log_protocol import NumberedLine
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Verdict
 
@@ -173,15 +172,18 @@ class LogStream:
 
     def _sort(self, lines: Sequence[str], taken: TakenLines, pages: _Pages) -> None:
         items = _in_order(lines)
-        first = next(
-            (
-                index
-                for index, (_, item) in enumerate(items)
-                if item is not None and item.number >= taken.next
+        first_bare = _first_new_bare(
+            items,
+            next(
+                (
+                    index
+                    for index, (_, item) in enumerate(items)
+                    if item is not None and item.number >= taken.next
+                ),
+                len(items),
             ),
-            len(items),
+            taken=taken,
         )
-        first_bare = _first_new_bare(items, first, taken=taken)
         for index, (line, item) in enumerate(items):
             if item is None:
                 if index >= first_bare:
@@ -194,7 +196,7 @@ class LogStream:
                 self._put(item, taken, pages=pages)
         pages.note(taken.seconds)
 
-    def _put(self, item: NumberedLine, taken: TakenLines, pages: _Pages) -> None:
+    def _put(self, item: log_protocol.NumberedLine, taken: TakenLines, pages: _Pages) -> None:
         if item.seconds is not None and item.seconds > taken.seconds:
             pages.note(taken.seconds)
             taken.seconds = item.seconds
@@ -268,7 +270,7 @@ class LogStream:
             os.close(handle)
 
 
-def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
+def _in_order(lines: Sequence[str]) -> list[tuple[str, log_protocol.NumberedLine | None]]:
     """Parse lines and sort the numbered lines; a log may show lines of one moment in any order."""
     items = [(line, log_protocol.parse(line)) for line in lines]
     numbered = iter(
@@ -278,7 +280,7 @@ def _in_order(lines: Sequence[str]) -> list[tuple[str, NumberedLine | None]]:
 
 
 def _first_new_bare(
-    items: Sequence[tuple[str, NumberedLine | None]], first: int, taken: TakenLines
+    items: Sequence[tuple[str, log_protocol.NumberedLine | None]], first: int, taken: TakenLines
 ) -> int:
     """Return the index from which lines without a number are new.
 

@@ -21,7 +21,6 @@ from pathlib import Path, PurePosixPath
 
 from clusterjob.core import snapshot
 from clusterjob.core.plans import PlannedFile
-from clusterjob.core.snapshot import Snapshot, SnapshotEntry
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError
 
@@ -94,14 +93,13 @@ def stage(
         for name, (data, mode) in own_files.items():
             (own / name).write_bytes(data)
             (own / name).chmod(mode)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(root, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise SubmitError(
             f"the upload cannot be written to {root}: {error.strerror}: {error.filename}"
         ) from error
-    except BaseException:
-        shutil.rmtree(root, ignore_errors=True)
-        raise
     return Upload(
         root,
         (taken.files if taken is not None else 0) + len(own_files),
@@ -110,7 +108,7 @@ def stage(
     )
 
 
-def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:
+def _code(workdir: Path, limit: int, *, include_secrets: bool) -> snapshot.Snapshot:
     """Return the snapshot of the working directory, without ``.gitignore`` files."""
     taken = snapshot.take(workdir, limit, include_secrets=include_secrets)
     if any(PurePosixPath(entry.path).parts[0] == OWN for entry in taken.entries):
@@ -118,13 +116,13 @@ def _code(workdir: Path, limit: int, *, include_secrets: bool) -> Snapshot:
             f"{workdir} contains {OWN!r}, a name that clusterjob needs for its own files",
             f"exclude it in {snapshot.OWN_IGNORE}",
         )
-    return Snapshot(
+    return snapshot.Snapshot(
         taken.root,
         tuple(entry for entry in taken.entries if PurePosixPath(entry.path).name != ".gitignore"),
     )
 
 
-def _copy(source: Path, target: Path, entry: SnapshotEntry) -> int:
+def _copy(source: Path, target: Path, entry: snapshot.SnapshotEntry) -> int:
     """Copy a file or create a directory; return the file's size in bytes.
 
     Raises:
@@ -153,7 +151,7 @@ def _copy(source: Path, target: Path, entry: SnapshotEntry) -> int:
     return entry.size
 
 
-def _kept(entries: Iterable[SnapshotEntry]) -> bytes:
+def _kept(entries: Iterable[snapshot.SnapshotEntry]) -> bytes:
     """Return the content of `KEPT`: links, directories and executable files.
 
     Each entry is three strings, each followed by NUL.

@@ -127,13 +127,16 @@ class LocalBackend:
             self._cut(plan.job_id)  # the started agents see the end of their lifeline
             process_groups.end([agent["pid"] for agent in agents], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
-        data = {
-            "agents": agents,
-            "boot_id": processes.boot_id(),
-            "host": socket.gethostname(),
-            "job_dir": str(plan.job_dir),
-        }
-        return Handle(NAME, plan.job_id, data=data)
+        return Handle(
+            NAME,
+            plan.job_id,
+            data={
+                "agents": agents,
+                "boot_id": processes.boot_id(),
+                "host": socket.gethostname(),
+                "job_dir": str(plan.job_dir),
+            },
+        )
 
     def detach(self, handle: Handle) -> None:
         """Let the job continue after this process ends.

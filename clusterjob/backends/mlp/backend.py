@@ -95,9 +95,6 @@ class MlpBackend(PlatformBackend):
         files = [PlannedFile(path, _yaml(job_id, fields)) for path, fields in tasks.items()]
         if array is not None and array.values:
             files.append(shared.sweep_file(spec, array, job_dir=job_dir))
-        values = _values(
-            spec, job_id, job_dir=job_dir, array=array, uploaded=not missing, left_open=left_open
-        )
         return Plan(
             job_id=job_id,
             backend=NAME,
@@ -107,7 +104,18 @@ class MlpBackend(PlatformBackend):
                 *shared.common_files(spec, job_dir),
                 *files,
                 shared.script_file(
-                    job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)
+                    job_dir / _SCRIPT,
+                    render(
+                        spec.template or f"{_SCRIPT}.j2",
+                        _values(
+                            spec,
+                            job_id,
+                            job_dir=job_dir,
+                            array=array,
+                            uploaded=not missing,
+                            left_open=left_open,
+                        ),
+                    ),
                 ),
             ),
             commands=()

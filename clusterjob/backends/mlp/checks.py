@@ -205,8 +205,7 @@ class Account:
             yield ok(f"id, name, state and creation time are present (task {read.id})")
 
     def _instances(self) -> Iterator[CheckFinding]:
-        read = next((each for _, each in self._newest if each is not None), None)
-        if read is None:
+        if (read := next((each for _, each in self._newest if each is not None), None)) is None:
             yield unknown(
                 "not checked: the account has no task yet",
                 "run doctor again after the first task",

@@ -76,10 +76,9 @@ class ClusterMirror:
                 self._label, [file for one in found for file in one["files"]], data=data
             )
             for (record, _), had, one in zip(chunk, asked, found, strict=True):
-                volume = self._volumes.setdefault(
+                self._volumes.setdefault(
                     record.job_id, Volume(self._label, record.job_dir, nodes=record.nodes)
-                )
-                volume.check([*had.sizes, *had.stamps], one["files"])
+                ).check([*had.sizes, *had.stamps], one["files"])
                 for file, content in itertools.islice(parts, len(one["files"])):
                     self._take(record, had, file, content)
                 more[record.job_id] = one["more"]

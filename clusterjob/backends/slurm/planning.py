@@ -14,7 +14,6 @@ from clusterjob.backends.slurm import containers, flags, submit
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.status import NAME, by_directory, cluster_of
 from clusterjob.core import arrays
-from clusterjob.core.arrays import Array, Piece
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Record, Records
 from clusterjob.core.render import in_shell, render
@@ -171,7 +170,7 @@ def _known_end(record: Record) -> JobState | None:
     return ended[record.job_id].state if ended else None
 
 
-def _pieces(array: Array | None, spec: JobSpec) -> list[Piece | None]:
+def _pieces(array: arrays.Array | None, spec: JobSpec) -> list[arrays.Piece | None]:
     if array is None:
         return [None]
     if not spec.login:
@@ -195,7 +194,7 @@ def login_of(spec: JobSpec) -> Login | None:
     return Login.named(spec.login, spec.options, setup=spec.setup)
 
 
-def _array_option(piece: Piece | None) -> list[str]:
+def _array_option(piece: arrays.Piece | None) -> list[str]:
     if piece is None:
         return []
     limit = f"%{piece.at_once}" if piece.at_once is not None else ""
@@ -203,7 +202,11 @@ def _array_option(piece: Piece | None) -> list[str]:
 
 
 def _values(
-    spec: JobSpec, job_id: str, job_dir: Path, array: Array | None, workdir: Path | None = None
+    spec: JobSpec,
+    job_id: str,
+    job_dir: Path,
+    array: arrays.Array | None,
+    workdir: Path | None = None,
 ) -> dict[str, Any]:
     workdir = workdir or spec.workdir
     program = shared.element_program(spec, array)
@@ -225,7 +228,7 @@ def _values(
     }
 
 
-def _values_there(spec: JobSpec, job_id: str, array: Array | None) -> dict[str, Any]:
+def _values_there(spec: JobSpec, job_id: str, array: arrays.Array | None) -> dict[str, Any]:
     """Return the template's values for a login host, with SLURM_SUBMIT_DIR as the job's directory.
 
     The path of the job's directory is not known yet. sbatch runs in that directory.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
-from clusterjob.backends.slurm import job_end, squeue
-from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot
+from clusterjob.backends.slurm import job_end
+from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot, has_id, rows_of
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import ends
 from clusterjob.node.verdict import JobState, Verdict
@@ -70,7 +70,7 @@ def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
     Slurm may give the same id to another job (submitit#1660). The comment and the working directory
     contain the job's own id. If a site has changed both, the name and the submit time are compared.
     """
-    return squeue.has_id(row, record.whole_id) or (
+    return has_id(row, record.whole_id) or (
         row.name == record.name and abs(row.submitted - accepted_at(handle)) < _SUBMIT_TIME
     )
 
@@ -110,8 +110,7 @@ def adopt(record: Record, snapshot: QueueSnapshot, wholes: dict[str, Record]) ->
 
 def _adopted(record: Record, snapshot: QueueSnapshot) -> Record:
     # In the order of submission.
-    bases = sorted({row.base for row in squeue.rows_of(snapshot, record.job_id)}, key=int)
-    if not bases:
+    if not (bases := sorted({row.base for row in rows_of(snapshot, record.job_id)}, key=int)):
         return record
     data: dict[str, Any] = {
         "ids": bases,

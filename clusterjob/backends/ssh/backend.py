@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.backends.ssh import planning, status
-from clusterjob.backends.ssh.planning import NAME, SshOptions
 from clusterjob.backends.ssh.status import Job, Node
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
@@ -79,7 +78,7 @@ class SshBackend:
         from clusterjob.core import snapshot
         from clusterjob.remote.progress import Sending
 
-        spec, settings = plan.spec, SshOptions.of(plan.spec.options).ssh
+        spec, settings = plan.spec, planning.SshOptions.of(plan.spec.options).ssh
         place = settings.place(spec.hosts, spec.python, spec.setup)
         data, code = place.to_json(), None
         if spec.sync:
@@ -95,7 +94,7 @@ class SshBackend:
             except BaseException:
                 ends.cancel(plan.job_dir)  # later status requests then show CANCELLED
                 raise
-        return Handle(NAME, plan.job_id, data=data)
+        return Handle(planning.NAME, plan.job_id, data=data)
 
     def detach(self, handle: Handle) -> None:
         """Do nothing: the agents do not depend on this process."""
@@ -232,18 +231,17 @@ class SshBackend:
         from clusterjob.backends.ssh.checks import Hosts
         from clusterjob.doctor.this_machine import directory_checks
 
-        spec, options = planning.settled(spec), SshOptions.of(spec.options)
-        hosts = Hosts(
-            self._sessions,
-            options.ssh.place(spec.hosts, spec.python, spec.setup),
-            spec=spec,
-            need_torch=options.need_torch,
-        )
+        spec, options = planning.settled(spec), planning.SshOptions.of(spec.options)
         return run_checks(
             [
                 CheckStep("job", lambda: shared.check_plan(self.plan, spec)),
                 *directory_checks(),
-                *hosts.check_steps(),
+                *Hosts(
+                    self._sessions,
+                    options.ssh.place(spec.hosts, spec.python, spec.setup),
+                    spec=spec,
+                    need_torch=options.need_torch,
+                ).check_steps(),
             ]
         )
 

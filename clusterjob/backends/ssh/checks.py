@@ -104,8 +104,7 @@ class Hosts:
         self, checked: Collection[int], needs: str = "reached"
     ) -> Iterator[CheckFinding]:
         """Yield one finding for all hosts that an earlier failure keeps from being checked."""
-        hosts = [report.host for node, report in enumerate(self._all) if node not in checked]
-        if hosts:
+        if hosts := [report.host for node, report in enumerate(self._all) if node not in checked]:
             yield unknown(f"{listed(hosts)}: not checked: it needs {needs!r}")
 
     def _machines(self) -> Iterator[CheckFinding]:
@@ -182,10 +181,13 @@ class Hosts:
         A process group with different builds of torch hangs or returns wrong results.
         """
         alike = True
-        for what, of in (("torch", _torch_of), ("Python", _python_of)):
+        for what in ("torch", "Python"):
             versions: dict[str, list[str]] = {}
             for node, answer in self._answers.items():
-                if version := of(answer):
+                version = ".".join(map(str, answer["version"][:2]))
+                if what == "torch":
+                    version = str(answer["facts"]["torch"]) if fitness.has_torch(answer) else ""
+                if version:
                     versions.setdefault(version, []).append(self._all[node].host)
             if len(versions) > 1:
                 alike = False
@@ -236,14 +238,6 @@ class Hosts:
             f"{listed(self._reached[node].host for node in nodes[1:])}"
         )
         yield from self._unchecked(self._reached)
-
-
-def _torch_of(answer: Mapping[str, Any]) -> str:
-    return str(answer["facts"]["torch"]) if fitness.has_torch(answer) else ""
-
-
-def _python_of(answer: Mapping[str, Any]) -> str:
-    return ".".join(map(str, answer["version"][:2]))
 
 
 def _clock(report: HostReport) -> CheckFinding:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
 from clusterjob.core import plans
-from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -55,7 +54,7 @@ class SshOptions:
         return cls(ssh_options.ConnectionSettings.of(options), torch == "true")
 
 
-def plan(spec: JobSpec) -> Plan:
+def plan(spec: JobSpec) -> plans.Plan:
     """Return the plan of a job without contacting a host.
 
     Raises:
@@ -64,7 +63,7 @@ def plan(spec: JobSpec) -> Plan:
     """
     spec, options = settled(spec), SshOptions.of(spec.options)
     job_id, job_dir = shared.new_directory(spec.name)
-    return Plan(
+    return plans.Plan(
         job_id=job_id,
         backend=NAME,
         job_dir=job_dir,
@@ -77,7 +76,7 @@ def plan(spec: JobSpec) -> Plan:
             ),
         ),
         commands=tuple(
-            PlannedCommand(
+            plans.PlannedCommand(
                 ("ssh", str(host), "bash", f"{options.ssh.remote_home}/jobs/{job_id}/{SCRIPT}"),
                 _environment(spec, node),
                 node_rank=node,

@@ -92,7 +92,15 @@ class Submission:
             self._on_all(self._send)
             if self._place.setup:
                 self._on_all(self._check_after_setup)
-            address = self._coordinator_address(reached_at)
+            address = _LOOPBACK
+            if len(self._nodes) > 1:
+                address = coordinator_address(
+                    self._sessions,
+                    self._place,
+                    job_id=self._plan.job_id,
+                    likely=reached_at,
+                    stop=self._stop,
+                )
             self._check_not_cancelled()
             self._on_all(partial(self._start, address=address))
             self._check_not_cancelled()
@@ -200,17 +208,6 @@ class Submission:
         if answer["errors"]:
             raise HostError(session.label, "; ".join(answer["errors"]))
 
-    def _coordinator_address(self, reached_at: str) -> str:
-        if len(self._nodes) == 1:
-            return _LOOPBACK
-        return coordinator_address(
-            self._sessions,
-            self._place,
-            job_id=self._plan.job_id,
-            likely=reached_at,
-            stop=self._stop,
-        )
-
     def _start(self, node: int, session: Session, address: str) -> None:
         """Start the script of a node, and wait until its agent runs."""
         if self._stop.is_set():
@@ -249,12 +246,14 @@ class Submission:
         Raises:
             SubmitError: the phase fails on some hosts.
         """
-        outcome = for_each(
-            self._nodes,
-            lambda node: work(node, self._sessions.session(self._place, node)),
-            stop=self._stop,
+        _raise_errors(
+            for_each(
+                self._nodes,
+                lambda node: work(node, self._sessions.session(self._place, node)),
+                stop=self._stop,
+            ),
+            len(self._nodes),
         )
-        _raise_errors(outcome, len(self._nodes))
 
 
 def coordinator_address(
