@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slurm_cluster import SlurmCluster
 
-from clusterjob.backends.slurm import containers, flags
+from clusterjob.backends.slurm import flags, planning
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
@@ -315,7 +315,7 @@ def test_warning_too_long_for_time_limit_is_refused(
 def test_container_engine_is_chosen_by_image(
     spec: Any, image: str, engine: str, found: str
 ) -> None:
-    container = containers.choose(spec(container=image), Path("/jobs/x"))
+    container = planning.container_options(spec(container=image), Path("/jobs/x"))
     assert found in (container.prefix if engine == "apptainer" else container.srun_options)
     assert bool(container.prefix) == (engine == "apptainer")
     assert bool(container.srun_options) == (engine == "pyxis")
@@ -324,9 +324,9 @@ def test_container_engine_is_chosen_by_image(
 def test_container_without_image_or_mountable_directory_is_refused(spec: Any) -> None:
     for container in ("pyxis:", "apptainer:", "a\nb"):
         with pytest.raises(SpecError, match="names no image"):
-            containers.choose(spec(container=container), Path("/jobs/x"))
+            planning.container_options(spec(container=container), Path("/jobs/x"))
     with pytest.raises(SpecError, match="cannot be mounted"):
-        containers.choose(spec(container="pyxis:x"), Path("/jobs/a,b"))
+        planning.container_options(spec(container="pyxis:x"), Path("/jobs/a,b"))
 
 
 @given(

@@ -34,6 +34,7 @@ _STATE, _LOCK = "stream.json", "stream.lock"
 _OURS = re.compile(
     r"(?:rank\d+|torchrun)(?:\.attempt\d+)?\.(?:out|err)|agent\.log|timeline", re.ASCII
 )
+_private = partial(os.open, mode=0o600)  # opens a file that other users cannot read
 _MAX_GAPS = 200  # maximum number of ranges of missing lines to remember
 _MAX_FILES = 8192  # maximum files per node and process; lines of more workers go to agent.log
 # Lines of a worker's log in the first request; maximum lines in one request.
@@ -262,12 +263,9 @@ class LogStream:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        handle = os.open(self._directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with open(self._directory / _LOCK, "ab", opener=_private) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(handle)
 
 
 def _in_order(lines: Sequence[str]) -> list[tuple[str, log_protocol.NumberedLine | None]]:
@@ -344,6 +342,6 @@ class _Pages:
     def write(self) -> None:
         # Write the timeline last: it must not refer to bytes that are not written yet.
         for name in sorted(self._added, key=lambda name: name == TIMELINE):
-            with open(self._directory / name, "ab", opener=partial(os.open, mode=0o600)) as file:
+            with open(self._directory / name, "ab", opener=_private) as file:
                 file.write(self._added[name])
             self._sizes[name] = self._sizes.get(name, 0) + len(self._added[name])

@@ -14,6 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,16 +111,13 @@ class Queue:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
         """Hold the snapshot's lock for a write; yield False if another process has the lock."""
-        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with open(self._lock_path, "ab", opener=partial(os.open, mode=0o600)) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
             else:
                 yield True
-        finally:
-            os.close(lock)
 
     def _collect(self, timeout: float) -> None:
         """Store squeue's answer if it arrives within timeout (seconds)."""
