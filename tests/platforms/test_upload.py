@@ -278,7 +278,7 @@ def test_array_element_gets_its_index_and_arguments(
             "job-abc_1",
         )
     for arguments, reason in (
-        ([], "which element this is"),
+        ([], "the array index is missing"),
         (["2"], "the arguments of this element cannot be read"),
     ):
         ran = run(["bash", path, *arguments], work, ALONE)

@@ -189,7 +189,7 @@ class Known:
     def _save(self) -> None:
         try:
             if self.path.parent.parent.parent.is_dir():
-                private_dirs.make(self.path.parent)  # the directory of an array element
+                private_dirs.make(self.path.parent)  # an array element has no directory at first
             files.write_json(self.path, {key: vars(self)[key] for key in _STORED})
             _unsaved.pop(self.path, None)
         except OSError:
@@ -301,7 +301,7 @@ def _shows_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
 
 
 def _failed(instances: Sequence[Instance]) -> Failure | None:
-    """Return the failure of one node; prefer a node that failed to a node that was stopped."""
+    """Return the failure of one node; a failed node takes precedence over a stopped node."""
     bad = [
         instance
         for instance in instances

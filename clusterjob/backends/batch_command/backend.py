@@ -29,7 +29,7 @@ from clusterjob.node.verdict import JobState, Verdict
 
 Account = tuple[tuple[str, str], ...]  # the variables that select an account, sorted
 
-_MAX_DETAILS = 8  # maximum number of waiting jobs per status request whose reason is queried
+_MAX_DETAILS = 8  # maximum number of waiting jobs whose reason one status request queries
 
 
 @dataclass

@@ -204,7 +204,7 @@ class Volc:
         return [(row, parse_task(row)) for row in rows[:count]]
 
     def run(self, *arguments: str) -> CommandOutput:
-        """Run the command with other arguments than ``ml_task``, such as ``version``.
+        """Run the command `volc` with any arguments, such as ``version``.
 
         Raises:
             SubmitError: the command is not installed.

@@ -158,7 +158,7 @@ def flavor_of(spec: JobSpec) -> str:
 
 
 def gpus_of(spec: JobSpec) -> int | None:
-    """Return the GPUs per machine from the table of flavors; None if it lacks the job's flavor."""
+    """Return the GPUs of the job's flavor; None if the table of flavors lacks that flavor."""
     return MlpOptions.of(spec.options).flavors.get(flavor_of(spec))
 
 

@@ -51,8 +51,8 @@ class Queue:
         """Return the newest snapshot; only the first call of a process may wait for Slurm.
 
         Args:
-            urgent: whether to keep the shortest interval between calls, because a job's directory
-                has news that only Slurm can explain.
+            urgent: whether to keep the shortest interval between calls: a job's directory shows an
+                end whose cause only Slurm knows.
         """
         first, self._looked = not self._looked, True
         if first:

@@ -63,7 +63,7 @@ class RemoteCommand:
             left = 60.0 if end is None else max(0.0, end - begin)
             self._ask(ReapCommand(self._number, wait=left), left)
             if not self._ended and left > 1.0 and time.monotonic() - begin < left / 2:
-                # The host did not wait as requested: end, so that the loop does not flood it.
+                # The host answers too early: without this end, the loop would not pause.
                 self._end(
                     UNREACHED,
                     "",

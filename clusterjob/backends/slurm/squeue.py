@@ -146,7 +146,7 @@ def ask(client: Client) -> QueueSnapshot | None:
 
 
 def _has_ids(base: str, task: str, own: str) -> bool:
-    """Return whether the ids of a row are valid; later commands have them as arguments."""
+    """Return whether the ids of a row are numbers: later commands get them as arguments."""
     return is_number(base) and is_number(own) and (task == "N/A" or is_number(task))
 
 

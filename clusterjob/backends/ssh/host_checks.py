@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_hosts(settings: config.Settings, named: tuple[Host, ...]) -> list[HostReport]:
-    """Check all hosts in parallel for fitness to run jobs.
+    """Check in parallel whether hosts are fit to run jobs.
 
     Args:
         settings: the interpreter, the setup lines and the options of the cluster.

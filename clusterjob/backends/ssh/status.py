@@ -123,7 +123,7 @@ def _until_reached(verdict: Verdict) -> Status:
 
 
 def _verdict_in(written: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    """Return the verdict in the nodes' ends; a success only if no node's end differs."""
+    """Return the verdict in the nodes' ends; a success only if all nodes succeeded."""
     verdicts = []
     for end in written:
         if (
