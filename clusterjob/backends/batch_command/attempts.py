@@ -31,7 +31,7 @@ _LAG = 20.0  # maximum seconds between a task's end and its last lines in the pl
 _SETTLING = 60.0  # seconds without a task in the list until the job counts as lost
 _UNSEEN = 120.0  # seconds after a submission in doubt until a job without a task counts as lost
 _RETRY_TIMEOUT = 60.0  # maximum seconds between the end of a retry's interval and its start
-# Seconds by which the platform's clock may differ from this machine's, its time zone included.
+# Maximum seconds between the platform's clock and this machine's; a wrong time zone is possible.
 CLOCKS_APART = 86_400.0
 _DEADLINE = re.compile(r"deadline|time ?limit|ActiveDeadline", re.IGNORECASE)
 

@@ -256,7 +256,7 @@ class PlatformBackend(ABC):
     def _unseen(
         self, record: Record, known: attempts.Known, seen: attempts.Seen | None, error_text: str
     ) -> Status:
-        """Return the status of a job that the platform does not show, or after an error."""
+        """Return the status if the platform does not show the job, or if its query failed."""
         if record.handle is None and shared.being_submitted(record):
             return Status(JobState.PENDING, "it is being submitted")
         if error_text and seen is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from clusterjob.node.verdict import JobState
 
-_PARALLEL = 8  # parallel calls to a platform
+_PARALLEL = 8  # maximum number of parallel calls to a platform
 
 
 @dataclass(frozen=True)

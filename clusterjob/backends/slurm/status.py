@@ -47,7 +47,7 @@ def cluster_of(record: Record) -> Cluster:
 
 
 def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Record]]:
-    """Return the final status of jobs whose directory is conclusive, and the other jobs."""
+    """Return the status of the jobs whose directory shows a final verdict, and the other jobs."""
     found: dict[str, Status] = {}
     others = []
     for record in records:
@@ -224,8 +224,8 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
 def needs_explanation(record: Record, row: JobRow) -> bool:
     """Return whether to query Slurm for the signal or failed node, which the row does not show.
 
-    The signal matters only if the batch script could not write its exit code; the failed node, only
-    if the job's end is not recorded yet.
+    The signal is queried only if the batch script could not write its exit code, and the failed
+    node only until the job's end is recorded.
     """
     if row.state == "FAILED":
         return job_end.step_code(record.job_dir) is None

@@ -85,7 +85,7 @@ def preflight(client: Client, spec: JobSpec, argv: Sequence[str]) -> SlurmOutput
 
 
 def _may_be_down(client: Client, spec: JobSpec) -> bool:
-    """Return whether the nodes that --test-only misses may be down or drained (seen with 22.05)."""
+    """Return whether the nodes that --test-only does not find may only be down (Slurm 22.05)."""
     # If no partition is named, SBATCH_PARTITION, the script or a plug-in may set another partition
     # than the default.
     named = spec.options.get("partition")

@@ -103,7 +103,7 @@ class Hosts:
     def _unchecked(
         self, checked: Collection[int], needs: str = "reached"
     ) -> Iterator[CheckFinding]:
-        """Yield one finding for all hosts that an earlier failure keeps from being checked."""
+        """Yield one finding that names all hosts that were not checked."""
         if hosts := [report.host for node, report in enumerate(self._all) if node not in checked]:
             yield unknown(f"{listed(hosts)}: not checked: it needs {needs!r}")
 
