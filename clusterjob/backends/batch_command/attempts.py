@@ -327,5 +327,5 @@ def _failed(instances: Sequence[Instance]) -> Failure | None:
 
 
 def _long_ago(task: Task) -> bool:
-    """Return whether a task ended so long ago that no difference of the clocks explains it."""
+    """Return whether a task ended long ago, even if the clocks differ by `CLOCKS_APART`."""
     return task.ended_at is not None and time.time() > shared.epoch(task.ended_at) + CLOCKS_APART

@@ -143,8 +143,9 @@ class Volc:
                 return task_id
             raise SubmitInDoubtError(f"{COMMAND} printed no task id: {answer.out.strip()[:120]!r}")
         error = _error(answer, "the platform refuses the task")
-        in_doubt = answer.timed_out or _IN_DOUBT.search(answer.message)
-        if in_doubt and not _UNREACHED.search(answer.message):
+        if (answer.timed_out or _IN_DOUBT.search(answer.message)) and not _UNREACHED.search(
+            answer.message
+        ):
             raise SubmitInDoubtError(error.message, error.hint)
         raise SubmitError(error.message, error.hint)
 

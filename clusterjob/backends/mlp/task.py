@@ -193,8 +193,7 @@ def retry_options(
     for path, value in read.fields.items():
         if path.partition(".")[0] == "RetryOptions":
             _set(task, path, value=value)
-    retry: dict[str, Any] = task["RetryOptions"]
-    return retry
+    return dict(task["RetryOptions"])
 
 
 def missing(task: Mapping[str, Any]) -> list[str]:

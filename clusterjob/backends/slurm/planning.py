@@ -83,7 +83,6 @@ def plan(spec: JobSpec) -> Plan:
     if spec.signal_before is not None:
         common.append(f"--signal=B:USR1@{spec.signal_before}")
     text = render(spec.template or f"{_SCRIPT}.j2", values)
-    sweep = array is not None and array.values
     return Plan(
         job_id=job_id,
         backend=NAME,
@@ -91,7 +90,7 @@ def plan(spec: JobSpec) -> Plan:
         spec=spec,
         files=(
             *shared.common_files(spec, job_dir),
-            *([shared.sweep_file(spec, array, job_dir=job_dir)] if array and sweep else []),
+            *([shared.sweep_file(spec, array, job_dir=job_dir)] if array and array.values else []),
             shared.script_file(job_dir / _SCRIPT, text),
         ),
         commands=tuple(

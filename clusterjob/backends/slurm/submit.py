@@ -76,9 +76,12 @@ def preflight(client: Client, spec: JobSpec, argv: Sequence[str]) -> SlurmOutput
     check_configuration(client)
     answer = client.run([argv[0], "--test-only", *argv[1:]])
     # A wrapper of sbatch may return another code than 0 for a job that would start.
-    accepted = answer.code == 0 or _ACCEPTED.search(answer.err)
     # sbatch accepts a job whose nodes are down, but not a job for which no such nodes exist.
-    if not accepted and not (_NO_SUCH_NODES.search(answer.err) and _may_be_down(client, spec)):
+    if (
+        answer.code != 0
+        and not _ACCEPTED.search(answer.err)
+        and not (_NO_SUCH_NODES.search(answer.err) and _may_be_down(client, spec))
+    ):
         raise _refused(answer)
     _check_time(client, spec, preflight=answer)
     return answer
