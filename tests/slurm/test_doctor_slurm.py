@@ -294,7 +294,10 @@ def test_two_login_hosts_are_usage_error(laptop: Laptop) -> None:
 def test_text_output_shows_state_name_and_hint(user: User) -> None:
     done = user("doctor", "--cluster", "slurm", "--partition", "nowhere", code=1)
     assert done.stderr == ""
-    assert "failed   partitions    there is no partition nowhere, or none for you\n" in done.stdout
+    assert (
+        "failed   partitions    there is no partition nowhere, or you may not use it\n"
+        in done.stdout
+    )
     assert f"{'':23}hint: there is main, small\n" in done.stdout
     shown = json.loads(user("doctor", "--cluster", "slurm", "--json").stdout)
     assert shown["backend"] == "slurm"

@@ -96,10 +96,10 @@ def test_undocumented_option_is_passed_as_option_of_plug_in(name: str) -> None:
         ("qos", "", "--set qos needs a value", "--set qos=VALUE"),
         ("qos", "a\nb", "contains a line break", "describes each option"),
         ("hold", "maybe", "it is a switch", "true or false"),
-        ("", "x", "is no option of sbatch", "long name"),
-        ("qos high", "x", "is no option of sbatch", "long name"),
-        ("qos=high", "x", "is no option of sbatch", "long name"),
-        ("ünicode", "x", "is no option of sbatch", "long name"),
+        ("", "x", "is not an option of sbatch", "long name"),
+        ("qos high", "x", "is not an option of sbatch", "long name"),
+        ("qos=high", "x", "is not an option of sbatch", "long name"),
+        ("ünicode", "x", "is not an option of sbatch", "long name"),
     ],
 )
 def test_invalid_or_reserved_option_is_refused(

@@ -230,7 +230,7 @@ class Account:
             except ClusterJobError as error:
                 yield warning(
                     f"{read.id}: {error.message}",
-                    "output and verdict come from the logs; the logs of an old task may be deleted",
+                    "clusterjob reads output and verdict from the logs; old logs may be deleted",
                 )
                 return
             if lines:

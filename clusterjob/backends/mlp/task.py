@@ -207,7 +207,7 @@ def missing(task: Mapping[str, Any]) -> list[str]:
 
 
 def hint_for_missing(missing: Sequence[str], options: Mapping[str, str]) -> str:
-    """Return a hint how to set the `missing` keys."""
+    """Return a hint that shows how to set the `missing` keys."""
     settings = ", ".join(f'{key} = "..."' for key in missing)
     hint = f"--set {missing[0]}=..., or in a profile: set = {{{settings}}}"
     if "flavor" in missing and MlpOptions.of(options).flavors:

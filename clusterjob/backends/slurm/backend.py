@@ -47,14 +47,7 @@ class SlurmBackend:
 
     # -- planning ----------------------------------------------------------------------------------
 
-    def plan(self, spec: JobSpec) -> Plan:
-        """Return the plan of a job; query the cluster only for an array (MaxArraySize).
-
-        Raises:
-            SpecError: an option is invalid, or sbatch has no such option.
-            TemplateError: the user's template cannot be rendered.
-        """
-        return planning.plan(spec)
+    plan = staticmethod(planning.plan)
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the cluster for a job.

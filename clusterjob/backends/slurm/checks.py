@@ -222,7 +222,9 @@ class SlurmCluster:
         for name in wanted:
             partition = self._partitions.get(name)
             if partition is None:
-                yield failed(f"there is no partition {name}, or none for you", f"there is {there}")
+                yield failed(
+                    f"there is no partition {name}, or you may not use it", f"there is {there}"
+                )
             elif partition.availability != "up":
                 yield failed(
                     partition.summary, f"it accepts or starts no jobs now; there is {there}"
@@ -230,7 +232,7 @@ class SlurmCluster:
             elif partition.usable == 0:
                 yield warning(
                     partition.summary,
-                    "a job would wait until nodes are back: `sinfo -R` shows why they are away",
+                    "a job would wait for its nodes: `sinfo -R` shows why they are down",
                 )
             else:
                 yield ok(partition.summary)

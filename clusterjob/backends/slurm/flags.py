@@ -77,7 +77,7 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
             )
         if not name.isascii() or not name.replace("-", "").isalnum():
             raise SpecError(
-                f"--set {key!r} is no option of sbatch",
+                f"--set {key!r} is not an option of sbatch",
                 "use the long name, such as --set qos=high",
             )
         if name not in KNOWN and name != _OURS_AS_A_SWITCH:
@@ -271,7 +271,7 @@ def split_after(text: str) -> tuple[str, str]:
         kind, job = "afterok", text
     if kind not in _AFTER:
         raise SpecError(
-            f"--after {text!r}: {kind!r} is no kind of dependency",
+            f"--after {text!r}: {kind!r} is not a kind of dependency",
             f"it is one of {', '.join(_AFTER)}",
         )
     if not job.strip():

@@ -56,14 +56,7 @@ class SshBackend:
 
     # -- planning ----------------------------------------------------------------------------------
 
-    def plan(self, spec: JobSpec) -> Plan:
-        """Return the plan of a job without contacting a host.
-
-        Raises:
-            SpecError: there are fewer hosts than nodes, no hosts, or an option is not valid.
-            TemplateError: the user's template cannot be rendered.
-        """
-        return planning.plan(spec)
+    plan = staticmethod(planning.plan)
 
     # -- submitting --------------------------------------------------------------------------------
 
