@@ -233,7 +233,7 @@ def test_node_with_failed_setup_line_is_named_in_verdict(
     task.wait()
     task.collect()
     verdict = shared.verdict_without_coordinator(
-        task.job_dir, None, restarts=0, otherwise="nobody knows"
+        task.job_dir, shared.Progress(), otherwise="nobody knows"
     )
     assert (verdict.state, verdict.failure is not None and verdict.failure.node_rank) == (
         JobState.FAILED,

@@ -1,4 +1,4 @@
-"""Define the interface of a platform with a submit command: its operations, tasks and workers.
+"""The interface of a platform with a submit command: its operations, tasks and workers.
 
 Such a platform shares no disk with the submitter.
 """

@@ -194,7 +194,7 @@ class LoginHost:
                 shared.warn(f"some logs could not be fetched: {error.message}")
             return
         if record.end is not None:
-            # There is no logs directory, or the disk is full: the next call asks for the logs again.
+            # There is no logs directory, or the disk is full: the next call fetches the logs again.
             with contextlib.suppress(OSError):
                 whole.touch()
 

@@ -241,7 +241,7 @@ def _values(
 
 
 def _values_there(spec: JobSpec, job_id: str, array: arrays.Array | None) -> dict[str, Any]:
-    """Return the template's values for a login host, with SLURM_SUBMIT_DIR as the job's directory.
+    """Return the template's values for a login host; SLURM_SUBMIT_DIR is the job's directory.
 
     The path of the job's directory is not known yet. sbatch runs in that directory.
     """
