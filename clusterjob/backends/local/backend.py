@@ -284,7 +284,7 @@ def _start(
     finally:
         for descriptor in (read_end, *copies):
             os.close(descriptor)
-    # The agent may outlive this process. With a return code, Popen does not warn about that.
+    # With a return code, Popen does not warn that the agent still runs when this process ends.
     process.returncode = 0
     return process.pid, write_end
 

@@ -162,7 +162,8 @@ class Volc:
             for task in self._listed(part, since)
             if task.name in names
         }
-        # The platform lists the newest first; tasks of the same second keep its order, reversed.
+        # The platform lists the newest first. The sort is stable: it keeps the order of tasks that
+        # were submitted in the same second.
         oldest_first = [*found.values()][::-1]
         return sorted(oldest_first, key=made_at)
 
