@@ -22,7 +22,8 @@ NAME = "slurm"
 SETTLING = 2.0  # seconds until squeue shows an accepted job
 # Maximum seconds between Slurm's and clusterjob's submit time, clock difference included.
 _SUBMIT_TIME = 120.0
-_UNTOLD = "scancel.pending"  # file in a job's directory: Slurm did not answer its scancel
+# In a job's directory, this file means that Slurm did not answer the job's scancel.
+_UNTOLD = "scancel.pending"
 _UNSEEN_ALIVE = "Slurm does not show it, but its last heartbeat is less than a minute old"
 _UNSEEN = 120.0  # seconds after which a job that Slurm has never shown counts as not submitted
 
