@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts this node's part of clusterjob job train-abc234: set CLUSTERJOB_NODE_RANK to the node's index and run it.
+# Starts one node of clusterjob job train-abc234. CLUSTERJOB_NODE_RANK must be the node's rank.
 
 export CLUSTERJOB_JOB_ID=train-abc234
 export CLUSTERJOB_JOB_DIR='/home/o'"'"'neil/.local/state/clusterjob/jobs/train-abc234'
@@ -8,10 +8,10 @@ export CLUSTERJOB_ATTEMPT=${CLUSTERJOB_ATTEMPT:-0}
 export CLUSTERJOB_NNODES=2
 export CLUSTERJOB_MASTER_ADDR=127.0.0.1
 
-# A node that cannot start its agent says so where the other nodes' agents look, so that nobody waits for it.
+# A node that cannot start its agent writes the reason to a file; the other nodes' agents read it and do not wait.
 note() {
   local end="$CLUSTERJOB_JOB_DIR/ends/node$CLUSTERJOB_NODE_RANK"
-  [ "${CLUSTERJOB_ATTEMPT:-0}" = 0 ] || end+=".attempt$CLUSTERJOB_ATTEMPT" # of a job that was queued again
+  [ "${CLUSTERJOB_ATTEMPT:-0}" = 0 ] || end+=".attempt$CLUSTERJOB_ATTEMPT" # the job was queued again
   end+=.refused
   [ -e "$end" ] || { printf '%s\n%s: %s\n' "$1" "${CLUSTERJOB_HOST:-${SLURMD_NODENAME:-$(uname -n)}}" "$2" > "$end.part" && mv -- "$end.part" "$end"; }
 }
@@ -21,17 +21,17 @@ refuse() {
   printf 'clusterjob: %s\n' "$2" >&2
   exit "$(( $1 ? $1 : 1 ))"
 }
-# Setup lines run before there is an agent to end them: this watcher does, if the shell is killed.
+# No agent runs during the setup lines: this watcher ends them if the shell is killed.
 watch() {
   local stat
   while sleep 0.5; do
-    read -r -a stat < "/proc/$BASHPID/stat" # pid (bash) state parent; a killed shell may stay a zombie, but it is no parent
+    read -r -a stat < "/proc/$BASHPID/stat" # fields: pid (bash) state parent; a killed shell is not the parent any more
     [ "${stat[3]}" = $$ ] || { note 137 'the script was killed in its setup lines'; break; }
   done
   kill -KILL 0
 }
 watch < /dev/null &
-CLUSTERJOB_WATCHER=$! # before the trap is set: a subshell that is killed early would run it too
+CLUSTERJOB_WATCHER=$! # started before the trap is set: a subshell would inherit the trap
 CLUSTERJOB_DOING='the script ended early'
 trap 'refuse "$?" "$CLUSTERJOB_DOING"' EXIT
 
