@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterjob.errors import PlacementError, SpecError
+from clusterjob.errors import SpecError
 from clusterjob.node.environments.topology import expand_numbers, split_hostlist
 
 MOST = 4096  # maximum number of hosts in one list: a typo must not fill the memory
@@ -54,8 +54,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
             if len(found) == MOST:
                 raise SpecError(f"{_short(text)} names more than {MOST} hosts")
             found.append(_host(word, text))
-    except PlacementError as error:
-        raise SpecError(error.message, _HINT) from error
+    except ValueError as error:
+        raise SpecError(f"{_short(text)} is not a list of hosts: {error}", _HINT) from error
     if not found:
         raise SpecError(f"{_short(text)} names no host", _HINT)
     return tuple(found)
@@ -150,7 +150,7 @@ def _expanded(part: str, text: str) -> Iterator[str]:
         yield part
         return
     ranges = re.sub(r"\s*,\s*", ",", match[1].strip())
-    for number in expand_numbers(ranges, text):
+    for number in expand_numbers(ranges):
         yield from _expanded(part[: match.start()] + number + part[match.end() :], text)
 
 

@@ -32,7 +32,7 @@ from clusterjob.node.environments import worker_endpoints
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.system import private_dirs, process_groups, processes
+from clusterjob.node.system import private_dirs, processes
 from clusterjob.node.verdict import JobState
 
 NAME = "local"
@@ -125,7 +125,7 @@ class LocalBackend:
                 )
         except OSError as error:
             self._cut(plan.job_id)  # the started agents see the end of their lifeline
-            process_groups.end([agent["pid"] for agent in agents], _CANCEL_TIMEOUT)
+            processes.end_groups([agent["pid"] for agent in agents], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
         return Handle(
             NAME,
@@ -175,7 +175,7 @@ class LocalBackend:
                 raise ClusterJobError(f"job {record.job_id} runs on {host}", "cancel it there")
             ends.cancel(record.job_dir)
             self._cut(record.job_id)
-            process_groups.end(
+            processes.end_groups(
                 [agent["pid"] for agent in _live_agents(record)],
                 record.job.grace + _CANCEL_TIMEOUT,
             )
@@ -191,7 +191,7 @@ class LocalBackend:
         """Interrupt the workers through every agent, as Ctrl-C does; stop them after the grace."""
         ends.cancel(record.job_dir)
         for agent in _live_agents(record):
-            process_groups.signal_group(agent["pid"], signal.SIGINT)
+            processes.signal_group(agent["pid"], signal.SIGINT)
         return True
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ def _live_agents(record: Record) -> list[dict[str, int]]:
     ):
         return []
     agents: list[dict[str, int]] = record.handle.data["agents"]
-    process_groups.reap([agent["pid"] for agent in agents])
+    processes.reap([agent["pid"] for agent in agents])
     return [agent for agent in agents if processes.start_ticks(agent["pid"]) == agent["ticks"] != 0]
 
 

@@ -21,7 +21,7 @@ from clusterjob.node.rendezvous.coordinator import Coordinator
 from clusterjob.node.rendezvous.coordinator_link import LocalLink, RemoteLink
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.stop_requests import StopRequests
-from clusterjob.node.system import crashes, processes
+from clusterjob.node.system import crashes, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
@@ -197,7 +197,7 @@ class Agent:
             nnodes=self._topology.nnodes,
             nproc=self._nproc,
             counted_by=self._job.counted_by,
-            endpoints=tuple(worker_endpoints.endpoint(address, p) for p in self._held.ports),
+            endpoints=tuple(network.with_port(address, p) for p in self._held.ports),
             wants_endpoints=worker_endpoints.may_be_used(self._options.program),
         )
         if self._topology.node_rank == 0:

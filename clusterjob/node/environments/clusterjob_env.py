@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterjob.errors import PlacementError
+from clusterjob.node.environments import placing
+from clusterjob.node.environments.placing import Master
 from clusterjob.node.environments.reading import Finding, Reading
-from clusterjob.node.environments.topology import Topology
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
@@ -27,18 +27,12 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     # Several nodes need an address: with localhost as default each node would train alone.
     master_addr = reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR", required=nnodes != 1)
     master_port = reading.number("master_port", "CLUSTERJOB_MASTER_PORT", required=False)
-    if nnodes is None or node_rank is None or reading.conflicts:
-        return reading.finding(None)
-    try:
-        return reading.finding(
-            Topology(
-                nnodes,
-                node_rank,
-                nproc_per_node=nproc_per_node,
-                master_addr=master_addr or "127.0.0.1",
-                master_port=master_port,
-                source=reading.source,
-            )
-        )
-    except PlacementError as error:
-        return reading.refuse(error)
+    # A job of several nodes on one machine has a loopback address.
+    return placing.node(
+        reading,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        nproc_per_node=nproc_per_node,
+        master=Master(master_addr, master_port),
+        by_platform=False,
+    )

@@ -29,11 +29,8 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", "FLUX_JOB_NNODES")
     if world_size is None or not nnodes:
         return reading.finding(None)
-    # Flux does not set the number of tasks per node. It spreads them evenly, and the first nodes
-    # get the remainder.
-    each, more = divmod(world_size, nnodes)
-    local_world_size = each
-    if more:
+    # Flux does not set the number of tasks per node; it spreads them evenly.
+    if world_size % nnodes:
         reading.conflicts.append(
             f"FLUX_JOB_SIZE={world_size} is not a multiple of FLUX_JOB_NNODES={nnodes}: no "
             "variable gives the number of tasks of each node"
@@ -41,10 +38,9 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     job = f"flux {reading.value('FLUX_JOB_ID')}" if reading.is_set("FLUX_JOB_ID") else ""
     return placing.worker(
         reading,
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        placing.Ranks(
+            rank, world_size, local_rank=local_rank, local_world_size=world_size // nnodes
+        ),
         nnodes=nnodes,
         master=placing.process_master(
             reading,

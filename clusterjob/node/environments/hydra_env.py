@@ -28,23 +28,18 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         not reading.is_set("PMI_RANK") or reading.is_set("SLURM_STEP_ID")
     ):
         return None
-    rank = reading.number("rank", "PMI_RANK")
-    world_size = reading.number("world_size", "PMI_SIZE")
-    local_rank = reading.number("local_rank", "MPI_LOCALRANKID")
-    local_world_size = reading.number("local_world_size", "MPI_LOCALNRANKS")
-    alone = world_size is not None and world_size == local_world_size
-    peer = reading.value(PROXY)
+    ranks = placing.Ranks.read(
+        reading,
+        "PMI_RANK",
+        "PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+    )
+    peer = reading.value(PROXY) if ranks.alone else ""
     master = placing.process_master(
         reading,
-        alone=alone,
-        key=f"hydra {peer}" if peer and alone else "",
-        key_variable="PMI_FD" if peer and alone else "",
+        alone=ranks.alone,
+        key=f"hydra {peer}" if peer else "",
+        key_variable="PMI_FD" if peer else "",
     )
-    return placing.worker(
-        reading,
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master=master,
-    )
+    return placing.worker(reading, ranks, master=master)

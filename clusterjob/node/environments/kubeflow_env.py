@@ -42,11 +42,7 @@ def _nnodes(reading: Reading) -> int | None:
     if not colon:
         return reading.number("nnodes", "PET_NNODES")
     if least.strip() == most.strip():
-        single = Reading({"PET_NNODES": most}, reading.source)
-        count = single.number("nnodes", "PET_NNODES")
-        reading.conflicts += single.conflicts
-        reading.evidence |= single.evidence
-        return count
+        return reading.as_number("nnodes", "PET_NNODES", text=most.strip())
     reading.conflicts.append(
         f"PET_NNODES={reading.value('PET_NNODES')[:80]!r} is elastic: the number of nodes must "
         "be fixed"

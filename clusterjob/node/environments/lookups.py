@@ -7,13 +7,16 @@ variable has, and the families read it from there.
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 from collections.abc import Mapping
 
 from clusterjob.node.environments import flux_env, hydra_env, lsf_env, pals_env
 from clusterjob.node.environments.reading import whole_number
+from clusterjob.node.system import files, network
 
+_MAX_TEXT = 1 << 20  # characters of a host file
 _TIMEOUT = 4.0  # seconds for `flux hostlist local`
-_MAX_BYTES = 1 << 20
 
 
 def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -24,13 +27,13 @@ def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
     """
     found: dict[str, str] = {}
     if environ.get("PALS_RANKID") and environ.get("PBS_NODEFILE"):
-        found[pals_env.FIRST_NODE] = _text(environ["PBS_NODEFILE"]).partition("\n")[0].strip()
+        found[pals_env.FIRST_NODE] = (
+            files.read_text(environ["PBS_NODEFILE"], _MAX_TEXT).partition("\n")[0].strip()
+        )
     if environ.get("JSM_NAMESPACE_RANK"):
-        import socket
-
         found[lsf_env.OWN_NAME] = socket.gethostname()
         if environ.get("LSB_DJOB_RANKFILE"):
-            found[lsf_env.RANKFILE] = _text(environ["LSB_DJOB_RANKFILE"])
+            found[lsf_env.RANKFILE] = files.read_text(environ["LSB_DJOB_RANKFILE"], _MAX_TEXT)
     if (
         environ.get("FLUX_TASK_RANK")
         and environ.get("FLUX_JOB_NNODES") != "1"
@@ -42,18 +45,7 @@ def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {**environ, **found} if found else environ
 
 
-def _text(path: str) -> str:
-    """Return the first MiB of a file; empty if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(_MAX_BYTES)
-    except (OSError, ValueError):
-        return ""
-
-
 def _flux_hosts(environ: Mapping[str, str]) -> str:
-    import subprocess
-
     try:
         result = subprocess.run(
             ["flux", "hostlist", "local"],
@@ -73,17 +65,12 @@ def _peer(descriptor: str) -> str:
 
     The peer of PMI_FD is the proxy that started this node's processes.
     """
-    import socket
-    import struct
-
     number = whole_number(descriptor)
     if number is None or number > 1 << 20:
         return ""
     try:
-        with socket.socket(fileno=os.dup(number)) as peer:
-            pid = struct.unpack(
-                "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            )[0]
+        with socket.socket(fileno=os.dup(number)) as link:
+            pid = network.peer_of(link)[0]
     except OSError:
         return ""
     return str(pid) if pid > 0 else ""

@@ -35,13 +35,14 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
             local_world_size = world_size // len(nodes)  # jsrun fills resource sets evenly
         else:
             reading.conflicts.append("JSM_NAMESPACE_LOCAL_SIZE is not set (local_world_size)")
-    alone = world_size is not None and world_size == local_world_size
+    ranks = placing.Ranks(
+        rank, world_size, local_rank=local_rank, local_world_size=local_world_size
+    )
     own = reading.value(OWN_NAME)
-    node_rank = nodes.index(own) if own in nodes else None
     if nodes:
         reading.evidence["nnodes"] = variable
     fallback = None
-    if nodes and not alone and not reading.is_set("MASTER_ADDR"):
+    if nodes and not ranks.alone and not reading.is_set("MASTER_ADDR"):
         fallback = reading.as_host("master_addr", variable, nodes[0])
     job = (
         reading.number("master_port", "LSB_JOBID", required=False)
@@ -50,15 +51,12 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     )
     return placing.worker(
         reading,
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
+        ranks,
+        node_rank=nodes.index(own) if own in nodes else None,
         nnodes=len(nodes) or None,
         master=placing.process_master(
             reading,
-            alone=alone,
+            alone=ranks.alone,
             fallback=fallback,
             fallback_port=None if job is None else job % 1000 + 10000,
         ),
@@ -68,9 +66,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
 def _nodes(reading: Reading) -> tuple[list[str], str]:
     """Return the job's nodes in order, without the launch node, and their variable."""
     if reading.is_set(RANKFILE):
-        return _short(reading.value(RANKFILE).split()[1:]), "LSB_DJOB_RANKFILE"
-    return _short(reading.value("LSB_MCPU_HOSTS").split()[2::2]), "LSB_MCPU_HOSTS"
-
-
-def _short(names: list[str]) -> list[str]:
-    return list(dict.fromkeys(names))
+        hosts, variable = reading.value(RANKFILE).split()[1:], "LSB_DJOB_RANKFILE"
+    else:
+        hosts, variable = reading.value("LSB_MCPU_HOSTS").split()[2::2], "LSB_MCPU_HOSTS"
+    return list(dict.fromkeys(hosts)), variable

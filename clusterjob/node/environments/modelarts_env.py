@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clusterjob.node.environments import placing
-from clusterjob.node.environments.placing import Master
 from clusterjob.node.environments.reading import Finding, Reading
 
 
@@ -29,13 +28,9 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         0 if nnodes == 1 and not reading.is_set(index) else reading.number("node_rank", index)
     )
     hosts = placing.hosts(reading, "VC_WORKER_HOSTS")
-    given = placing.given_master(reading)
-    addr = given.addr
-    if not reading.is_set("MASTER_ADDR"):
-        if hosts:
-            addr = reading.as_host("master_addr", "VC_WORKER_HOSTS", hosts[0])
-        elif nnodes != 1:
-            reading.conflicts.append("VC_WORKER_HOSTS is not set (master_addr)")
+    master = placing.master_or_first(reading, "VC_WORKER_HOSTS", hosts)
+    if not hosts and nnodes != 1 and not reading.is_set("MASTER_ADDR"):
+        reading.conflicts.append("VC_WORKER_HOSTS is not set (master_addr)")
     if hosts and nnodes is not None and len(hosts) != nnodes:
         reading.conflicts.append(
             f"VC_WORKER_HOSTS lists {len(hosts)} hosts, MA_NUM_HOSTS is {nnodes}"
@@ -46,5 +41,5 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         nnodes=nnodes,
         node_rank=node_rank,
         nproc_per_node=nproc_per_node,
-        master=Master(addr, given.port),
+        master=master,
     )

@@ -17,12 +17,12 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     reading = Reading(environ, "mvapich2")
     if not reading.is_set("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"):
         return None
-    rank = reading.number("rank", "MV2_COMM_WORLD_RANK")
-    world_size = reading.number("world_size", "MV2_COMM_WORLD_SIZE")
-    local_rank = reading.number("local_rank", "MV2_COMM_WORLD_LOCAL_RANK")
-    local_world_size = reading.number("local_world_size", "MV2_COMM_WORLD_LOCAL_SIZE")
-    alone = world_size is not None and world_size == local_world_size
-    return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank,
-        local_world_size=local_world_size, master=placing.process_master(reading, alone=alone),
-    )  # fmt: skip
+    ranks = placing.Ranks.read(
+        reading,
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    )
+    master = placing.process_master(reading, alone=ranks.alone)
+    return placing.worker(reading, ranks, master=master)

@@ -25,13 +25,15 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     reading = Reading(environ, "openmpi")
     if not reading.is_set("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         return None
-    rank = reading.number("rank", "OMPI_COMM_WORLD_RANK")
-    world_size = reading.number("world_size", "OMPI_COMM_WORLD_SIZE")
-    local_rank = reading.number("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_world_size = reading.number("local_world_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    alone = world_size is not None and world_size == local_world_size
+    ranks = placing.Ranks.read(
+        reading,
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
     nodes = sagemaker_env.nodes(reading)
-    fallback, port = _elsewhere(reading, alone=alone, hosts=nodes.hosts)
+    fallback, port = _elsewhere(reading, alone=ranks.alone, hosts=nodes.hosts)
     key_variable = reading.first_set("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", LAUNCHER)
     key = (
         f"openmpi {reading.value(LAUNCHER)} {reading.value(key_variable)}"
@@ -40,17 +42,15 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     )
     master = placing.process_master(
         reading,
-        alone=alone,
+        alone=ranks.alone,
         fallback=fallback,
         fallback_port=port,
         key=key,
         key_variable=key_variable,
     )
     return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank,
-        local_world_size=local_world_size, master=master, node_rank=nodes.node_rank,
-        nnodes=nodes.nnodes,
-    )  # fmt: skip
+        reading, ranks, master=master, node_rank=nodes.node_rank, nnodes=nodes.nnodes
+    )
 
 
 def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str | None, int | None]:

@@ -48,11 +48,11 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
             )
             nodes = list(dict.fromkeys(hosts))
             node_rank, nnodes = nodes.index(hosts[rank]), len(nodes)
+    ranks = placing.Ranks(
+        rank, world_size, local_rank=local_rank, local_world_size=local_world_size
+    )
     master = _master(reading)
-    return placing.worker(
-        reading, rank=rank, world_size=world_size, local_rank=local_rank,
-        local_world_size=local_world_size, master=master, node_rank=node_rank, nnodes=nnodes,
-    )  # fmt: skip
+    return placing.worker(reading, ranks, master=master, node_rank=node_rank, nnodes=nnodes)
 
 
 def _check_own(reading: Reading, listed: str, rank: int) -> None:
@@ -74,10 +74,7 @@ def _master(reading: Reading) -> Master:
         if not reading.is_set(variable):
             reading.conflicts.append("PADDLE_MASTER is not set (master_addr)")
             return Master(None, None)
-        first = Reading({variable: reading.value(variable).split(",")[0]}, reading.source)
-        found = placing.endpoint(first, variable)
-        reading.conflicts += first.conflicts
-        reading.evidence |= first.evidence
+        found = placing.endpoint(reading, variable, reading.value(variable).split(",")[0].strip())
     if found.port is None and not reading.conflicts:
         reading.conflicts.append(
             f"{reading.evidence.get('master_addr')} names no port (master_port)"

@@ -20,13 +20,13 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     reading = Reading(environ, "pals")
     if not reading.is_set("PALS_RANKID", "PALS_LOCAL_RANKID"):
         return None
-    rank = reading.number("rank", "PALS_RANKID")
-    world_size = reading.number("world_size", reading.first_set("PMI_SIZE", "PALS_SIZE"))
-    local_rank = reading.number("local_rank", "PALS_LOCAL_RANKID")
-    local_world_size = reading.number(
-        "local_world_size", reading.first_set("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
+    ranks = placing.Ranks.read(
+        reading,
+        "PALS_RANKID",
+        reading.first_set("PMI_SIZE", "PALS_SIZE"),
+        local_rank="PALS_LOCAL_RANKID",
+        local_world_size=reading.first_set("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     )
-    alone = world_size is not None and world_size == local_world_size
     fallback = None
     if reading.is_set(FIRST_NODE) and not reading.is_set("MASTER_ADDR"):
         fallback = reading.as_host("master_addr", "PBS_NODEFILE", reading.value(FIRST_NODE))
@@ -34,12 +34,9 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     key = f"pals {reading.value(job)}" if reading.is_set(job) else ""
     return placing.worker(
         reading,
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        ranks,
         node_rank=reading.number("node_rank", "PALS_NODEID", required=False),
         master=placing.process_master(
-            reading, alone=alone, fallback=fallback, key=key, key_variable=job
+            reading, alone=ranks.alone, fallback=fallback, key=key, key_variable=job
         ),
     )

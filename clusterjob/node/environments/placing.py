@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.environments.candidate_ports import candidates
@@ -26,6 +26,40 @@ class Master:
     port: int | None
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The numbers of a process; None stands for a number with a conflict.
+
+    Attributes:
+        rank: index of the process.
+        world_size: number of processes.
+        local_rank: index of the process on its node.
+        local_world_size: number of processes on its node.
+    """
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    local_world_size: int | None
+
+    @classmethod
+    def read(
+        cls, reading: Reading, rank: str, world_size: str, local_rank: str, local_world_size: str
+    ) -> Ranks:
+        """Return the numbers in these variables, which are all required."""
+        return cls(
+            reading.number("rank", rank),
+            reading.number("world_size", world_size),
+            local_rank=reading.number("local_rank", local_rank),
+            local_world_size=reading.number("local_world_size", local_world_size),
+        )
+
+    @property
+    def alone(self) -> bool:
+        """Whether all processes run on one node."""
+        return self.world_size is not None and self.world_size == self.local_world_size
+
+
 def node(
     reading: Reading,
     *,
@@ -33,7 +67,7 @@ def node(
     node_rank: int | None,
     nproc_per_node: int | None,
     master: Master,
-    one_means_here: bool = True,
+    by_platform: bool = True,
 ) -> Finding:
     """Return the finding of a reading for a node.
 
@@ -41,25 +75,26 @@ def node(
         reading: the variables that were read.
         nnodes: number of nodes; None with a conflict.
         node_rank: this node's index; None with a conflict.
-        nproc_per_node: number of workers on this node; None if no variable gives it, or 0 on a
-            machine without GPUs.
+        nproc_per_node: number of workers on this node; None if no variable gives it; may be 0
+            on a machine without GPUs.
         master: address of node 0; a single node needs none.
-        one_means_here: whether a single node without an address uses `OWN_ADDRESS`.
+        by_platform: whether a platform counts the GPUs and gives the address. 0 GPUs are then
+            accepted, and a loopback address for several nodes is refused.
     """
-    if nproc_per_node == 0:
+    if nproc_per_node == 0 and by_platform:
         reading.evidence.pop("nproc_per_node", None)
-    addr = master.addr
-    if addr is None and nnodes == 1 and one_means_here:
-        addr = OWN_ADDRESS
+        nproc_per_node = None
+    addr = OWN_ADDRESS if master.addr is None and nnodes == 1 else master.addr
     if nnodes is None or node_rank is None or addr is None or reading.conflicts:
         return reading.finding(None)
-    refuse_own_address(reading, addr, nnodes=nnodes)
+    if by_platform:
+        _refuse_own_address(reading, addr, nnodes=nnodes)
     try:
         return reading.finding(
             Topology(
                 nnodes,
                 node_rank,
-                nproc_per_node=nproc_per_node or None,
+                nproc_per_node=nproc_per_node,
                 master_addr=addr,
                 master_port=master.port,
                 source=reading.source,
@@ -71,29 +106,27 @@ def node(
 
 def worker(
     reading: Reading,
+    ranks: Ranks,
     *,
-    rank: int | None,
-    world_size: int | None,
-    local_rank: int | None,
-    local_world_size: int | None,
     master: Master,
     node_rank: int | None = None,
     nnodes: int | None = None,
+    refuse_loopback: bool = True,
 ) -> Finding:
     """Return the finding of a reading for a process.
 
     Args:
         reading: the variables that were read.
-        rank: index of the process; None with a conflict.
-        world_size: number of processes; None with a conflict.
-        local_rank: index of the process on its node; None with a conflict.
-        local_world_size: number of processes on its node; None with a conflict.
+        ranks: the numbers of the process.
         master: address of rank 0.
         node_rank: index of the node; None if no variable gives it. It is then computed as if
             every node had `local_world_size` processes, in the order of ranks.
         nnodes: number of nodes; None if no variable gives it. It is then computed in the same way
             as the node rank.
+        refuse_loopback: whether several nodes may not have a loopback address of node 0.
     """
+    rank, world_size = ranks.rank, ranks.world_size
+    local_rank, local_world_size = ranks.local_rank, ranks.local_world_size
     if (
         rank is None
         or world_size is None
@@ -106,7 +139,8 @@ def worker(
     size = max(1, local_world_size)
     nnodes = max(1, -(-world_size // size)) if nnodes is None else nnodes
     node_rank = min(rank // size, nnodes - 1) if node_rank is None else node_rank
-    refuse_own_address(reading, master.addr, nnodes=nnodes)
+    if refuse_loopback:
+        _refuse_own_address(reading, master.addr, nnodes=nnodes)
     try:
         topology = Topology(
             nnodes,
@@ -129,7 +163,7 @@ def worker(
         return reading.refuse(error)
 
 
-def refuse_own_address(reading: Reading, addr: str, nnodes: int) -> None:
+def _refuse_own_address(reading: Reading, addr: str, nnodes: int) -> None:
     """Add a conflict if several nodes have a loopback address as the address of node 0."""
     if nnodes > 1 and is_loopback(addr):
         name = reading.evidence.get("master_addr", "the master's address")
@@ -186,19 +220,26 @@ def process_master(
     return Master(addr, port)
 
 
-def endpoint(reading: Reading, variable: str) -> Master:
-    """Return the host and port of a variable such as ``host:port``, ``[v6]:port`` or ``host``.
+def master_or_first(reading: Reading, variable: str, hosts: list[str]) -> Master:
+    """Return MASTER_ADDR and MASTER_PORT; without MASTER_ADDR, the first of a variable's hosts."""
+    given = given_master(reading)
+    if reading.is_set("MASTER_ADDR") or not hosts:
+        return given
+    return replace(given, addr=reading.as_host("master_addr", variable, hosts[0]))
 
-    Both are None if the variable is not set.
+
+def endpoint(reading: Reading, variable: str, text: str | None = None) -> Master:
+    """Return the host and port of a text such as ``host:port``, ``[v6]:port`` or ``host``.
+
+    Args:
+        reading: records the evidence and conflicts.
+        variable: the variable that contains the text.
+        text: the text; None for the variable's value. Both results are None for an empty text.
     """
-    text = reading.value(variable)
+    text = reading.value(variable) if text is None else text
     if not text:
         return Master(None, None)
-    host, colon, port = text.rpartition(":")
-    if not colon or (
-        ":" in host and not host.endswith("]")
-    ):  # an IPv6 address without brackets contains colons
-        host, port = text, ""
+    host, port = _split(text)
     addr = reading.as_host("master_addr", variable, host)
     if not port:
         return Master(addr, None)
@@ -217,14 +258,16 @@ def hosts(reading: Reading, variable: str) -> list[str]:
     """
     found = []
     for item in reading.value(variable).replace(",", " ").split():
-        host, colon, port = item.rpartition(":")
-        bare = (
-            item
-            if not colon or (":" in host and not host.endswith("]")) or not port.isdigit()
-            else host
-        )
-        found.append(bare.strip("[]"))
+        host, port = _split(item)
+        found.append((host if port.isdigit() else item).strip("[]"))
     return found
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return (host, port) of a text such as ``host:port``; the port is empty if there is none."""
+    host, colon, port = text.rpartition(":")
+    # An IPv6 address without brackets contains colons.
+    return (text, "") if not colon or (":" in host and not host.endswith("]")) else (host, port)
 
 
 def ignore(reading: Reading, why: str, *variables: str) -> None:

@@ -47,11 +47,6 @@ class Finding:
             return "worker"
         return "node" if isinstance(self.placement, Topology) else "none"
 
-    @property
-    def sound(self) -> bool:
-        """Whether there are no conflicts; an environment without any variable is sound."""
-        return not self.conflicts
-
     def check(self) -> Finding:
         """Return the finding itself.
 
@@ -131,11 +126,14 @@ class Reading:
     def number(self, field_name: str, variable: str, *, required: bool = True) -> int | None:
         """Return the variable as a whole number, or None; any other value is a conflict."""
         value = self.text(field_name, variable, required=required)
-        if value is None:
-            return None
-        found = whole_number(value)
+        return None if value is None else self.as_number(field_name, variable, text=value)
+
+    def as_number(self, field_name: str, variable: str, text: str) -> int | None:
+        """Return a part of a variable's value as a whole number; any other is a conflict."""
+        found = whole_number(text)
         if found is None:
-            self.conflicts.append(f"{variable}={value[:80]!r} is not a whole number ({field_name})")
+            self.conflicts.append(f"{variable}={text[:80]!r} is not a whole number ({field_name})")
+        self.evidence[field_name] = variable
         return found
 
     def host(self, field_name: str, variable: str, *, required: bool = True) -> str | None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterjob.node.environments import placing
-from clusterjob.node.environments.placing import Master
 from clusterjob.node.environments.reading import Finding, Reading
 
 
@@ -31,17 +30,13 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         return None
     found = nodes(reading, required=True)
     nproc_per_node = reading.number("nproc_per_node", "SM_NUM_GPUS", required=False)
-    given = placing.given_master(reading)
-    addr = given.addr
-    if addr is None and found.hosts:
-        reading.evidence["master_addr"] = "SM_HOSTS"
-        addr = found.hosts[0]
+    master = placing.master_or_first(reading, "SM_HOSTS", found.hosts)
     return placing.node(
         reading,
         nnodes=found.nnodes,
         node_rank=found.node_rank,
         nproc_per_node=nproc_per_node,
-        master=Master(addr, given.port),
+        master=master,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clusterjob.node.environments import placing
-from clusterjob.node.environments.placing import Master
 from clusterjob.node.environments.reading import Finding, Reading
 
 
@@ -20,22 +19,19 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", "SKYPILOT_NUM_NODES")
     node_rank = reading.number("node_rank", "SKYPILOT_NODE_RANK")
     nproc_per_node = reading.number("nproc_per_node", "SKYPILOT_NUM_GPUS_PER_NODE", required=False)
-    given = placing.given_master(reading)
-    addr = given.addr
+    addresses: list[str] = []
     if not reading.is_set("MASTER_ADDR"):
         text = reading.text("master_addr", "SKYPILOT_NODE_IPS", required=nnodes != 1)
-        lines = (text or "").split()
-        if text is not None:
-            addr = reading.as_host("master_addr", "SKYPILOT_NODE_IPS", lines[0])
-            if nnodes is not None and len(lines) != nnodes:
-                reading.conflicts.append(
-                    f"SKYPILOT_NODE_IPS lists {len(lines)} addresses, SKYPILOT_NUM_NODES is "
-                    f"{nnodes}"
-                )
+        addresses = (text or "").split()
+    master = placing.master_or_first(reading, "SKYPILOT_NODE_IPS", addresses)
+    if addresses and nnodes is not None and len(addresses) != nnodes:
+        reading.conflicts.append(
+            f"SKYPILOT_NODE_IPS lists {len(addresses)} addresses, SKYPILOT_NUM_NODES is {nnodes}"
+        )
     return placing.node(
         reading,
         nnodes=nnodes,
         node_rank=node_rank,
         nproc_per_node=nproc_per_node,
-        master=Master(addr, given.port),
+        master=master,
     )

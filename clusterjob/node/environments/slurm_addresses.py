@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.topology import Topology, expand_hostlist
+from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist
 from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
 
@@ -48,6 +48,17 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
             "`export MASTER_ADDR=ADDRESS` before srun sets the address of the step's first node",
         )
     return replace(topology, master_addr=address)
+
+
+def as_worker(placement: Topology | Worker, environ: Mapping[str, str]) -> Worker:
+    """Return a step's task as a process, with an address of node 0 that resolves.
+
+    Raises:
+        PlacementError: no variable gives the rendezvous port, or node 0 has no address.
+    """
+    if isinstance(placement, Topology):
+        placement = slurm_env.as_worker(placement, environ)
+    return replace(placement, topology=resolve_master_address(placement.topology, environ))
 
 
 def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | None:

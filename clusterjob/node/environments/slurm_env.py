@@ -14,9 +14,12 @@ Slurm 22.05.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from clusterjob.errors import PlacementError
+from clusterjob.node.environments import placing
 from clusterjob.node.environments.candidate_ports import candidates
+from clusterjob.node.environments.placing import Master, Ranks
 from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, whole_number
 from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist
 from clusterjob.node.system.network import is_loopback
@@ -62,12 +65,8 @@ def nodes_outside_a_step(environ: Mapping[str, str]) -> int:
     finding = detect(environ)
     if finding is None or finding.source != NOWHERE:
         return 0
-    return (
-        whole_number(
-            (environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "").strip()
-        )
-        or 0
-    )
+    count = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
+    return whole_number(count.strip()) or 0
 
 
 def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
@@ -82,15 +81,7 @@ def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
     """
     if topology.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
         raise PlacementError("SLURM_JOB_ID is not set (master_port)")
-    port = topology.master_port or meeting_port(environ)
-    node = Topology(
-        topology.nnodes,
-        topology.node_rank,
-        nproc_per_node=topology.nproc_per_node,
-        master_addr=topology.master_addr,
-        master_port=port,
-        source=topology.source,
-    )
+    node = replace(topology, master_port=topology.master_port or meeting_port(environ))
     return Worker(
         node, topology.node_rank, local_rank=0, world_size=topology.nnodes, local_world_size=1
     )
@@ -127,23 +118,13 @@ def _place(reading: Reading) -> Finding:
     node_rank = reading.number("node_rank", "SLURM_NODEID")
     rank = reading.number("rank", "SLURM_PROCID")
     local_rank = reading.number("local_rank", "SLURM_LOCALID")
-    ntasks = "SLURM_STEP_NUM_TASKS" if reading.is_set("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    if not reading.is_set(ntasks):
-        ntasks = "SLURM_STEP_NUM_TASKS"  # the name for the error message
+    ntasks = reading.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     world_size = reading.number("world_size", ntasks)
     tasks = _tasks_per_node(reading)
-    master_addr = _master_addr(reading, nnodes)
-    master_port = _master_port(reading)
+    master = Master(_master_addr(reading, nnodes), _master_port(reading))
     nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
-    if (
-        None in (nnodes, node_rank, rank, local_rank, world_size, master_addr)
-        or not tasks
-        or reading.conflicts
-    ):
+    if nnodes is None or node_rank is None or not tasks or reading.conflicts:
         return reading.finding(None)
-    # The type checker needs these assertions.
-    assert nnodes is not None and node_rank is not None and rank is not None  # noqa: PT018
-    assert local_rank is not None and world_size is not None and master_addr is not None  # noqa: PT018
     if (len(tasks), sum(tasks)) != (nnodes, world_size):
         reading.conflicts.append(
             f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE'][:80]!r} gives "
@@ -151,55 +132,33 @@ def _place(reading: Reading) -> Finding:
             f"SLURM_STEP_NUM_NODES={nnodes} and {ntasks}={world_size}"
         )
         return reading.finding(None)
-    try:
-        if max(tasks) == 1:
-            for name in ("rank", "local_rank", "world_size", "local_world_size"):
-                reading.evidence.pop(name, None)
-            return reading.finding(
-                Topology(
-                    nnodes,
-                    node_rank,
-                    nproc_per_node=nproc_per_node,
-                    master_addr=master_addr,
-                    master_port=master_port,
-                    source=SOURCE,
-                )
-            )
-        if nproc_per_node is not None:
-            reading.evidence.pop("nproc_per_node")
-            reading.ignored.append(
-                Ignored("CLUSTERJOB_NPROC_PER_NODE", "srun starts the processes itself")
-            )
-        Topology(
-            nnodes,
-            node_rank,
-            nproc_per_node=None,
-            master_addr=master_addr,
-            master_port=master_port,
-            source=SOURCE,
-        )  # reports an impossible node first
-        if master_port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
-            master_port = meeting_port(environ)  # needs a job id: otherwise all jobs share one port
-        node = Topology(
-            nnodes,
-            node_rank,
-            nproc_per_node=tasks[node_rank],
-            master_addr=master_addr,
-            master_port=master_port,
-            source=SOURCE,
+    if max(tasks) == 1:
+        for name in ("rank", "local_rank", "world_size", "local_world_size"):
+            reading.evidence.pop(name, None)
+        return placing.node(
+            reading,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            nproc_per_node=nproc_per_node,
+            master=master,
+            by_platform=False,
         )
-        # Use the task's own rank: with a cyclic distribution it cannot be computed from the node.
-        return reading.finding(
-            Worker(
-                node,
-                rank,
-                local_rank=local_rank,
-                world_size=world_size,
-                local_world_size=tasks[node_rank],
-            )
-        )
-    except PlacementError as error:
-        return reading.refuse(error)
+    if nproc_per_node is not None:
+        reading.evidence.pop("nproc_per_node")
+        placing.ignore(reading, "srun starts the processes itself", "CLUSTERJOB_NPROC_PER_NODE")
+    # The port needs a job id: without it all jobs would share one port.
+    if master.port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
+        master = replace(master, port=meeting_port(environ))
+    # A task's own rank is used: with a cyclic distribution it cannot be computed from the node.
+    local_world_size = tasks[min(node_rank, nnodes - 1)]  # a larger node rank is refused
+    return placing.worker(
+        reading,
+        Ranks(rank, world_size, local_rank=local_rank, local_world_size=local_world_size),
+        master=master,
+        node_rank=node_rank,
+        nnodes=nnodes,
+        refuse_loopback=False,
+    )
 
 
 def _tasks_per_node(reading: Reading) -> list[int]:
@@ -247,11 +206,8 @@ def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
             )
         return nodes[0] if nodes else None
     whole = "SLURM_JOB_NODELIST"
-    more = (
-        _hosts(reading, whole, required=False)
-        if reading.value(whole) != reading.value("SLURM_STEP_NODELIST")
-        else []
-    )
+    is_same = reading.value(whole) == reading.value("SLURM_STEP_NODELIST")
+    more = [] if is_same else _hosts(reading, whole, required=False)
     others = {name.partition(".")[0] for name in [*nodes[1:], *more]}
     if nodes and given.partition(".")[0] in others - {nodes[0].partition(".")[0]}:
         reading.conflicts.append(
@@ -263,14 +219,9 @@ def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
 
 
 def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
-    if not required and not reading.is_set(variable):
-        return []
-    kept = dict(reading.evidence)
-    text = reading.text("master_addr", variable, required=required)
-    if not required:
-        reading.evidence.clear()
-        reading.evidence.update(kept)  # the list is only compared, so it is not evidence
-    if text is None:
+    # A list that is only compared is no evidence.
+    text = reading.text("master_addr", variable) if required else reading.value(variable)
+    if not text:
         return []
     try:
         hosts = expand_hostlist(text)
@@ -283,7 +234,5 @@ def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
 
 
 def _master_port(reading: Reading) -> int | None:
-    own = "CLUSTERJOB_MASTER_PORT"
-    return reading.number(
-        "master_port", own if reading.is_set(own) else "MASTER_PORT", required=False
-    )
+    variable = reading.first_set("CLUSTERJOB_MASTER_PORT", "MASTER_PORT")
+    return reading.number("master_port", variable, required=False)

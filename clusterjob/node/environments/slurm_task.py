@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node import environments
 from clusterjob.node.environments import slurm_addresses, slurm_env, worker_defaults
-from clusterjob.node.environments.topology import Topology, Worker
+from clusterjob.node.environments.topology import Worker
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -57,12 +56,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     placement = finding.placement
     if finding.source != slurm_env.SOURCE or placement is None:
         return {}
-    worker = (
-        slurm_env.as_worker(placement, environ) if isinstance(placement, Topology) else placement
-    )
-    worker = replace(
-        worker, topology=slurm_addresses.resolve_master_address(worker.topology, environ)
-    )
+    worker = slurm_addresses.as_worker(placement, environ)
     own = _torch_variables(worker)
     quiet = worker_defaults.quiet_defaults(
         environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterjob.errors import PlacementError
 from clusterjob.node.environments import placing
+from clusterjob.node.environments.placing import Master, Ranks
 from clusterjob.node.environments.reading import Finding, Reading
 from clusterjob.node.environments.slurm_env import TASK_RANK
-from clusterjob.node.environments.topology import Topology, Worker
 
 # RANK alone counts nodes on several platforms; with one of these variables it counts processes.
 _OF_A_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
@@ -77,28 +76,14 @@ def read(environ: Mapping[str, str]) -> Finding:
         nnodes = max(1, world_size // max(1, local_world_size))
     if node_rank is None:
         node_rank = rank // max(1, local_world_size)
-    if reading.source not in _MET:
-        placing.refuse_own_address(reading, master_addr, nnodes=nnodes)
-    try:
-        topology = Topology(
-            nnodes,
-            node_rank,
-            nproc_per_node=local_world_size,
-            master_addr=master_addr,
-            master_port=master_port,
-            source=reading.source,
-        )
-        return reading.finding(
-            Worker(
-                topology,
-                rank,
-                local_rank=local_rank,
-                world_size=world_size,
-                local_world_size=local_world_size,
-            )
-        )
-    except PlacementError as error:
-        return reading.refuse(error)
+    return placing.worker(
+        reading,
+        Ranks(rank, world_size, local_rank=local_rank, local_world_size=local_world_size),
+        master=Master(master_addr, master_port),
+        node_rank=node_rank,
+        nnodes=nnodes,
+        refuse_loopback=reading.source not in _MET,
+    )
 
 
 def _launcher(environ: Mapping[str, str]) -> str:

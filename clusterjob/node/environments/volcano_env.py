@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 
 from clusterjob.node.environments import placing
-from clusterjob.node.environments.placing import Master
 from clusterjob.node.environments.reading import Finding, Reading
 
 _HOSTS = re.compile(r"VC_(\w+)_HOSTS\Z")
@@ -41,19 +40,14 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         reading.evidence["nnodes"] = chosen
     elif nnodes is not None and nnodes != len(hosts):
         reading.conflicts.append(f"{count}={nnodes}, but {chosen} lists {len(hosts)}")
-    given = placing.given_master(reading)
-    addr = (
-        given.addr
-        if reading.is_set("MASTER_ADDR")
-        else reading.as_host("master_addr", chosen, hosts[0])
-    )
+    master = placing.master_or_first(reading, chosen, hosts)
     nproc_per_node = reading.number("nproc_per_node", "NPROC_PER_NODE", required=False)
     return placing.node(
         reading,
         nnodes=nnodes,
         node_rank=node_rank,
         nproc_per_node=nproc_per_node,
-        master=Master(addr, given.port),
+        master=master,
     )
 
 

@@ -75,11 +75,6 @@ def own_address(master_addr: str, node_rank: int) -> str:
     )
 
 
-def endpoint(address: str, port: int) -> str:
-    """Return ``address:port``, with brackets around an IPv6 address."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
 def may_be_used(program: Program) -> bool:
     """Return whether this node's workers may use PaddlePaddle.
 

@@ -45,7 +45,7 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
     missing = {
         digest
         for _, kind, _, size, digest in entries
-        if kind == "file" and not _is_there(_blob(home, digest), size)
+        if kind == "file" and not _is_stored(_blob(home, digest), size)
     }
     if missing:
         return {"missing": sorted(missing)}
@@ -60,27 +60,19 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
                 os.symlink(value, target)
             elif not _copy(_blob(home, value), target, mode=mode, digest=value):
                 missing.add(value)
-        if missing:
-            shutil.rmtree(part, ignore_errors=True)
-            return {"missing": sorted(missing)}
-        part.chmod(0o755)
-        try:
+        if not missing:
+            part.chmod(0o755)
             part.rename(code)
-        except OSError:
-            if not code.exists():
-                raise
-            shutil.rmtree(part, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    return {"missing": []}
-
-
-def _is_there(blob: Path, size: int) -> bool:
-    try:
-        return blob.stat().st_size == size
     except OSError:
-        return False
+        if not code.exists():  # else another node has created it meanwhile
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # a complete copy has been renamed
+    return {"missing": sorted(missing)}
+
+
+def _is_stored(blob: Path, size: int) -> bool:
+    return blob.is_file() and blob.stat().st_size == size
 
 
 def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.system import devices
+from clusterjob.node.system import devices, files
 
 AUTO = "auto"
 # Bytes of used memory below which a GPU is idle: a driver reserves less.
@@ -159,14 +159,12 @@ def visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
             found.append(Gpu(index, entry, name="MIG device", used=0, total=0))
             continue
         by_uuid = entry.startswith("GPU-")
-        gpu = next(
-            (
-                gpu
-                for gpu in gpus
-                if (gpu.uuid.startswith(entry) if by_uuid else entry == str(gpu.index))
-            ),
-            None,
+        matching = (
+            gpu
+            for gpu in gpus
+            if (gpu.uuid.startswith(entry) if by_uuid else entry == str(gpu.index))
         )
+        gpu = next(matching, None)
         if gpu is None or gpu in found:
             break
         found.append(gpu)
@@ -290,21 +288,18 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
                 if holder := held.take(gpu):
                     raise TooFewGpusError(f"GPU {entry} is held by {holder}")
             return held
-        holders: dict[int, str] = {}
+        holders: list[str] = []
         for gpu in there:
             if len(held.gpus) == count:
-                break
-            holders[gpu.index] = held.take(gpu) if gpu.idle else gpu.describe()
+                return held
+            if not gpu.idle:
+                holders.append(gpu.describe())
+            elif holder := held.take(gpu):
+                holders.append(f"{gpu.index} {holder}")
         if len(held.gpus) < count:
-            taken = [
-                f"{index} {text}" if text.startswith(("job ", "another")) else text
-                for index, text in holders.items()
-                if text
-            ]
-            who = "; ".join(taken)
             raise TooFewGpusError(
                 f"{len(held.gpus)} idle GPUs where {count} are asked for"
-                + (f": {who}" if who else "")
+                + (f": {'; '.join(holders)}" if holders else "")
             )
     except BaseException:
         held.release()
@@ -337,7 +332,4 @@ def _owner(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return "a process"
+    return files.read_text(f"/proc/{pid}/comm").strip() or "a process"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 from clusterjob.node.host_server import gpus, requests
 from clusterjob.node.system import processes
 
@@ -63,16 +64,17 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
         ``errors``: why the host is unfit; and facts about the host.
     """
     errors = []
-    free = _free(home)
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < request.need:
         errors.append(
-            f"disk full: {_megabytes(free)} are free in {home}, "
-            f"{_megabytes(request.need)} are needed"
+            f"disk full: {free / 1e6:.0f} MB are free in {home}, "
+            f"{request.need / 1e6:.0f} MB are needed"
         )
     if ":" in str(home):
         errors.append(f"its directory {home} contains a colon, which PYTHONPATH does not allow")
+    has_torch = importlib.util.find_spec("torch") is not None if request.own else None
     if request.own:
-        has_torch = importlib.util.find_spec("torch") is not None
         errors += _misfit(
             list(sys.version_info[:3]),
             sys.executable,
@@ -88,7 +90,7 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
         "home": str(home),
         "time": time.time(),
         "python": ".".join(map(str, sys.version_info[:3])),
-        "torch": importlib.util.find_spec("torch") is not None if request.own else None,
+        "torch": has_torch,
         "free": free,
         "gpus": [
             gpu.describe()
@@ -178,8 +180,8 @@ class _InterpreterOutput:
 
     lines: dict[str, Any]
     error: str
-    failed_at: int | None
-    end: str
+    failed_at: int | None = None
+    end: str = ""
 
 
 def _ask(
@@ -208,13 +210,9 @@ def _ask(
             timeout=_SETUP_TIMEOUT, check=False, env=work_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return _InterpreterOutput(
-            {}, f"its setup lines take longer than {_SETUP_TIMEOUT:g} s", failed_at=None, end=""
-        )
+        return _InterpreterOutput({}, f"its setup lines take longer than {_SETUP_TIMEOUT:g} s")
     except OSError as error:
-        return _InterpreterOutput(
-            {}, f"bash cannot be run: {error.strerror}", failed_at=None, end=""
-        )
+        return _InterpreterOutput({}, f"bash cannot be run: {error.strerror}")
     stderr = (asked.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
     found: dict[str, Any] = {}
     failed_at = None
@@ -238,7 +236,7 @@ def _ask(
 
 
 def _misfit(
-    version: list[int], executable: str, *, has_torch: bool, needs_torch: bool
+    version: list[int], executable: str, *, has_torch: bool | None, needs_torch: bool
 ) -> list[str]:
     if version[:2] < [3, 10]:
         found = ".".join(map(str, version))
@@ -250,24 +248,11 @@ def _misfit(
 
 def work_environment() -> dict[str, str]:
     """Return the environment of a new job: this login's, without the variables of another job."""
-    from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
-
     return {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")
     }
-
-
-def _free(home: Path) -> int:
-    place = home
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.0f} MB"
 
 
 def _identity() -> str:

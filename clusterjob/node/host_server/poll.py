@@ -1,4 +1,4 @@
-"""Poll one node of a job: state of its agent, and new data in its files.
+"""Poll a node of a job, or many jobs: state of the agent, and new data in the files.
 
 Growing files are sent from a byte offset, replaced files as a whole.
 """
@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node.host_server import requests
-from clusterjob.node.logs.job_dir import AGENTS, ENDS, EVENTS, RESULT, TIMELINE
+from clusterjob.node.logs import ends
+from clusterjob.node.logs.job_dir import (
+    AGENTS,
+    ENDS,
+    EVENTS,
+    LOGS,
+    RESULT,
+    SLURM_LOG,
+    TIMELINE,
+)
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.system import processes
+from clusterjob.node.system import files, processes
 
 MAX_BYTES = 4 << 20  # bytes of growing files in one answer
 _MAX_REPLACED = 8 << 20  # bytes of one replaced file
 MAX_ANSWER = MAX_BYTES + _MAX_REPLACED
+_MAX_LAST = 1 << 20  # bytes of a worker's stderr that is sent for its last lines
+JOB = re.compile(r"[^\W_][^/\0\n]*(?:/elements/[0-9]+)?")
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def agent_file(job_dir: Path, node_rank: int) -> Path:
@@ -103,7 +116,7 @@ class News:
         """Add new data in the logs of a node."""
         # The timeline is measured first and sent last: it must not refer to log bytes that the
         # submitter does not have yet.
-        noted = _size(logs / TIMELINE)
+        noted = files.size_of(logs / TIMELINE)
         for path in sorted(logs.iterdir()) if logs.is_dir() else []:
             if path.name != "timeline":
                 self.grown(path)
@@ -114,7 +127,7 @@ class News:
         """Add the new bytes of a growing file, up to the size `upto`."""
         name = str(path.relative_to(self._job_dir))
         offset = self._sizes.get(name, 0)
-        size = _size(path) if upto is None else upto
+        size = files.size_of(path) if upto is None else upto
         if size <= offset and (size or not path.exists() or name in self._sizes):
             return
         room = self._most - len(self.data)
@@ -159,8 +172,55 @@ class News:
                 self.files.append({"path": name, "gone": True, "size": 0})
 
 
-def _size(path: Path) -> int:
+def poll_jobs(home: Path, request: requests.PollJobs) -> tuple[dict[str, Any], bytes]:
+    """Return new data in the directories of jobs.
+
+    Args:
+        home: clusterjob's directory on this host.
+        request: the jobs, each with the sizes and stamps of the files that the submitter has.
+
+    Returns:
+        ``jobs``: for each job, ``known``: whether its directory exists; ``files``: the files whose
+        bytes follow; ``more``: whether there is more data.
+    """
+    answers, data = [], bytearray()
+    for asked in request.jobs:
+        if not JOB.fullmatch(asked.job):
+            raise ValueError(f"{asked.job!r} is not a job's name")
+        job_dir = home / "jobs" / asked.job
+        news = News(job_dir, asked.sizes, stamps=asked.stamps, data=data, most=request.most)
+        known = job_dir.is_dir()
+        if known:
+            _add_files(job_dir, news, logs=asked.logs)
+        answers.append({"known": known, "files": news.files, "more": news.more})
+    return {"jobs": answers}, bytes(data)
+
+
+def _add_files(job_dir: Path, news: News, logs: str) -> None:
+    over = any(ends.directory(job_dir).glob("srun.*"))
+    for node in _entries(job_dir / LOGS) if logs != "none" else []:
+        if not node.is_dir():
+            continue
+        if logs == "all":
+            news.node_logs(node)
+        elif over:
+            for path in _entries(node):
+                if path.suffix == ".err" and path.stat().st_size <= _MAX_LAST:
+                    news.grown(path)
+    news.grown(job_dir / LOGS / SLURM_LOG)
+    news.grown(job_dir / EVENTS)
+    # Node results before the verdict: a submitter that has the verdict reads nothing more.
+    for path in _entries(ends.directory(job_dir)):
+        if path.suffix != ".part":
+            news.replaced(path)
+    news.replaced(job_dir / RESULT)
+    news.gone()
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield the entries of a directory whose names clusterjob may have written."""
     try:
-        return path.stat().st_size
+        found = sorted(folder.iterdir())
     except OSError:
-        return 0
+        return
+    yield from (path for path in found if _NAME.fullmatch(path.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import itertools
@@ -10,8 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
+
+from clusterjob.node.system import files
 
 _LOOPBACK = ("127.", "::1")
 _PEER_TIMEOUT = 2.0  # seconds for a peer to send the nonce
@@ -21,19 +23,13 @@ _MAX_PEERS = 500  # open connections; a new one replaces the oldest
 def own_addresses() -> list[str]:
     """Return this machine's addresses, IPv4 first, without loopback and link-local ones."""
     found: list[str] = []
-    try:
-        lines = Path("/proc/net/fib_trie").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = files.read_text("/proc/net/fib_trie").splitlines()
     for line, following in itertools.pairwise(lines):
         if following.strip() == "/32 host LOCAL" and "|-- " in line:
             address = line.partition("|-- ")[2].strip()
             if not address.startswith(_LOOPBACK) and address not in found:
                 found.append(address)
-    try:
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    except OSError:
-        rows = []
+    rows = map(str.split, files.read_text("/proc/net/if_inet6").splitlines())
     for digits, _, _, scope, flags, _ in rows:
         # Global scope, neither deprecated nor tentative.
         if scope == "00" and not int(flags, 16) & 0x60:
@@ -124,27 +120,28 @@ class Listener:
     def close(self) -> None:
         """Stop listening; the coordinator can use the port when this returns."""
         self._closed = True
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        except OSError:
-            pass
         self._thread.join(5)
         self._socket.close()
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:
-    last_error: OSError | None = None
+    last_error = OSError("no port is free")
     for port in ports:
-        try:
-            return socket.create_server(
-                ("", port), backlog=1024, family=socket.AF_INET6, dualstack_ipv6=True
-            )
-        except (OSError, ValueError) as error:
+        for family in (socket.AF_INET6, socket.AF_INET):
             try:
-                return socket.create_server(("", port), backlog=1024)
-            except OSError:
-                last_error = error if isinstance(error, OSError) else None
-    raise last_error or OSError("no port is free")
+                return socket.create_server(
+                    ("", port),
+                    backlog=1024,
+                    family=family,
+                    dualstack_ipv6=family == socket.AF_INET6,
+                )
+            except OSError as error:
+                last_error = error
+            except ValueError:  # this machine has no IPv6
+                pass
+    raise last_error
 
 
 def probe(addresses: Sequence[str], port: int, nonce: str, timeout: float) -> dict[str, Any]:

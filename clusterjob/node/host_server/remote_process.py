@@ -19,7 +19,7 @@ from clusterjob.node.host_server.poll import agent_file, agent_of
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG, AGENTS, ENDS, LOGS, RESULT
 from clusterjob.node.logs.log_files import last_lines, node_directory
-from clusterjob.node.system import files, private_dirs, process_groups, processes
+from clusterjob.node.system import files, private_dirs, processes
 
 # Seconds after the job's grace period before an agent that does not stop is killed.
 _CANCEL_TIMEOUT = 2.0
@@ -120,9 +120,9 @@ class RemoteProcesses:
             ends.cancel(job_dir)
         pid = agent_of(job_dir, request.node)
         if pid is not None and request.interrupt:
-            process_groups.signal_group(pid, signal.SIGINT)
+            processes.signal_group(pid, signal.SIGINT)
         elif pid is not None:
-            process_groups.end([pid], request.grace + _CANCEL_TIMEOUT)
+            processes.end_groups([pid], request.grace + _CANCEL_TIMEOUT)
         return {"running": pid is not None}
 
     def remove(self, request: requests.Remove) -> dict[str, Any]:

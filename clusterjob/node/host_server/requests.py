@@ -17,6 +17,32 @@ _Text = Annotated[str, Limit(8 << 20)]
 _Texts = Annotated[tuple[_Text, ...], Limit(_MAX_ITEMS)]
 _Size = Annotated[int, Limit(2**63 - 1)]
 
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A request about one job."""
+
+    job: _Text
+
+
+@dataclass(frozen=True)
+class NodeRequest(JobRequest):
+    """A request about one node of a job."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class WorkdirRequest(JobRequest):
+    """A request about files below a job's working directory.
+
+    Attributes:
+        workdir: the directory: absolute, or relative to the job's directory.
+    """
+
+    workdir: _Text
+
+
 # -- check a host --------------------------------------------------------------------------------
 
 
@@ -38,7 +64,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(JobRequest):
     """Check the interpreter that the job's script will find after its setup lines.
 
     Attributes:
@@ -47,7 +73,6 @@ class Fit:
         torch: whether the job needs torch.
     """
 
-    job: _Text
     python: _Text
     setup: _Texts
     workdir: _Text
@@ -74,23 +99,19 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Put:
+class Put(NodeRequest):
     """Create the job's directory with its files.
 
     Attributes:
         files: (name, mode, size) in the order of their bytes.
     """
 
-    job: _Text
-    node: int
     files: Annotated[tuple[tuple[_Text, int, _Size], ...], Limit(_MAX_ITEMS)]
 
 
 @dataclass(frozen=True)
-class Install:
+class Install(JobRequest):
     """Create the job's copy of the code; its list of files follows."""
-
-    job: _Text
 
 
 @dataclass(frozen=True)
@@ -108,7 +129,7 @@ class ReceiveFiles:
 
 
 @dataclass(frozen=True)
-class PollNode:
+class PollNode(NodeRequest):
     """Return the state of a node and new data in its files.
 
     Attributes:
@@ -118,8 +139,6 @@ class PollNode:
         stamps: the stamp (time, size and inode) of each replaced file that the submitter has.
     """
 
-    job: _Text
-    node: int
     logs: bool
     most: _Size
     sizes: dict[str, _Size]
@@ -158,39 +177,32 @@ class PollJobs:
 
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(WorkdirRequest):
     """List files, directories and links at paths below the working directory.
 
     Attributes:
-        workdir: the job's working directory: absolute, or relative to the job's directory.
         most: maximum number of entries.
     """
 
-    job: _Text
-    workdir: _Text
     paths: _Texts
     most: _Size
 
 
 @dataclass(frozen=True)
-class Digests:
+class Digests(WorkdirRequest):
     """Return the digests of files below the working directory."""
 
-    job: _Text
-    workdir: _Text
     paths: _Texts
 
 
 @dataclass(frozen=True)
-class Get:
+class Get(WorkdirRequest):
     """Return parts of files below the working directory.
 
     Attributes:
         parts: (path, offset, length) of each.
     """
 
-    job: _Text
-    workdir: _Text
     parts: Annotated[tuple[tuple[_Text, _Size, _Size], ...], Limit(_MAX_ITEMS)]
 
 
@@ -268,7 +280,7 @@ class DropCommand:
 
 
 @dataclass(frozen=True)
-class Reserve:
+class Reserve(JobRequest):
     """Choose a node's GPUs.
 
     Attributes:
@@ -276,13 +288,12 @@ class Reserve:
         count: the number of GPUs.
     """
 
-    job: _Text
     gpus: _Text
     count: int
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(NodeRequest):
     """Start a node's agent.
 
     Attributes:
@@ -290,22 +301,17 @@ class Start:
         env: variables to add.
     """
 
-    job: _Text
-    node: int
     script: _Text
     env: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Up:
+class Up(NodeRequest):
     """Return whether a node's agent runs."""
-
-    job: _Text
-    node: int
 
 
 @dataclass(frozen=True)
-class Cancel:
+class Cancel(NodeRequest):
     """Stop a node's agent.
 
     Attributes:
@@ -313,8 +319,6 @@ class Cancel:
         interrupt: whether to send SIGINT and return immediately.
     """
 
-    job: _Text
-    node: int
     grace: float
     interrupt: bool = False
 
@@ -328,10 +332,8 @@ class RequestStop:
 
 
 @dataclass(frozen=True)
-class Remove:
+class Remove(JobRequest):
     """Delete the job's directory on this host."""
-
-    job: _Text
 
 
 HostRequest: typing.TypeAlias = (

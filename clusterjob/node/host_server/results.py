@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.host_server import requests
+from clusterjob.node.system import files
 
 MAX_BYTES = 4 << 20  # bytes of one answer
 MAX_PARTS, MAX_DIGESTS = 1000, 10_000  # of one request
@@ -61,12 +61,8 @@ def digests(root: Path, request: requests.Digests) -> dict[str, Any]:
     """Return the SHA-256 digests of files below a directory; empty for a missing file."""
     found = []
     for path in request.paths:
-        digest = hashlib.sha256()
         try:
-            with (root / path).open("rb") as stream:
-                while data := stream.read(1 << 20):
-                    digest.update(data)
-            found.append(digest.hexdigest())
+            found.append(files.sha256(root / path))
         except OSError:
             found.append("")
     return {"digests": found}

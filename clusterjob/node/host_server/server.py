@@ -17,7 +17,6 @@ from clusterjob.node.host_server import (
     commands,
     host_check,
     poll,
-    poll_jobs,
     reachability,
     remote_process,
     requests,
@@ -68,26 +67,35 @@ class RequestHandler:
     """
 
     def __init__(self, home: Path) -> None:
-        self.home = home
+        self._home = home
         self._listener: reachability.Listener | None = None
         self._body = RequestBody(io.BytesIO(), 0)
-        self._work = work = remote_process.RemoteProcesses(home)
+        work = remote_process.RemoteProcesses(home)
         scheduler = commands.Commands(home)
         self._handlers: dict[type[Any], Callable[[Any], dict[str, Any] | _Answer]] = {
-            requests.Check: self._check,
-            requests.Fit: self._fit,
-            requests.Facts: self._facts,
-            requests.Put: self._put,
-            requests.Install: self._install,
-            requests.ReceiveFiles: self._receive_files,
-            requests.PollNode: self._poll_node,
-            requests.PollJobs: self._poll_jobs,
-            requests.Tree: self._tree,
-            requests.Digests: self._digests,
-            requests.Get: self._get,
+            requests.Check: lambda request: host_check.check(home, request),
+            requests.Fit: lambda request: host_check.interpreter(
+                self._job_dir(request.job), request
+            ),
+            # sys.path[0] is the node zip that this process runs from.
+            requests.Facts: lambda request: host_check.facts(request, node_zip=sys.path[0]),
+            requests.Put: lambda request: work.put(request, self._body.read),
+            requests.Install: lambda request: code_store.install(
+                home, request, packed=self._body.read()
+            ),
+            requests.ReceiveFiles: lambda request: code_store.receive(
+                home, request, read=self._body.read
+            ),
+            requests.PollNode: lambda request: poll.poll_node(self._job_dir(request.job), request),
+            requests.PollJobs: lambda request: poll.poll_jobs(home, request),
+            requests.Tree: lambda request: results.tree(self._workdir(request), request),
+            requests.Digests: lambda request: results.digests(self._workdir(request), request),
+            requests.Get: lambda request: results.get(self._workdir(request), request),
             requests.Listen: self._listen,
             requests.StopListening: self._stop_listening,
-            requests.ProbeAddresses: self._probe_addresses,
+            requests.ProbeAddresses: lambda request: reachability.probe(
+                request.addresses, request.port, nonce=request.nonce, timeout=request.wait
+            ),
             requests.RunCommand: scheduler.run,
             requests.ReapCommand: scheduler.reap,
             requests.DropCommand: scheduler.drop,
@@ -106,52 +114,10 @@ class RequestHandler:
         return answer if isinstance(answer, tuple) else (answer, b"")
 
     def _job_dir(self, job_id: str) -> Path:
-        return self.home / "jobs" / job_id
+        return self._home / "jobs" / job_id
 
-    # -- check ---------------------------------------------------------------------------------
-
-    def _check(self, request: requests.Check) -> dict[str, Any]:
-        return host_check.check(self.home, request)
-
-    def _fit(self, request: requests.Fit) -> dict[str, Any]:
-        return host_check.interpreter(self._job_dir(request.job), request)
-
-    def _facts(self, request: requests.Facts) -> dict[str, Any]:
-        # sys.path[0] is the node zip that this process runs from.
-        return host_check.facts(request, node_zip=sys.path[0])
-
-    # -- send ----------------------------------------------------------------------------------
-
-    def _put(self, request: requests.Put) -> dict[str, Any]:
-        return self._work.put(request, self._body.read)
-
-    def _install(self, request: requests.Install) -> dict[str, Any]:
-        return code_store.install(self.home, request, packed=self._body.read())
-
-    def _receive_files(self, request: requests.ReceiveFiles) -> dict[str, Any]:
-        return code_store.receive(self.home, request, read=self._body.read)
-
-    # -- poll and fetch ------------------------------------------------------------------------
-
-    def _poll_node(self, request: requests.PollNode) -> _Answer:
-        return poll.poll_node(self._job_dir(request.job), request)
-
-    def _poll_jobs(self, request: requests.PollJobs) -> _Answer:
-        return poll_jobs.poll_jobs(self.home, request)
-
-    def _tree(self, request: requests.Tree) -> _Answer:
-        return results.tree(self._workdir(request), request)
-
-    def _digests(self, request: requests.Digests) -> dict[str, Any]:
-        return results.digests(self._workdir(request), request)
-
-    def _get(self, request: requests.Get) -> _Answer:
-        return results.get(self._workdir(request), request)
-
-    def _workdir(self, request: requests.Tree | requests.Digests | requests.Get) -> Path:
+    def _workdir(self, request: requests.WorkdirRequest) -> Path:
         return Path(os.path.normpath(self._job_dir(request.job) / request.workdir))
-
-    # -- master address ------------------------------------------------------------------------
 
     def _listen(self, request: requests.Listen) -> dict[str, Any]:
         self._listener = reachability.Listener(request.ports, request.nonce)
@@ -161,11 +127,6 @@ class RequestHandler:
         if self._listener is not None:
             self._listener.close()
         return {}
-
-    def _probe_addresses(self, request: requests.ProbeAddresses) -> dict[str, Any]:
-        return reachability.probe(
-            request.addresses, request.port, nonce=request.nonce, timeout=request.wait
-        )
 
 
 def main(home: str) -> None:

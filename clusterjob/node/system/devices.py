@@ -8,8 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from clusterjob.errors import UsageError
+from clusterjob.node.system import files
 
 _NVIDIA = re.compile(r"nvidia[0-9]+\Z")
+_SIMD = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _DEVICES = "/dev"
 _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
@@ -24,7 +26,10 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     nvidia = _nvidia()
     if nvidia:
         return len(listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), nvidia))
-    amd = sum(_is_gpu(f"{_AMD_NODES}/{node}/properties") for node in _listed(_AMD_NODES))
+    properties = (
+        files.read_text(f"{_AMD_NODES}/{node}/properties") for node in _listed(_AMD_NODES)
+    )
+    amd = sum(_SIMD.search(text) is not None for text in properties)
     for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         amd = len(listed_gpus(environ.get(variable), amd))
     return amd
@@ -118,11 +123,3 @@ def _listed(folder: str) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
-
-
-def _is_gpu(path: str) -> bool:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return re.search(r"^simd_count [1-9]", file.read(65536), re.MULTILINE) is not None
-    except OSError:
-        return False

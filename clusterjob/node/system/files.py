@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -177,6 +178,41 @@ def read_regular(path: Path, limit: int) -> bytes:
         return data
     finally:
         os.close(descriptor)
+
+
+def read_text(path: Path | str, limit: int = -1) -> str:
+    """Return a text file, such as one in /proc; empty if it cannot be read.
+
+    Args:
+        path: the file.
+        limit: maximum number of characters to read; -1 for all.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(limit)
+    except (OSError, ValueError):  # ValueError: the path contains a zero byte
+        return ""
+
+
+def size_of(path: Path) -> int:
+    """Return a file's size in bytes; 0 if it does not exist."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 digest of a file, as hexadecimal digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while data := stream.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def read_json(path: Path) -> Any | None:

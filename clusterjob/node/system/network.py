@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import socket
 import struct
 import threading
 import time
 from typing import Any
+
+from clusterjob.node.system import files
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 # A documentation address (RFC 5737): the route to it is the default route.
@@ -136,8 +140,6 @@ def address_towards(host: str) -> str | None:
 
 def interface_towards(host: str) -> str | None:
     """Return the interface, such as eth0, through which this machine reaches a host, or None."""
-    import fcntl
-
     address = address_towards(host)
     if address is None:
         return None
@@ -168,6 +170,22 @@ def is_own(host: str) -> bool:
     return True
 
 
+def with_port(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def peer_of(link: socket.socket) -> tuple[int, int]:
+    """Return the pid and the uid of the process at the other end of a Unix socket (unix(7)).
+
+    Raises:
+        OSError: it is not a Unix socket.
+    """
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
 def has_interface(name: str) -> bool:
     """Return whether this machine has an interface of this name."""
     return name in {known for _, known in socket.if_nameindex()}
@@ -194,11 +212,8 @@ def _resolve(host: str, port: int, kind: int) -> Any:
 def _interface_of_ipv6(address: str) -> str | None:
     """Return the interface of an IPv6 address, from proc(5): netdevice(7) has no ioctl for it."""
     wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    try:
-        with open("/proc/net/if_inet6", encoding="ascii") as file:
-            return next((fields[5] for fields in map(str.split, file) if fields[0] == wanted), None)
-    except OSError:
-        return None
+    rows = map(str.split, files.read_text("/proc/net/if_inet6").splitlines())
+    return next((fields[5] for fields in rows if fields[0] == wanted), None)
 
 
 def why_unresolvable(host: str) -> str:
@@ -234,8 +249,6 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
                 address = ("0.0.0.0", port)  # noqa: S104
             listener.bind(address)
         except OSError as error:
-            import errno
-
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             # The address is not this machine's: clients connect through NAT.

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from clusterjob.node.system import files
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -64,11 +67,15 @@ def stat_fields(pid: int) -> list[str] | None:
 
     None if there is no such process.
     """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()  # the process name may contain spaces and brackets
+    text = files.read_text(f"/proc/{pid}/stat")
+    # The process name may contain spaces and brackets.
+    return text.rpartition(")")[2].split() or None
+
+
+def running() -> dict[int, list[str]]:
+    """Return the `stat_fields` of each process of this machine, by pid."""
+    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return {pid: fields for pid in pids if (fields := stat_fields(pid)) is not None}
 
 
 def start_ticks(pid: int) -> int | None:
@@ -82,32 +89,22 @@ def start_ticks(pid: int) -> int | None:
 
 def boot_id() -> str:
     """Return the kernel's random id of this boot, which distinguishes pids of different boots."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return files.read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def descendants(pid: int) -> list[int]:
     """Return the live (not zombie) descendants of a process, in no special order."""
+    stats = running()
     children: dict[int, list[int]] = {}
-    zombies: set[int] = set()
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        fields = stat_fields(int(entry))
-        if fields is None:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(entry))
-        if fields[0] in "ZX":
-            zombies.add(int(entry))
+    for child, fields in stats.items():
+        children.setdefault(int(fields[1]), []).append(child)
     found: list[int] = []
     unseen = [pid]
     while unseen:
         below = children.get(unseen.pop(), [])
         found += below
         unseen += below
-    return [found_pid for found_pid in found if found_pid not in zombies]
+    return [each for each in found if stats[each][0] not in "ZX"]
 
 
 def kill_descendants() -> None:
@@ -157,6 +154,53 @@ def send_signal(pid: int, with_signal: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def end_groups(leaders: list[int], timeout: float) -> None:
+    """End agents, or the shells that will exec them, with all processes of their process groups.
+
+    A command that a shell forks while the SIGTERM arrives does not get the signal. So processes
+    that outlive their leader are killed. An agent's forkserver is in its own process group, and
+    stops the workers when the agent has ended.
+
+    Args:
+        leaders: pids of the leaders, each known to be alive.
+        timeout: timeout of each leader, in seconds.
+    """
+    deadline = time.monotonic() + timeout
+    for pid in leaders:
+        signal_group(pid, signal.SIGTERM)
+    while True:
+        reap(leaders)
+        leaders = [pid for pid in leaders if start_ticks(pid) is not None or group_members(pid)]
+        if not leaders:
+            return
+        for pid in leaders:
+            if start_ticks(pid) is None or time.monotonic() > deadline:
+                signal_group(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def group_members(leader: int) -> list[int]:
+    """Return the live processes of a group, without zombies, which still accept signals."""
+    return [
+        pid
+        for pid, fields in running().items()
+        if fields[0] not in "ZX" and int(fields[2]) == leader
+    ]
+
+
+def signal_group(leader: int, number: int) -> None:
+    """Send a signal to a process group, unless it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
+def reap(pids: list[int]) -> None:
+    """Reap ended agents that are children of this process, so that no zombies remain."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def exit_code_of(wait_status: int) -> tuple[int, str | None]:
@@ -216,10 +260,9 @@ class OomKills:
         if now.cgroup is None:
             return "this machine ran out of memory in the meantime"
         limits = [now.cgroup / name for name in ("memory.max", "memory.limit_in_bytes")]
-        texts = [text.strip() for path in limits if (text := _text(path))]
-        limit = next(
-            (int(text) for text in texts if text.isdigit() and int(text) < 1 << 60), None
-        )  # cgroup v1 writes a huge number for no limit
+        texts = [files.read_text(path).strip() for path in limits]
+        # cgroup v1 writes a huge number for no limit.
+        limit = next((int(text) for text in texts if text.isdigit() and int(text) < 1 << 60), None)
         return "out of memory: the kernel killed it" + (
             f", limit {limit // 10**6} MB" if limit else ""
         )
@@ -230,30 +273,18 @@ def _memory_cgroups() -> Iterator[tuple[Path, str]]:
 
     In a container the mounted root is the container's own cgroup, so the root is yielded too.
     """
-    for _, controllers, path in (
-        line.split(":", 2) for line in _text(Path("/proc/self/cgroup")).splitlines()
-    ):
-        if not controllers:
-            yield from ((Path(f"/sys/fs/cgroup{place}"), "memory.events") for place in (path, ""))
-        elif "memory" in controllers.split(","):
-            yield from (
-                (Path(f"/sys/fs/cgroup/memory{place}"), "memory.oom_control")
-                for place in (path, "")
-            )
+    for line in files.read_text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for directory in (path, ""):
+            if not controllers:
+                yield Path(f"/sys/fs/cgroup{directory}"), "memory.events"
+            elif "memory" in controllers.split(","):
+                yield Path(f"/sys/fs/cgroup/memory{directory}"), "memory.oom_control"
 
 
 def _count_in(path: Path) -> int | None:
-    return next(
-        (int(line.split()[1]) for line in _text(path).splitlines() if line.startswith("oom_kill ")),
-        None,
-    )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+    found = re.search(r"^oom_kill (\d+)", files.read_text(path), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _keep_at_exit(module: Any) -> None:
     _keep(module)
     if file is not None:
         _count_exit(*file)
-    _wait_for_gloo()
+    wait_for_gloo()
 
 
 def _keep_in_child(module: Any) -> None:
@@ -139,7 +139,7 @@ def _gloo_of(module: Any, group: Any) -> list[Any]:
     return [backend for backend in backends if isinstance(backend, kinds)]
 
 
-def _wait_for_gloo() -> None:
+def wait_for_gloo() -> None:
     """Wait up to 2 s until no gloo thread waits for the interpreter's lock.
 
     When the interpreter exits, Python 3.13 and older end each thread that waits for the lock.
