@@ -1,7 +1,7 @@
 """Schema and size limit of a host's answer to each request.
 
-A host is not trusted: an answer that is larger or of another form is refused. A class describes a
-JSON object: a field that may be `UNSET` may be absent, and unknown fields are ignored.
+A host is not trusted: an answer that is larger or of another form is refused. Unknown fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from clusterjob.node.host_server import commands, poll, results
 from clusterjob.node.host_server.requests import HostRequest
@@ -28,6 +28,7 @@ _DigestOrEmpty = Annotated[str, Meta(max_length=64, pattern=r"\A([0-9a-f]{64})?\
 _Address = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9A-Fa-f:.]+\Z")]
 _Integer = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Small = Annotated[int, Meta(ge=0, le=1 << 20)]
+_Part = Annotated[int, Meta(ge=0, le=results.MAX_BYTES)]
 _Version = Annotated[list[_Small], Meta(max_length=5)]
 
 
@@ -50,192 +51,127 @@ class AnswerSchema:
     max_line: int = MAX_LINE
 
 
-class AnswerHeader(Struct):
-    """The fields of every answer."""
-
-    size: _Integer
-    error: Annotated[str, Meta(max_length=1 << 20)] | UnsetType = UNSET
+def _list(kind: Any, most: int) -> Any:
+    """Return the type of a list with at most `most` items."""
+    return Annotated[list[kind], Meta(max_length=most)]
 
 
-class EmptyAnswer(Struct):
-    """The answer to a request that returns nothing, such as Put, Start, Remove or DropCommand."""
+def _object(required: dict[str, Any], optional: dict[str, Any] | None = None) -> Any:
+    """Return the type of a JSON object with these fields."""
+    absent = [(name, kind | UnsetType, UNSET) for name, kind in (optional or {}).items()]
+    return msgspec.defstruct("Answer", [*required.items(), *absent])
 
 
-class FileAnswer(Struct):
-    """A file of a job's directory, whose new bytes follow the answer."""
+# The fields of every answer.
+ANSWER_HEADER = _object({"size": _Integer}, {"error": Annotated[str, Meta(max_length=1 << 20)]})
 
-    path: _Path
-    size: Annotated[int, Meta(ge=0, le=poll.MAX_ANSWER)]
-    offset: _Integer | UnsetType = UNSET
-    stamp: Annotated[str, Meta(max_length=200)] | UnsetType = UNSET
-    gone: bool | UnsetType = UNSET
-
-
-class CheckAnswer(Struct):
-    """The answer to `Check`."""
-
-    errors: _Texts
-    identity: _Text
-    reached_at: _Text
-    host: _Text
-    home: _Path
-    time: Annotated[float, Meta(gt=-1e11, lt=1e11)]
-    python: _Text
-    torch: bool | None
-    free: _Integer
-    gpus: _Texts
-
-
-class FitAnswer(Struct):
-    """The answer to `Fit`."""
-
-    errors: _Texts
-
-
-class TorchFacts(Struct):
-    """Facts about torch in an interpreter."""
-
-    torch: _Text
-    broken: _Text
-    fork: _Text
-    seconds: Annotated[float, Meta(gt=-1e300, lt=1e300)]
-    cuda: _Text | UnsetType = UNSET
-    gpus: _Small | UnsetType = UNSET
-    driver_error: _Text | UnsetType = UNSET
-    backends: _Texts | UnsetType = UNSET
-
-
-class FactsAnswer(Struct):
-    """The answer to `Facts`."""
-
-    unfit: _Text
-    setup: bool
-    version: _Version | None
-    executable: _Text
-    facts: TorchFacts | None
-    died: _Text
-
-
-class InstallAnswer(Struct):
-    """The answer to `Install`."""
-
-    missing: _Digests
-
-
-class ReceiveFilesAnswer(Struct):
-    """The answer to `ReceiveFiles`."""
-
-    wrong: _Digests
-
-
-class ReserveAnswer(Struct):
-    """The answer to `Reserve`."""
-
-    devices: _Text | None
-    short: _Text
-
-
-class UpAnswer(Struct):
-    """The answer to `Up`."""
-
-    up: bool
-    why: _Text | UnsetType = UNSET
-
-
-class CancelAnswer(Struct):
-    """The answer to `Cancel`."""
-
-    running: bool
-
-
-class PollNodeAnswer(Struct):
-    """The answer to `PollNode`."""
-
-    known: bool
-    alive: bool
-    files: Annotated[list[FileAnswer], Meta(max_length=MAX_FILES)]
-    more: bool
-
-
-class PolledJob(Struct):
-    """One job in the answer to `PollJobs`."""
-
-    known: bool
-    files: Annotated[list[FileAnswer], Meta(max_length=100_000)]
-    more: bool
-
-
-class PollJobsAnswer(Struct):
-    """The answer to `PollJobs`."""
-
-    jobs: Annotated[list[PolledJob], Meta(max_length=1000)]
-
-
-class TreeAnswer(Struct):
-    """The answer to `Tree`."""
-
-    absent: Annotated[list[_Path], Meta(max_length=10_000)]
-
-
-class DigestsAnswer(Struct):
-    """The answer to `Digests`."""
-
-    digests: Annotated[list[_DigestOrEmpty], Meta(max_length=results.MAX_DIGESTS)]
-
-
-class GetAnswer(Struct):
-    """The answer to `Get`."""
-
-    lengths: Annotated[
-        list[Annotated[int, Meta(ge=0, le=results.MAX_BYTES)]], Meta(max_length=results.MAX_PARTS)
-    ]
-
-
-class ListenAnswer(Struct):
-    """The answer to `Listen`."""
-
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    addresses: Annotated[list[_Address], Meta(max_length=1000)]
-
-
-class ProbeAddressesAnswer(Struct):
-    """The answer to `ProbeAddresses`."""
-
-    reached: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=1000)]
-    why: Annotated[dict[str, _Text], Meta(max_length=1000)]
-
-
-class CommandAnswer(Struct):
-    """The answer to `RunCommand` and `ReapCommand`."""
-
-    number: _Integer | UnsetType = UNSET
-    code: Annotated[int, Meta(ge=-1000, le=1000)] | UnsetType = UNSET
-    out: _Integer | UnsetType = UNSET
-    absent: _Text | UnsetType = UNSET
-
+# A file of a job's directory, whose new bytes follow the answer.
+_File = _object(
+    {"path": _Path, "size": Annotated[int, Meta(ge=0, le=poll.MAX_ANSWER)]},
+    {"offset": _Integer, "stamp": Annotated[str, Meta(max_length=200)], "gone": bool},
+)
+_PolledJob = _object({"known": bool, "files": _list(_File, 100_000), "more": bool})
+# Facts about torch in an interpreter.
+_TorchFacts = _object(
+    {
+        "torch": _Text,
+        "broken": _Text,
+        "fork": _Text,
+        "seconds": Annotated[float, Meta(gt=-1e300, lt=1e300)],
+    },
+    {"cuda": _Text, "gpus": _Small, "driver_error": _Text, "backends": _Texts},
+)
+_Command = _object(
+    {},
+    {
+        "number": _Integer,
+        "code": Annotated[int, Meta(ge=-1000, le=1000)],
+        "out": _Integer,
+        "absent": _Text,
+    },
+)
 
 # By the class name of the request.
 _ANSWERS = {
-    "Check": AnswerSchema(CheckAnswer),
-    "Fit": AnswerSchema(FitAnswer),
-    "Facts": AnswerSchema(FactsAnswer),
-    "Install": AnswerSchema(InstallAnswer, max_line=8 << 20),
-    "ReceiveFiles": AnswerSchema(ReceiveFilesAnswer, max_line=8 << 20),
-    "Reserve": AnswerSchema(ReserveAnswer),
-    "Up": AnswerSchema(UpAnswer),
-    "Cancel": AnswerSchema(CancelAnswer),
-    "PollNode": AnswerSchema(PollNodeAnswer, poll.MAX_ANSWER, max_line=4 << 20),
-    "PollJobs": AnswerSchema(PollJobsAnswer, poll.MAX_ANSWER, max_line=16 << 20),
+    "Check": AnswerSchema(
+        _object(
+            {
+                "errors": _Texts,
+                "identity": _Text,
+                "reached_at": _Text,
+                "host": _Text,
+                "home": _Path,
+                "time": Annotated[float, Meta(gt=-1e11, lt=1e11)],
+                "python": _Text,
+                "torch": bool | None,
+                "free": _Integer,
+                "gpus": _Texts,
+            }
+        )
+    ),
+    "Fit": AnswerSchema(_object({"errors": _Texts})),
+    "Facts": AnswerSchema(
+        _object(
+            {
+                "unfit": _Text,
+                "setup": bool,
+                "version": _Version | None,
+                "executable": _Text,
+                "facts": _TorchFacts | None,
+                "died": _Text,
+            }
+        )
+    ),
+    "Install": AnswerSchema(_object({"missing": _Digests}), max_line=8 << 20),
+    "ReceiveFiles": AnswerSchema(_object({"wrong": _Digests}), max_line=8 << 20),
+    "Reserve": AnswerSchema(_object({"devices": _Text | None, "short": _Text})),
+    "Up": AnswerSchema(_object({"up": bool}, {"why": _Text})),
+    "Cancel": AnswerSchema(_object({"running": bool})),
+    "PollNode": AnswerSchema(
+        _object(
+            {
+                "known": bool,
+                "alive": bool,
+                "files": _list(_File, MAX_FILES),
+                "more": bool,
+            }
+        ),
+        poll.MAX_ANSWER,
+        max_line=4 << 20,
+    ),
+    "PollJobs": AnswerSchema(
+        _object({"jobs": _list(_PolledJob, 1000)}),
+        poll.MAX_ANSWER,
+        max_line=16 << 20,
+    ),
     # The request sets the limit of the bytes that follow.
-    "Tree": AnswerSchema(TreeAnswer),
-    "Digests": AnswerSchema(DigestsAnswer),
-    "Get": AnswerSchema(GetAnswer, results.MAX_BYTES),
-    "Listen": AnswerSchema(ListenAnswer),
-    "ProbeAddresses": AnswerSchema(ProbeAddressesAnswer),
-    "RunCommand": AnswerSchema(CommandAnswer, 2 * commands.MAX_OUTPUT),
-    "ReapCommand": AnswerSchema(CommandAnswer, 2 * commands.MAX_OUTPUT),
+    "Tree": AnswerSchema(_object({"absent": _list(_Path, 10_000)})),
+    "Digests": AnswerSchema(_object({"digests": _list(_DigestOrEmpty, results.MAX_DIGESTS)})),
+    "Get": AnswerSchema(
+        _object({"lengths": _list(_Part, results.MAX_PARTS)}),
+        results.MAX_BYTES,
+    ),
+    "Listen": AnswerSchema(
+        _object(
+            {
+                "port": Annotated[int, Meta(ge=1, le=65535)],
+                "addresses": _list(_Address, 1000),
+            }
+        )
+    ),
+    "ProbeAddresses": AnswerSchema(
+        _object(
+            {
+                "reached": _list(Annotated[str, Meta(max_length=64)], 1000),
+                "why": Annotated[dict[str, _Text], Meta(max_length=1000)],
+            }
+        )
+    ),
+    "RunCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
+    "ReapCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
 }
-_EMPTY = AnswerSchema(EmptyAnswer)
+# Requests such as Put, Start, Remove or DropCommand return nothing.
+_EMPTY = AnswerSchema(_object({}))
 # Average bytes of a tree's entry, which limits the answer to `Tree`.
 TREE_ENTRY_BYTES = 400
 # One entry of a tree: path, kind, mode, size, modification time in ns, target of a link.
@@ -254,13 +190,13 @@ def answer_schema(request: HostRequest) -> AnswerSchema:
     return _ANSWERS.get(type(request).__name__, _EMPTY)
 
 
-def check(data: Any, schema: Any) -> None:
-    """Check parsed JSON against the type that describes it.
+def check(data: Any, schema: Any) -> Any:
+    """Check parsed JSON against the type that describes it, and return it as that type.
 
     Raises:
         SchemaError: it does not match.
     """
     try:
-        msgspec.convert(data, schema)
+        return msgspec.convert(data, schema)
     except ValueError as error:  # ValidationError, or UnicodeEncodeError for half a surrogate pair
         raise SchemaError(str(error)) from error

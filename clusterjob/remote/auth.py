@@ -115,12 +115,8 @@ def _keys(
     held = {key.asbytes(): key for key in agent.get_keys()} if agent is not None else {}
     configured = {blob for path in target.identities if (blob := _public(path))}
     certificates = [path for path in target.certificates if path.is_file()]
-    for blob in [
-        *(blob for blob in held if blob in configured),
-        *(blob for blob in held if blob not in configured),
-    ]:
-        if target.identities_only and blob not in configured:
-            continue
+    others = [] if target.identities_only else [blob for blob in held if blob not in configured]
+    for blob in [*(blob for blob in held if blob in configured), *others]:
         yield f"{held[blob].comment or held[blob].get_name()} of the agent", held[blob]
     for path in target.identities:
         if not path.is_file() or (_public(path) or b"") in held:
@@ -150,9 +146,7 @@ def _public(path: Path) -> bytes | None:
 def _load(path: Path, problems: list[str]) -> paramiko.PKey | None:
     try:
         return paramiko.PKey.from_path(path)
-    except paramiko.PasswordRequiredException:
-        problems.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
-    except TypeError:  # cryptography raises this for a missing passphrase
+    except (paramiko.PasswordRequiredException, TypeError):  # cryptography raises TypeError
         problems.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
     except (OSError, ValueError, paramiko.SSHException) as error:
         problems.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")

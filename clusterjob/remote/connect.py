@@ -17,16 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import paramiko
-from paramiko.message import Message
+from paramiko.common import DEFAULT_WINDOW_SIZE, MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA
 
 from clusterjob.errors import HostError
-from clusterjob.remote import auth, host_certificates, known_hosts, revocation
-from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts, fingerprint
+from clusterjob.remote import auth, host_certificates, host_keys
+from clusterjob.remote.host_keys import HostKey
 from clusterjob.remote.ssh_config import Target
-from clusterjob.remote.transport import Transport
 
 # Without a handler, paramiko prints a traceback for each refused connection.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -37,6 +36,7 @@ _TRIES = 6  # for a server that drops connections because of MaxStartups
 _FIRST_PAUSE = 0.15  # seconds before the second try; doubled, with jitter, for each later one
 # Milliseconds without an acknowledgement after which the kernel closes a connection.
 _TCP_USER_TIMEOUT = 8000
+_MAX_UNREAD = 2 * DEFAULT_WINDOW_SIZE  # bytes of one channel
 
 
 class _DroppedError(Exception):
@@ -58,21 +58,29 @@ class ConnectOptions:
     ssh_config: Path | None = None
 
 
-@dataclass(frozen=True)
-class HostKey:
-    """The key that a host presents.
+def _checked(name: str) -> Any:
+    feed = getattr(paramiko.Channel, name)
 
-    Attributes:
-        kind: its type.
-        blob: its bytes.
-        certificate: its certificate; None if it has none.
-        shown: the bytes of the certificate.
+    def check(channel: Any, message: Any) -> None:
+        if len(channel.in_buffer) + len(channel.in_stderr_buffer) > _MAX_UNREAD:
+            raise paramiko.SSHException("the host sends more than the window allows")
+        feed(channel, message)
+
+    return check
+
+
+class _Transport(paramiko.Transport):
+    """paramiko transport that closes the connection if a host exceeds the channel window.
+
+    paramiko buffers all unread data of a channel, even beyond the window of RFC 4254, section 5.2:
+    a host that ignores the window would fill the memory.
     """
 
-    kind: str
-    blob: bytes
-    certificate: host_certificates.Certificate | None = None
-    shown: bytes = b""
+    _channel_handler_table: ClassVar[dict[int, Any]] = {
+        **paramiko.Transport._channel_handler_table,  # type: ignore[attr-defined]
+        MSG_CHANNEL_DATA: _checked("_feed"),
+        MSG_CHANNEL_EXTENDED_DATA: _checked("_feed_extended"),
+    }
 
 
 class Connection:
@@ -109,33 +117,6 @@ class Connection:
             ) from error
         channel.settimeout(self._timeout)
         return channel
-
-    def run(self, command: str, data: bytes = b"") -> tuple[int, bytes, bytes]:
-        """Run a command to its end; return its exit code, stdout and stderr.
-
-        Args:
-            command: a line for the host's shell.
-            data: its stdin.
-
-        Raises:
-            HostError: the host does not start it, or it prints nothing for the timeout.
-        """
-        channel = self.execute(command)
-        try:
-            channel.sendall(data)
-            channel.shutdown_write()
-            out, err = bytearray(), bytearray()
-            while data := channel.recv(1 << 16):
-                out += data
-            while data := channel.recv_stderr(1 << 16):
-                err += data
-            return channel.recv_exit_status(), bytes(out), bytes(err)
-        except (TimeoutError, OSError) as error:
-            raise HostError(
-                self.target.label, f"a command prints nothing for {self._timeout:g} s"
-            ) from error
-        finally:
-            channel.close()
 
     def forward(self, hostname: str, port: int) -> paramiko.Channel:
         """Return a channel through this host to another (direct-tcpip).
@@ -176,15 +157,10 @@ def connect(
     timeout = target.connect_timeout or options.timeout
     pause = _FIRST_PAUSE
     for attempt in range(_TRIES):
-        transport = None
+        transport: paramiko.Transport | None = None
         try:
-            transport, key = _handshake(
-                target,
-                timeout,
-                through=through,
-                known=KnownHosts((*target.known_hosts, *target.system_known_hosts)),
-            )
-            _verify(target, key, options=options)
+            transport, key = _handshake(target, timeout, through=through)
+            host_keys.verify(target, key, warn=options.warn)
             auth.log_in(
                 target,
                 transport,
@@ -216,11 +192,9 @@ def host_key(target: Target, options: ConnectOptions, through: Connection | None
     Raises:
         HostError: the host is not reached.
     """
-    known = KnownHosts((*target.known_hosts, *target.system_known_hosts))
+    timeout = target.connect_timeout or options.timeout
     try:
-        transport, key = _handshake(
-            target, target.connect_timeout or options.timeout, through=through, known=known
-        )
+        transport, key = _handshake(target, timeout, through=through)
     except _DroppedError as error:
         raise HostError(target.label, "it closed the connection before it sent anything") from error
     transport.close()
@@ -228,19 +202,19 @@ def host_key(target: Target, options: ConnectOptions, through: Connection | None
 
 
 def _handshake(
-    target: Target, timeout: float, through: Connection | None, known: KnownHosts
+    target: Target, timeout: float, through: Connection | None
 ) -> tuple[paramiko.Transport, HostKey]:
     sock = _socket(target, timeout, through=through)
     try:
-        transport = Transport(sock)
+        transport = _Transport(sock)
     except BaseException:
         sock.close()
         raise
     try:
         transport.banner_timeout = timeout
         transport.auth_timeout = timeout
-        names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
-        transport.get_security_options().key_types = _key_types(transport, known, names=names)
+        security = transport.get_security_options()
+        security.key_types = host_keys.types_to_request(target, security.key_types)
         done = threading.Event()
         # Twice the timeout: paramiko bounds the wait for the banner by banner_timeout.
         with _bounded(
@@ -371,149 +345,6 @@ def _bounded(
         timer.cancel()
     if expired.is_set():
         raise HostError(label, f"{what} within {seconds:g} s")
-
-
-def _key_types(
-    transport: paramiko.Transport, known: KnownHosts, names: list[str]
-) -> tuple[str, ...]:
-    """Return the host key types to request.
-
-    Certificates come first if known_hosts has an authority for the host, then the types of known
-    keys, then the others.
-    """
-    plain = [
-        kind
-        for kind in transport.get_security_options().key_types
-        if not kind.endswith(host_certificates.SUFFIX)
-    ]
-    kinds = set(known.kinds(names))
-    wanted = [kind for kind in plain if ("ssh-rsa" if kind.startswith("rsa-") else kind) in kinds]
-    vouched = (
-        [f"{kind}{host_certificates.SUFFIX}" for kind in plain]
-        if known.has_authority(names)
-        else []
-    )
-    return (*vouched, *wanted, *(kind for kind in plain if kind not in wanted))
-
-
-def refuse_revoked(target: Target, key: HostKey) -> None:
-    """Refuse a host key that RevokedHostKeys revokes.
-
-    Raises:
-        HostError: it is revoked, or a file of RevokedHostKeys cannot be read.
-    """
-    if key.certificate is None:
-        why = revocation.objection(target.revoked_keys, key.kind, shown=key.blob, related=())
-    else:
-        kind = f"{key.kind}{host_certificates.SUFFIX}"
-        why = revocation.objection(
-            target.revoked_keys,
-            kind,
-            shown=key.shown,
-            related=(key.blob, key.certificate.authority),
-        )
-    if why:
-        raise HostError(
-            target.label, why, hint="RevokedHostKeys of the ssh configuration names the file"
-        )
-
-
-def _verify(target: Target, key: HostKey, options: ConnectOptions) -> None:
-    """Check a host key against RevokedHostKeys, known_hosts and StrictHostKeyChecking.
-
-    Raises:
-        HostError: it is not trusted.
-    """
-    refuse_revoked(target, key)
-    known = KnownHosts((*target.known_hosts, *target.system_known_hosts))
-    names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
-    if key.certificate is not None:
-        authority = key.certificate.authority
-        if place := known.revoked(names, authority):
-            raise HostError(
-                target.label,
-                f"the authority that signed its key is revoked ({place})",
-                hint="this host is not to be trusted",
-            )
-        if known.authority(names, authority):
-            why = host_certificates.objection(
-                key.certificate, (target.key_alias or target.hostname).lower(), verify=_signed_by
-            )
-            if why:
-                raise HostError(target.label, f"the certificate of its key is not valid: {why}")
-            if place := known.revoked(names, key.blob):
-                raise HostError(
-                    target.label,
-                    f"its key is revoked ({place})",
-                    hint="this host is not to be trusted",
-                )
-            return
-    status, place = known.status(names, key.blob)
-    if status is HostKeyStatus.KNOWN:
-        return
-    shown = f"{key.kind} {fingerprint(key.blob)}"
-    if status is HostKeyStatus.REVOKED:
-        raise HostError(
-            target.label,
-            f"its key {shown} is revoked ({place})",
-            hint="this host is not to be trusted",
-        )
-    trust = f"clusterjob hosts trust {target.label}"
-    if target.strict == "no":
-        what = (
-            "is unknown" if status is HostKeyStatus.UNKNOWN else f"differs from the one in {place}"
-        )
-        options.warn(
-            f"{target.label}: its key {shown} {what}; used because StrictHostKeyChecking is `no`"
-        )
-        if status is HostKeyStatus.UNKNOWN:
-            remember(target, key)
-        return
-    if status is HostKeyStatus.CHANGED:
-        raise HostError(
-            target.label,
-            f"its key has changed: it shows {shown}, another one is in {place}",
-            hint=f"if the change is intended: {trust} --replace",
-        )
-    if target.strict == "accept-new":
-        remember(target, key)
-        return
-    raise HostError(
-        target.label,
-        f"its key is unknown: {shown}",
-        hint=f"compare it with the key on the host, then: {trust}",
-    )
-
-
-def remember(target: Target, key: HostKey) -> Path | None:
-    """Record a host key in the user's first known_hosts file.
-
-    Returns:
-        The file; None if UserKnownHostsFile is `none`.
-
-    Raises:
-        HostError: the file cannot be written.
-    """
-    if not target.known_hosts:
-        return None
-    path = target.known_hosts[0]
-    name = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)[0]
-    try:
-        known_hosts.record(path, name, kind=key.kind, blob=key.blob, hashed=target.hash_names)
-    except OSError as error:
-        raise HostError(
-            target.label, f"its key cannot be recorded in {path}: {error.strerror}"
-        ) from error
-    return path
-
-
-def _signed_by(authority: bytes, signature: bytes, data: bytes) -> bool:
-    try:
-        kind = Message(authority).get_text()
-        key = paramiko.PKey.from_type_string(key_type=kind, key_bytes=authority)
-        return bool(key.verify_ssh_sig(data, Message(signature)))
-    except (paramiko.SSHException, ValueError):
-        return False
 
 
 def _text(error: BaseException) -> str:

@@ -8,9 +8,9 @@ directory or another link that stays inside.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import posixpath
+import re
 import tempfile
 import time
 from dataclasses import dataclass
@@ -149,13 +149,10 @@ class Destination:
 
         Errors are ignored: without them the next fetch only asks before it replaces a file.
         """
-        if not self._new:
-            return
-        try:
-            private_dirs.make(self._notes.parent)
-            files.write_json(self._notes, {**self._noted, **self._new})
-        except OSError:
-            pass
+        if self._new:
+            with contextlib.suppress(OSError):
+                private_dirs.make(self._notes.parent)
+                files.write_json(self._notes, {**self._noted, **self._new})
 
     def directory(self, path: str) -> None:
         """Create a directory.
@@ -255,18 +252,7 @@ class Destination:
         return ""
 
 
-def digest(path: Path) -> str:
-    """Return the SHA-256 digest of a local file."""
-    found = hashlib.sha256()
-    with path.open("rb") as stream:
-        while data := stream.read(1 << 20):
-            found.update(data)
-    return found.hexdigest()
-
-
 def _umask() -> int:
     """Return the umask of this process without setting it, which would affect other threads."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
+    found = re.search(r"^Umask:\s*([0-7]+)", files.read_text("/proc/self/status"), re.MULTILINE)
+    return int(found[1], 8) if found else 0o022

@@ -12,25 +12,22 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.host_server.requests import Digests, Get, Tree
 from clusterjob.node.host_server.results import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
+from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, SchemaError, TreeEntry, check
 from clusterjob.remote.destination import (
     Destination,
     File,
-    digest,
     is_head,
     is_plain,
     is_version_control,
 )
-
-if TYPE_CHECKING:
-    from clusterjob.remote.protocol import Exchange
-    from clusterjob.remote.session import Session
+from clusterjob.remote.protocol import Exchange
+from clusterjob.remote.session import Session
 
 _SLOW = 300.0  # seconds for digests of large files
 _TREE_MARGIN = 1 << 16  # bytes for a tree of few files, whose paths may be long
@@ -154,7 +151,13 @@ class Fetch:
         found: dict[str, tuple[str, str, File, str]] = {}
         hidden: dict[str, None] = {}
         for row in rows:
-            path, kind, mode, size, mtime, link = self._entry(row)
+            try:
+                path, kind, mode, size, mtime, link = check(json.loads(row), TreeEntry)
+            except (ValueError, RecursionError) as error:
+                why = str(error) if isinstance(error, SchemaError) else "not JSON"
+                raise HostError(
+                    self._label, f"it sends a malformed answer: {why}", hint=_HINT
+                ) from error
             if (
                 not any(top in (".", path) or path.startswith(f"{top}/") for top in asked.values())
                 or not is_plain(path)
@@ -177,18 +180,6 @@ class Fetch:
             f"{path}: a version control directory, which is never written" for path in hidden
         ]
         return list(found.values())
-
-    def _entry(self, row: bytes) -> tuple[str, str, int, int, int, str]:
-        try:
-            entry = json.loads(row)
-            check(entry, TreeEntry)
-        except (ValueError, RecursionError) as error:
-            why = str(error) if isinstance(error, SchemaError) else "not JSON"
-            raise HostError(
-                self._label, f"it sends a malformed answer: {why}", hint=_HINT
-            ) from error
-        path, kind, mode, size, mtime, link = entry
-        return path, kind, mode, size, mtime, link
 
     def _normal(self, text: str) -> str:
         """Return a path normalized and relative to the working directory."""
@@ -263,7 +254,7 @@ class Fetch:
         self._done.written += [path for path, same in made if not same]
         self._done.unchanged += sum(same for _, same in made)
 
-    def _decided(self, destination: Destination, files: list[File]) -> list[File]:
+    def _decided(self, destination: Destination, differing: list[File]) -> list[File]:
         """Return which existing files to replace, of those that differ in size or time.
 
         A file that an earlier fetch wrote and that is unchanged since is replaced. Any other file
@@ -271,16 +262,16 @@ class Fetch:
         sent is never replaced without asking, even if an earlier fetch wrote it.
         """
         sent = self._request.sent
-        here = {file.path: digest(destination.place(file.path)) for file in files}
+        here = {file.path: files.sha256(destination.place(file.path)) for file in differing}
         there = self._digests(
             [
                 f.path
-                for f in files
+                for f in differing
                 if f.path in sent or destination.place(f.path).stat().st_size == f.size
             ]
         )
         changed: list[File] = []
-        for file in files:
+        for file in differing:
             path = file.path
             if path in there and there[path] in (here[path], sent.get(path)):
                 self._done.unchanged += 1
@@ -318,11 +309,11 @@ class Fetch:
         return found
 
     def _contents(
-        self, destination: Destination, files: list[File]
+        self, destination: Destination, wanted: list[File]
     ) -> Iterator[tuple[File, Path, str]]:
         """Yield (file, temporary file with its content, digest) of each file."""
         batch: list[File] = []
-        for file in files:
+        for file in wanted:
             if file.size > MAX_BYTES // 4:
                 yield file, *self._large(destination, file)
             else:
@@ -350,13 +341,12 @@ class Fetch:
         return found
 
     def _small(
-        self, destination: Destination, files: list[File]
+        self, destination: Destination, wanted: list[File]
     ) -> Iterator[tuple[File, Path, str]]:
-        if not files:
+        if not wanted:
             return
-        for file, content in zip(
-            files, self._get([(file.path, 0, file.size) for file in files]), strict=True
-        ):
+        contents = self._get([(file.path, 0, file.size) for file in wanted])
+        for file, content in zip(wanted, contents, strict=True):
             yield file, *self._part(destination, file, iter([content]))
 
     def _large(self, destination: Destination, file: File) -> tuple[Path, str]:

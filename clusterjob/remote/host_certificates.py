@@ -53,19 +53,18 @@ class _Fields:
         self._data = data
         self.offset = 0
 
-    def number(self, size: int) -> int:
-        if self.offset + size > len(self._data):
+    def take(self, size: int) -> bytes:
+        taken = self._data[self.offset : self.offset + size]
+        if len(taken) < size:
             raise ValueError("it ends too early")
-        value = int.from_bytes(self._data[self.offset : self.offset + size], "big")
         self.offset += size
-        return value
+        return taken
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "big")
 
     def text(self) -> bytes:
-        size = self.number(4)
-        if self.offset + size > len(self._data):
-            raise ValueError("it ends too early")
-        self.offset += size
-        return self._data[self.offset - size : self.offset]
+        return self.take(self.number(4))
 
 
 def parse(blob: bytes) -> Certificate:

@@ -14,13 +14,12 @@ import hashlib
 import hmac
 import os
 import secrets
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from clusterjob.node.system import private_dirs
+from clusterjob.node.system import files, private_dirs
 
 _MARKERS = ("@cert-authority", "@revoked")
 
@@ -113,31 +112,19 @@ class KnownHosts:
 
     def revoked(self, names: Sequence[str], blob: bytes) -> str:
         """Return the line that revokes a key or an authority for the host; empty if none."""
-        return next(
-            (
-                e.place
-                for name in names
-                for e in self._of(name)
-                if e.marker == "@revoked" and e.blob == blob
-            ),
-            "",
-        )
+        revoking = (each for each in self._marked(names, "@revoked") if each.blob == blob)
+        return next((each.place for each in revoking), "")
 
-    def authority(self, names: Sequence[str], blob: bytes) -> bool:
-        """Return whether an authority may sign the host's certificate."""
-        return any(
-            e.marker == "@cert-authority" and e.blob == blob
-            for name in names
-            for e in self._of(name)
-        )
-
-    def has_authority(self, names: Sequence[str]) -> bool:
-        """Return whether any authority may sign the host's certificate."""
-        return any(e.marker == "@cert-authority" for name in names for e in self._of(name))
+    def authorities(self, names: Sequence[str]) -> list[bytes]:
+        """Return the keys of the authorities that may sign the host's certificate."""
+        return [each.blob for each in self._marked(names, "@cert-authority")]
 
     def kinds(self, names: Sequence[str]) -> list[str]:
         """Return the types of the host's known keys."""
-        return [e.kind for name in names for e in self._of(name) if not e.marker]
+        return [each.kind for each in self._marked(names, "")]
+
+    def _marked(self, names: Sequence[str], marker: str) -> Iterator[KnownHostsEntry]:
+        return (each for name in names for each in self._of(name) if each.marker == marker)
 
 
 def lookup_names(hostname: str, port: int, alias: str) -> list[str]:
@@ -239,12 +226,5 @@ def forget(path: Path, names: Sequence[str]) -> None:
         if others:
             kept.append(line.replace(entry.patterns, ",".join(others), 1))
     real = path.resolve()
-    handle, temporary = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            os.fchmod(stream.fileno(), real.stat().st_mode & 0o777)
-            stream.write("".join(kept).encode(errors="surrogateescape"))
-        os.replace(temporary, real)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    content = "".join(kept).encode(errors="surrogateescape")
+    files.write_atomic(real, content, mode=real.stat().st_mode & 0o777)

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
@@ -19,10 +19,8 @@ from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import MAX_FILES
-
-if TYPE_CHECKING:
-    from clusterjob.remote.protocol import Exchange
-    from clusterjob.remote.session import Session
+from clusterjob.remote.protocol import Exchange
+from clusterjob.remote.session import Session
 
 PollAnswer = dict[str, Any]
 STATUS_BYTES = 1 << 18  # requested at once for a job's status
@@ -67,18 +65,18 @@ class Volume:
         self._nodes = nodes
         self._replaced = 0
 
-    def check(self, known: Iterable[str], files: Sequence[dict[str, Any]]) -> None:
+    def check(self, known: Iterable[str], sent_files: Sequence[dict[str, Any]]) -> None:
         """Count the files of an answer and enforce the limits.
 
         Args:
             known: paths of the files that were received before.
-            files: the files that the answer sends.
+            sent_files: the files that the answer sends.
 
         Raises:
             HostError: there are too many files or bytes, or files are replaced too often.
         """
-        names, paths = set(known), {file["path"] for file in files}
-        if len(paths) < len(files):
+        names, paths = set(known), {file["path"] for file in sent_files}
+        if len(paths) < len(sent_files):
             raise HostError(self._label, "it sends a file twice in one answer", hint=_HINT)
         received = f"the files received so far are in {self._where}"
         if len(names | paths) > MAX_FILES * self._nodes:
@@ -87,28 +85,23 @@ class Volume:
                 f"it sends more than {MAX_FILES * self._nodes} files of one job",
                 hint=received,
             )
-        sent = sum(file["size"] for file in files)
-        if sent and sum(size_of(self._where / name) for name in names) + sent > MAX_TOTAL_BYTES:
+        sent = sum(file["size"] for file in sent_files)
+        if (
+            sent
+            and sum(files.size_of(self._where / name) for name in names) + sent > MAX_TOTAL_BYTES
+        ):
             raise HostError(
                 self._label,
                 f"it sends more than {show_size(MAX_TOTAL_BYTES)} of one job",
                 hint=f"{received}; the rest is on the host",
             )
-        self._replaced += sum(file["size"] for file in files if "stamp" in file)
+        self._replaced += sum(file["size"] for file in sent_files if "stamp" in file)
         if self._replaced > (most := MAX_REPLACED_BYTES * self._nodes):
             raise HostError(
                 self._label,
                 f"it replaces result files of one job too often, more than {show_size(most)}",
                 hint=_HINT,
             )
-
-
-def size_of(path: Path) -> int:
-    """Return a file's size in bytes; 0 if it does not exist."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, most: int) -> None:

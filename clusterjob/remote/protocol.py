@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import REQUESTS, HostRequest
 from clusterjob.remote.answer_schemas import (
+    ANSWER_HEADER,
     MAX_ERROR,
-    AnswerHeader,
     AnswerSchema,
     SchemaError,
     answer_schema,
@@ -150,7 +151,7 @@ class Exchange:
         pieces: Iterable[bytes] = [body] if isinstance(body, bytes) else body
         total = len(body) if isinstance(body, bytes) else size
         seconds = timeout or self._timeout
-        try:
+        with self.closed_on_error():
             deadline = Deadline(seconds)
             line = {**REQUESTS.encode(request), "size": total}
             self.send(json.dumps(line).encode() + b"\n", deadline)
@@ -162,34 +163,42 @@ class Exchange:
                 Deadline(seconds, min(seconds, self._timeout), total=longest),
                 max_bytes=max_bytes,
             )
-        except TimeoutError as error:
-            self._stream.close()
-            raise HostError(self.label, str(error)) from error
-        except (SchemaError, ValueError, RecursionError) as error:
-            self._stream.close()
-            why = f": {error}" if isinstance(error, SchemaError) else ""
-            raise HostError(
-                self.label, f"it sends a malformed answer{why}", hint=_MALFORMED_HINT
-            ) from error
-        except (OSError, EOFError) as error:
-            why = self._last_stderr_line()
-            self._stream.close()
-            raise HostError(
-                self.label, f"the connection broke{f': {why}' if why else ''}"
-            ) from error
-        except BaseException:
-            self._stream.close()
-            raise
         if "error" in answer:
             raise HostError(self.label, answer["error"][:MAX_ERROR])
         return answer, data
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the stream after an error; give the user one line for it.
+
+        Raises:
+            HostError: no answer came in time, it is malformed, or the connection broke.
+        """
+        try:
+            yield
+        except TimeoutError as error:
+            raise self._failure(str(error)) from error
+        except (SchemaError, ValueError, RecursionError) as error:
+            why = f": {error}" if isinstance(error, SchemaError) else ""
+            failure = self._failure(f"it sends a malformed answer{why}", hint=_MALFORMED_HINT)
+            raise failure from error
+        except (OSError, EOFError) as error:
+            why = self._last_stderr_line()
+            raise self._failure(f"the connection broke{f': {why}' if why else ''}") from error
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def _failure(self, why: str, hint: str = "") -> HostError:
+        self._stream.close()
+        return HostError(self.label, why, hint=hint)
 
     def _receive(
         self, expected: AnswerSchema, deadline: Deadline, max_bytes: int | None
     ) -> tuple[Any, bytes]:
         most = expected.max_bytes if max_bytes is None else max_bytes
         answer = json.loads(self.line(expected.max_line, deadline))
-        check(answer, AnswerHeader)
+        check(answer, ANSWER_HEADER)
         if answer["size"] > most:
             raise SchemaError(f"it announces {answer['size']} bytes, more than {most}")
         if "error" not in answer:

@@ -168,8 +168,8 @@ class Session:
                 failed on the host.
         """
         with self._lock:
-            exchange = self._exchange or self._begin()
             try:
+                exchange = self._exchange or self._begin()
                 return exchange.ask(
                     request,
                     body=body,
@@ -192,24 +192,8 @@ class Session:
         exchange = Exchange(
             self.label, channel, timeout=self._timeout, last_stderr_line=self._last_stderr_line
         )
-        try:
+        with exchange.closed_on_error():
             self._introduce(exchange)
-        except (TimeoutError, SchemaError) as error:
-            channel.close()
-            if isinstance(error, TimeoutError):
-                raise HostError(self.label, str(error)) from error
-            raise HostError(
-                self.label, "its login does not stop printing", hint="check .bashrc on the host"
-            ) from error
-        except (OSError, paramiko.SSHException) as error:
-            why = self._last_stderr_line()
-            channel.close()
-            raise HostError(
-                self.label, f"the connection broke{f': {why}' if why else ''}"
-            ) from error
-        except BaseException:
-            channel.close()
-            raise
         self._exchange = exchange
         return exchange
 
@@ -233,6 +217,8 @@ class Session:
                 line = exchange.line(_MAX_LOGIN_OUTPUT, Deadline(self._timeout, total=left)).decode(
                     errors="replace"
                 )
+            except SchemaError as error:
+                raise self._noisy_login() from error
             except EOFError as error:
                 raise HostError(
                     self.label,
@@ -242,7 +228,7 @@ class Session:
             if not line.startswith(_MARKER):
                 noise += len(line) + 1
                 if noise > _MAX_LOGIN_OUTPUT:
-                    raise SchemaError("noise")
+                    raise self._noisy_login()
                 continue
             word, _, rest = line.removeprefix(_MARKER).partition(" ")
             if word == "need" and not sent:
@@ -253,6 +239,11 @@ class Session:
                 return
             else:
                 raise self._refusal(word, rest)
+
+    def _noisy_login(self) -> HostError:
+        return HostError(
+            self.label, "its login does not stop printing", hint="check .bashrc on the host"
+        )
 
     def _refusal(self, word: str, rest: str) -> HostError:
         if word == "old":

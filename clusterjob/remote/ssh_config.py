@@ -7,11 +7,12 @@ import pwd
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterjob.core.hosts import Host
-from clusterjob.errors import HostError
+from clusterjob.core.hosts import Host, parse_hosts
+from clusterjob.errors import HostError, SpecError
 
 _SSH_TIMEOUT = 20.0  # seconds for ssh -G: a `Match exec` in the configuration may run a command
 
@@ -141,8 +142,10 @@ def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
         "-G",
         *(["-F", str(config_file)] if config_file else []),
         *(["-p", str(host.port)] if host.port else []),
+        *(["-l", host.user] if host.user else []),
+        "--",
+        host.name,
     ]
-    argv += [*(["-l", host.user] if host.user else []), "--", host.name]
     try:
         asked = subprocess.run(
             argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SSH_TIMEOUT, check=False
@@ -193,22 +196,18 @@ def _ask_paramiko(host: Host, config_file: Path | None) -> dict[str, list[str]]:
     return known
 
 
-def _agent(value: str, filled: object, home: Path) -> str:
-    assert callable(filled)
+def _agent(value: str, filled: Callable[[str], str], home: Path) -> str:
     if value.lower() == "none":
         return ""
     if value in ("", "SSH_AUTH_SOCK"):
         return os.environ.get("SSH_AUTH_SOCK", "")
     if value.startswith("$"):
         return os.environ.get(value.strip("${}"), "")
-    path = str(filled(value))
+    path = filled(value)
     return str(home) + path[1:] if path.startswith("~/") else path
 
 
 def _jumps(text: str, host: Host) -> tuple[Host, ...]:
-    from clusterjob.core.hosts import parse_hosts
-    from clusterjob.errors import SpecError
-
     try:
         return parse_hosts(text) if text else ()
     except SpecError as error:

@@ -50,7 +50,7 @@ def revoked(request: pytest.FixtureRequest, ssh_network: SshNetwork, tmp_path: P
 
 def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
     assert refusal(pool, "gpu1") == f"gpu1: its key is revoked ({revoked})"
-    assert pool.connection(Host("gpu2")).run("true")[0] == 0
+    assert pool.connection(Host("gpu2")).execute("true").recv_exit_status() == 0
 
 
 def test_revoked_key_is_refused_without_strict_host_key_checking(

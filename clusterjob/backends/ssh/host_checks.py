@@ -87,8 +87,8 @@ def trust(
         HostError: the host is unreachable, its key is revoked or is not the expected key, another
             key of the host is known, or no user has compared the key.
     """
-    from clusterjob.remote import connect, known_hosts
-    from clusterjob.remote.known_hosts import HostKeyStatus, KnownHosts
+    from clusterjob.remote import connect, host_keys, known_hosts
+    from clusterjob.remote.known_hosts import HostKeyStatus
     from clusterjob.remote.pool import Pool
 
     place = _place(settings, (host,))
@@ -98,7 +98,7 @@ def trust(
         key = connect.host_key(target, pool.options, through=pool.through(target))
     finally:
         pool.close()
-    connect.refuse_revoked(target, key)
+    host_keys.refuse_revoked(target, key)
     shown = known_hosts.fingerprint(key.blob)
     named = f"its key is {key.kind} {shown}"
     if expected is not None and expected.removeprefix("SHA256:").rstrip("=") != shown.removeprefix(
@@ -109,10 +109,8 @@ def trust(
             f"{named}, not {expected}",
             hint="this may be another machine; do not trust it",
         )
-    names = known_hosts.lookup_names(target.hostname, target.port, alias=target.key_alias)
-    key_status, location = KnownHosts((*target.known_hosts, *target.system_known_hosts)).status(
-        names, key.blob
-    )
+    names = host_keys.lookup_names(target)
+    key_status, location = host_keys.known_keys(target).status(names, key.blob)
     if key_status is HostKeyStatus.REVOKED:
         raise HostError(
             str(host),
@@ -142,7 +140,7 @@ def trust(
                 known_hosts.forget(file, names)
             except OSError as error:
                 raise HostError(str(host), f"{file} cannot be written: {error.strerror}") from error
-    path = connect.remember(target, key)
+    path = host_keys.remember(target, key)
     return Trusted(
         str(host), key.kind, fingerprint=shown, path=str(path) if path else None, news=True
     )
