@@ -79,6 +79,7 @@ def init(
         RendezvousError: the processes did not find each other.
         UsageError: the arguments exclude each other, or differ from those of the first call.
     """
+    from clusterjob.node.workers import stacks
     from clusterjob.worker import device, ending, group, process, rank_assignment
 
     if backend is not None and backend not in device.BACKENDS:
@@ -101,11 +102,8 @@ def init(
         )
         return known
     shutdown()  # closes a context whose group the script has destroyed itself
-    if process.report_pipe() is not None:  # forked workers have done this before
-        from clusterjob.node.workers import stacks
-
-        stacks.offer()
-
+    if process.report_pipe() is not None:
+        stacks.offer()  # forked workers have done this before
     finding = rank_assignment.find(
         {name.upper(): str(value) for name, value in given.items() if value is not None},
         checked=not _group_exists(),
@@ -113,7 +111,7 @@ def init(
     )
     rank_assignment.prepare(finding)
 
-    import torch.distributed as dist
+    import torch.distributed as dist  # not earlier: torch reads variables that `prepare` sets
 
     ending.state.pid = os.getpid()
     ending.state.timeout = timeout

@@ -20,10 +20,7 @@ from clusterjob.node import contract
 from clusterjob.node.environments import scheduler
 from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from clusterjob.worker.context import Context
+from clusterjob.worker.context import Context
 
 _FOLDER = "call"
 
@@ -183,9 +180,9 @@ def _make(function_call: Any, job_dir: Path, rank: int) -> None:
     outcome_file = _outcome_file(job_dir, rank, attempt=scheduler.read_attempt(os.environ))
     outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        _leave(outcome_file, CallOutcome(function_call.result()))
+        _write(outcome_file, CallOutcome(function_call.result()))
     except Exception as error:
-        _leave_error(outcome_file, error)
+        _write_error(outcome_file, error)
         raise
 
 
@@ -245,23 +242,23 @@ def _load(path: Path) -> tuple[list[str], Any]:
             ) from error
 
 
-def _leave(path: Path, outcome: CallOutcome) -> None:
+def _write(path: Path, outcome: CallOutcome) -> None:
     import cloudpickle
 
     files.write_atomic(path, cloudpickle.dumps(outcome))
 
 
-def _leave_error(path: Path, error: BaseException) -> None:
+def _write_error(path: Path, error: BaseException) -> None:
     """Write an exception; if it cannot be pickled and unpickled, write its text."""
+    import cloudpickle
+
     trace = "".join(traceback.format_exception(error))
     try:
-        import cloudpickle
-
         # Some exceptions can be pickled and not unpickled.
         pickle.loads(cloudpickle.dumps(error))  # noqa: S301
-        _leave(path, CallOutcome(None, error, trace=trace))
     except Exception:
-        _leave(path, CallOutcome(None, JobFailed(f"{type(error).__name__}: {error}"), trace=trace))
+        error = JobFailed(f"{type(error).__name__}: {error}")
+    _write(path, CallOutcome(None, error, trace=trace))
 
 
 if __name__ == "__main__":

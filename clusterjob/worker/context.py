@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
+import struct
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import UsageError
+from clusterjob.node.workers import torch_patches
+from clusterjob.worker import process
 from clusterjob.worker.preemption import Preemptible
 
-# Importing typing costs as much as the rest of this module; type checkers need only the name.
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-    from typing import Any
-
     import torch
 
 _ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may have ended
-_SETTLING = 1.0  # maximum seconds for gloo's threads to release their last tensors
 OPERATIONS = ("mean", "sum", "min", "max", "product")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Context(Preemptible):
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
@@ -46,39 +50,25 @@ class Context(Preemptible):
             init, ``process group`` if only an adopted group gives it.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        local_rank: int,
-        world_size: int,
-        local_world_size: int,
-        node_rank: int,
-        nnodes: int,
-        master_addr: str | None,
-        master_port: int | None,
-        source: str,
-        device: torch.device,
-        leave: Callable[[bool], None],
-    ) -> None:
-        self.rank = rank
-        self.local_rank = local_rank
-        self.world_size = world_size
-        self.local_world_size = local_world_size
-        self.node_rank = node_rank
-        self.nnodes = nnodes
-        self.master_addr = master_addr
-        self.master_port = master_port
-        self.source = source
-        self.device = device
-        self.backend: str | None = None
-        self._group: Any = None
-        self._devices: dict[str, str] = {}  # device type -> the backend that serves it
-        self._owned = False  # whether leaving destroys the group
-        self._leave = leave
-        self._pid = os.getpid()
-        self._depth = 0
-        self._closed = False
+    source: str
+    device: torch.device
+    _leave: Callable[..., None]
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    nnodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    backend: str | None = field(default=None, init=False)
+    _group: Any = field(default=None, init=False)
+    # The backend that serves each device type.
+    _devices: dict[str, str] = field(default_factory=dict, init=False)
+    _owned: bool = field(default=False, init=False)  # whether leaving destroys the group
+    _pid: int = field(default_factory=os.getpid, init=False)
+    _depth: int = field(default=0, init=False)
+    _closed: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         return (
@@ -106,7 +96,7 @@ class Context(Preemptible):
         if self._depth > 0 or self._closed:
             return  # an inner block of the same context: the outer block still needs the group
         ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._leave(not ends_well)
+        self._leave(failed=not ends_well)
 
     def join_group(self, *, owned: bool) -> None:
         """Use torch's default process group as this context's group.
@@ -145,14 +135,15 @@ class Context(Preemptible):
         self._closed = True
         self._group = None
         if leaving and failed and self.world_size > 1:
-            self._abandon()
+            process.call_within(_ABANDON_TIMEOUT, self._abandon, device=self.device)
             return True
         if leaving:
             import torch.distributed as dist
 
             dist.destroy_process_group()
         if joined:
-            _let_gloo_finish()
+            # An object that holds the destroyed group, such as a DDP model, keeps gloo's threads.
+            torch_patches.wait_for_gloo()
         return False
 
     def _abandon(self) -> None:
@@ -162,27 +153,15 @@ class Context(Preemptible):
         destructor for running collectives, such as DDP's when backward() fails (seen with torch
         2.13: until the peer ends, or the timeout of 30 minutes passes). NCCL has an abort call.
         """
-        import threading
+        import torch.distributed as dist
 
-        def leave() -> None:
-            import torch
-            import torch.distributed as dist
-            from torch.distributed import distributed_c10d
-
-            if self.device.type != "cpu":
-                getattr(torch, self.device.type).set_device(
-                    self.device
-                )  # a new thread's current device is cuda:0
-            abort = getattr(distributed_c10d, "_abort_process_group", None)
-            if self.backend == "nccl" and abort is not None:
-                abort()
-            else:
-                _keep_for_ever([dist.group.WORLD, *distributed_c10d._world.pg_map])
-                dist.destroy_process_group()
-
-        thread = threading.Thread(target=leave, daemon=True, name="clusterjob-abandon")
-        thread.start()
-        thread.join(_ABANDON_TIMEOUT)
+        c10d = dist.distributed_c10d
+        abort = getattr(c10d, "_abort_process_group", None)
+        if self.backend == "nccl" and abort is not None:
+            abort()
+        else:
+            process.keep_for_ever([dist.group.WORLD, *c10d._world.pg_map])
+            dist.destroy_process_group()
 
     def barrier(self) -> None:
         """Wait until every process of the job has called this; return at once in a world of one.
@@ -275,8 +254,6 @@ class Context(Preemptible):
         if sync_batchnorm and self.device.type != "cpu":
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         elif sync_batchnorm and self.is_main:
-            import warnings
-
             warnings.warn(
                 "sync_batchnorm has no effect on CPU: torch's SyncBatchNorm is for GPUs only",
                 stacklevel=2,
@@ -362,8 +339,6 @@ class Context(Preemptible):
 
         Each number is sent as two words: a flag for int or float, and 64 bits.
         """
-        import struct
-
         import torch
         import torch.distributed as dist
 
@@ -390,45 +365,7 @@ class Context(Preemptible):
         return torch.device("cpu") if "cpu" in self._devices else self.device
 
 
-def _let_gloo_finish() -> None:
-    """Wait until gloo's threads have released their last tensors, for which they need the GIL.
-
-    An object that still holds a destroyed group, such as a DistributedDataParallel model, keeps its
-    threads alive. A thread that releases a tensor while the interpreter exits aborts the process
-    with SIGABRT (pytorch#179291; with torch 2.13 in 1 of 40 runs).
-    """
-    import time
-
-    end = time.monotonic() + _SETTLING
-    quiet = 0
-    while quiet < 2 and time.monotonic() < end:
-        time.sleep(0.002)  # releases the GIL for gloo's threads
-        quiet = 0 if _gloo_runs() else quiet + 1
-
-
-def _gloo_runs() -> bool:
-    for task in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{task}/stat") as file:
-                name, _, state = file.read().partition("(")[2].rpartition(") ")
-        except OSError:
-            continue  # the thread has ended
-        if name.startswith("pt_gloo") and state.startswith("R"):
-            return True
-    return False
-
-
-def _keep_for_ever(groups: list[Any]) -> None:
-    """Prevent the destructors of these groups from running, also when the interpreter exits."""
-    import ctypes
-
-    for group in groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
 def _plain_number(value: Any) -> int | float:
-    import numbers
-
     if isinstance(value, numbers.Integral):  # numpy's integers and bool are registered as such
         return int(value)
     if isinstance(value, numbers.Real):
@@ -442,8 +379,6 @@ def _combine(values: list[int | float], op: str) -> int | float:
     if op == "sum":
         return sum(values)
     if op == "product":
-        import math
-
         return math.prod(values)
     # Only NaN differs from itself.
     not_a_number = next((value for value in values if value != value), None)  # noqa: PLR0124

@@ -5,18 +5,18 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
 
-from clusterjob.worker import process, store
-
-# Importing typing costs as much as the rest of this module; type checkers need only the name.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Any
-
-    from clusterjob.worker.context import Context
+from clusterjob.node import program
+from clusterjob.node.workers import report
+from clusterjob.worker import process
+from clusterjob.worker.context import Context
 
 
+@dataclass
 class ProcessState:
     """State of this process between `init` and its end.
 
@@ -27,18 +27,17 @@ class ProcessState:
         pid: pid of the process that called `init`; a forked child inherits this state and must not
             use it.
         watched: whether `watch` has installed its hooks.
-        hosted: on rank 0, the store that rank 0 itself serves, and its number of processes.
+        await_peers: waits until all ranks have the group; on rank 0, if it serves the store itself.
         abandoned: whether threads of an abandoned group may still run.
     """
 
-    def __init__(self) -> None:
-        self.context: Context | None = None
-        self.timeout: float | None = None
-        self.rounds = 0
-        self.pid = 0
-        self.watched = False
-        self.hosted: tuple[Any, int] | None = None
-        self.abandoned = False
+    context: Context | None = None
+    timeout: float | None = None
+    rounds: int = 0
+    pid: int = 0
+    watched: bool = False
+    await_peers: Callable[[], None] | None = None
+    abandoned: bool = False
 
 
 state = ProcessState()
@@ -52,10 +51,10 @@ def leave(*, failed: bool) -> None:
             processes.
     """
     context, state.context = state.context, None
-    hosted, state.hosted = state.hosted, None
+    await_peers, state.await_peers = state.await_peers, None
     if context is not None and os.getpid() == state.pid:
-        if hosted is not None and not failed:
-            store.await_joined(*hosted)
+        if await_peers is not None and not failed:
+            await_peers()
         state.abandoned |= context.close(failed=failed)
 
 
@@ -75,13 +74,8 @@ def watch(local_rank: int) -> None:
     report_fd = process.report_pipe()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        import threading
-
         own = os.getpid() == state.pid and threading.current_thread() is threading.main_thread()
         if own and report_fd is not None:
-            from clusterjob.node import program
-            from clusterjob.node.workers import report
-
             report.report(
                 report_fd,
                 local_rank,
@@ -92,9 +86,8 @@ def watch(local_rank: int) -> None:
         previous(kind, error, trace)
         if own and not process.is_interactive():
             leave(failed=True)
-            if (
-                state.abandoned and kind is not KeyboardInterrupt
-            ):  # the interpreter ends a KeyboardInterrupt by SIGINT
+            # The interpreter ends a KeyboardInterrupt by SIGINT.
+            if state.abandoned and kind is not KeyboardInterrupt:
                 process.end_process(1)
 
     sys.excepthook = hook

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from clusterjob.errors import RendezvousError, UsageError
 from clusterjob.node.environments import Finding
 from clusterjob.node.environments.topology import Worker
-from clusterjob.node.system import processes
+from clusterjob.node.system import network, processes
 from clusterjob.worker import ending, process, rank_assignment, rank_facts, rendezvous, siblings
 from clusterjob.worker.context import Context
 from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
 from clusterjob.worker.group_formation import GroupFormation
-from clusterjob.worker.rendezvous import Rendezvous
 from clusterjob.worker.signed_values import SignedStore
-from clusterjob.worker.store import note_joined, open_store, where
+from clusterjob.worker.store import await_joined, note_joined, open_store
 
 
 def make(
@@ -54,14 +55,11 @@ def make(
                 "init(process_group=False) works without it"
             )
         try:
-            rendezvous_result = _make_group(worker, backend, timeout=timeout, device=device)
+            nodes = _make_group(worker, backend, timeout=timeout, device=device)
         finally:
             ending.watch(context.local_rank)
-        if rendezvous_result is not None and finding.source in rank_assignment.NODES_UNKNOWN:
-            context.node_rank, context.nnodes = (
-                rendezvous_result.nodes[context.rank],
-                max(rendezvous_result.nodes) + 1,
-            )
+        if nodes and finding.source in rank_assignment.NODES_UNKNOWN:
+            context.node_rank, context.nnodes = nodes[context.rank], max(nodes) + 1
         context.join_group(owned=True)
     elif worker is not None:
         ending.watch(context.local_rank)
@@ -131,10 +129,11 @@ def load_functional() -> None:
 
 def _make_group(
     worker: Worker | None, backend: str, timeout: float | None, device: Any
-) -> Rendezvous | None:
-    """Make the default process group and return the result of the rendezvous of ranks.
+) -> Sequence[int]:
+    """Make the default process group.
 
-    Returns None in a world of one without a launcher.
+    Returns:
+        The index of each rank's machine; empty in a world of one without a launcher.
     """
     import torch.distributed as dist
 
@@ -148,17 +147,15 @@ def _make_group(
         options["device_id"] = device
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
-        return None
-    meeting = where(worker.topology.master_addr, worker.topology.master_port or 0)
+        return ()
     hook = sys.excepthook
     seconds = timeout or rendezvous.DEFAULT_TIMEOUT
+    topology = worker.topology
     try:
         place = open_store(worker, options, timeout=seconds)
-        signed, ask = (
-            SignedStore(dist.PrefixStore("rendezvous", place.store), place.number),
-            process.ask_agents(worker.local_rank),
-        )
-        rendezvous_result = rendezvous.join(
+        signed = SignedStore(dist.PrefixStore("rendezvous", place.store), place.number)
+        ask = process.ask_agents(worker.local_rank)
+        nodes = rendezvous.join(
             signed,
             worker,
             own=rank_facts.own_facts(worker, device, backend=backend),
@@ -174,12 +171,13 @@ def _make_group(
         if not place.served:
             note_joined(place.store)
             if worker.rank == 0:
-                ending.state.hosted = place.store, worker.world_size
+                ending.state.await_peers = partial(await_joined, place.store, worker.world_size)
     except RuntimeError as error:  # torch's DistError is a RuntimeError
+        store_address = network.with_port(topology.master_addr, topology.master_port or 0)
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RendezvousError(
             f"rank {worker.rank} of {worker.world_size} could not form the process group "
-            f"({backend}, store at {meeting}): {reason}"
+            f"({backend}, store at {store_address}): {reason}"
         ) from error
     finally:
         siblings.close()
@@ -187,23 +185,25 @@ def _make_group(
         # torch wraps the hook at each group to add "[rank0]:"; keep only its first wrapper.
         sys.excepthook = hook
     ending.state.rounds += 1
-    return rendezvous_result
+    return nodes
 
 
 def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
-    topology = worker.topology if worker else None
+    if worker is None:
+        return Context(source=source, device=device, _leave=ending.leave)
+    topology = worker.topology
     return Context(
-        rank=worker.rank if worker else 0,
-        local_rank=worker.local_rank if worker else 0,
-        world_size=worker.world_size if worker else 1,
-        local_world_size=worker.local_world_size if worker else 1,
-        node_rank=topology.node_rank if topology else 0,
-        nnodes=topology.nnodes if topology else 1,
-        master_addr=topology.master_addr if topology else None,
-        master_port=topology.master_port if topology else None,
         source=source,
         device=device,
-        leave=lambda failed: ending.leave(failed=failed),
+        _leave=ending.leave,
+        rank=worker.rank,
+        local_rank=worker.local_rank,
+        world_size=worker.world_size,
+        local_world_size=worker.local_world_size,
+        node_rank=topology.node_rank,
+        nnodes=topology.nnodes,
+        master_addr=topology.master_addr,
+        master_port=topology.master_port,
     )
 
 
@@ -219,8 +219,14 @@ def _context_by_hosts(rank: int, world_size: int) -> Context:
     hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, own)
     nodes = list(dict.fromkeys(hosts))
-    context = _context_at(None, "process group", device=torch.device("cpu"))
-    context.rank, context.world_size = rank, world_size
-    context.local_rank, context.local_world_size = hosts[:rank].count(own), hosts.count(own)
-    context.node_rank, context.nnodes = nodes.index(own), len(nodes)
-    return context
+    return Context(
+        source="process group",
+        device=torch.device("cpu"),
+        _leave=ending.leave,
+        rank=rank,
+        local_rank=hosts[:rank].count(own),
+        world_size=world_size,
+        local_world_size=hosts.count(own),
+        node_rank=nodes.index(own),
+        nnodes=len(nodes),
+    )

@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterjob.errors import RanksMissingError
 from clusterjob.node.environments.topology import Worker
-from clusterjob.worker import once_per_host, waiting_text
+from clusterjob.worker import once_per_host, rank_facts
 from clusterjob.worker.rank_facts import Facts, who
 from clusterjob.worker.rendezvous import Ask
 from clusterjob.worker.signed_values import SignedStore
@@ -63,9 +63,8 @@ class GroupFormation:
     ) -> None:
         self._over.set()
         if error is None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the process that serves the store may have formed the group and ended
+            # The process that serves the store may have formed the group and ended.
+            with contextlib.suppress(RuntimeError):
                 self._store.set(f"formed{self._worker.rank}", "")
         elif isinstance(error, RuntimeError) and self._is_there:
             waited_for = self._final_probe()
@@ -151,7 +150,7 @@ class GroupFormation:
 
     def _without(self, store: Any) -> tuple[list[int], list[int]]:
         """Return the ranks without the group, and those of them that do not answer."""
-        without = waiting_text.missing_ranks(store, self._worker, key="formed")
+        without = rank_facts.missing_ranks(store, self._worker, key="formed")
         return without, [rank for rank in without if not store.check([f"there{rank}"])]
 
     def _named(self, store: Any, ranks: list[int]) -> list[str]:
@@ -159,7 +158,7 @@ class GroupFormation:
         return [who(Facts.of(data)) for data in store.multi_get([f"rank{rank}" for rank in ends])]
 
     def _stuck(self, store: Any, silent: list[int]) -> str:
-        return waiting_text.describe_unresponsive(
+        return rank_facts.describe_unresponsive(
             store,
             silent,
             how="joined the rendezvous, no answer while the process group is made: dead or stuck",

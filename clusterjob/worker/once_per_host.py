@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
-import struct
 import sys
 from collections.abc import Iterator
+
+from clusterjob.node.system import network
 
 _BACKLOG = 4096
 _others: set[str] = set()  # socket names that another process of this user holds
@@ -37,8 +39,6 @@ def lock_subject(subject: str) -> socket.socket | None:
     Args:
         subject: the subject of the notices.
     """
-    import hashlib
-
     name = (
         f"\0clusterjob-notice-{os.getuid()}-"
         f"{hashlib.sha256(subject.encode(errors='surrogateescape')).hexdigest()[:32]}"
@@ -72,7 +72,4 @@ def is_ours(name: str) -> bool:
             probe.connect(name)
         except OSError:
             return False
-        _, uid, _ = struct.unpack(
-            "3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        )
-    return bool(uid == os.getuid())
+        return network.peer_of(probe)[1] == os.getuid()

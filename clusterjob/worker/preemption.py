@@ -7,19 +7,23 @@ is a file in the job's directory, which is polled once a second, or a signal of 
 
 from __future__ import annotations
 
+import atexit
 import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
+from clusterjob.node import contract
+from clusterjob.node.environments import scheduler
+from clusterjob.node.logs import ends
+from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
+from clusterjob.node.workers import report
 from clusterjob.worker import process
-
-# Importing typing costs as much as the rest of this module; type checkers need only the name.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from types import FrameType
-    from typing import Any, NoReturn
-
-    import torch
 
 _INTERVAL = 1.0  # seconds between two polls of the warning file
 _LEAVING = 5.0  # timeout in seconds to leave a process group whose other members may have ended
@@ -32,15 +36,13 @@ class Preemptible:
     """The preemption methods of a `Context`."""
 
     local_rank: int
-    device: torch.device
-    _leave: Callable[[bool], None]
+    device: Any
+    _leave: Callable[..., None]
     _pid: int
 
     @property
     def attempt(self) -> int:
         """Number of the job's attempt, from 0; a restart of the workers does not count."""
-        from clusterjob.node.environments import scheduler
-
         return scheduler.read_attempt(os.environ)
 
     @property
@@ -78,60 +80,22 @@ class Preemptible:
         Raises:
             SystemExit: always.
         """
-        from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
-
-        _announce(self.local_rank, PREEMPTED_EXIT_CODE)
-        if not self._leave_soon():
-            _end_without_the_group(PREEMPTED_EXIT_CODE)
+        descriptor = process.report_pipe()
+        if descriptor is not None:  # the agent must know before any peer can fail because of it
+            report.report(
+                descriptor,
+                self.local_rank,
+                message="left to be queued again",
+                exit_code=PREEMPTED_EXIT_CODE,
+                kind="preempted",
+            )
+        if not process.call_within(_LEAVING, lambda: self._leave(failed=False), device=self.device):
+            atexit.register(process.end_process, PREEMPTED_EXIT_CODE)  # the group is stuck
         raise SystemExit(PREEMPTED_EXIT_CODE)
-
-    def _leave_soon(self) -> bool:
-        """Leave the process group; return False if running collectives block this for 5 s."""
-        import threading
-
-        def leave() -> None:
-            if self.device.type == "cuda":
-                import torch
-
-                torch.cuda.set_device(self.device)  # a new thread's current device is cuda:0
-            self._leave(False)
-
-        thread = threading.Thread(target=leave, daemon=True, name="clusterjob-leave")
-        thread.start()
-        thread.join(_LEAVING)
-        return not thread.is_alive()
-
-
-def _announce(local_rank: int, exit_code: int) -> None:
-    """Report the exit to the agent before any peer can fail because of it."""
-    from clusterjob.node.workers.report import report
-
-    descriptor = process.report_pipe()
-    if descriptor is not None:
-        report(
-            descriptor,
-            local_rank,
-            message="left to be queued again",
-            exit_code=exit_code,
-            kind="preempted",
-        )
-
-
-def _end_without_the_group(exit_code: int) -> None:
-    """End the process after the script, without waiting for collectives of a stuck group."""
-    import atexit
-
-    def end() -> None:
-        atexit.unregister(end)
-        process.end_process(exit_code)
-
-    atexit.register(end)
 
 
 def _ask(pipe: int, seconds: float) -> tuple[bool, bool]:
     """Return (warned, being stopped), after waiting up to `seconds` for either."""
-    import select
-
     poll = select.poll()  # one per call: threads and signal handlers cannot share it
     poll.register(pipe, select.POLLIN)
     events = sum(event for _, event in poll.poll(seconds * 1000))
@@ -147,15 +111,13 @@ class _Watch:
         self._seen = False
         self._terminated_once = False
         self._pipe: int | None = None  # the agent's pipe, which is polled and never read
-        self._takes_sigterm = False
         self._job_dir: Path | None = None
-        self._marker: Path | None = None
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._callbacks: list[Callable[[], object]] = []  # for the main thread
         self._others: list[Callable[[], object]] = []
         self._calling = False
         self._call_number = 0  # the signal by which the waiting thread interrupts the main thread
-        self._thread: Any = None
+        self._thread: threading.Thread | None = None
 
     # -- sources of the warning ------------------------------------------------------------------
 
@@ -166,69 +128,48 @@ class _Watch:
             pid: pid of the process that called `init`. Its children keep their signal handlers:
                 SIGTERM ends them.
         """
-        if self._armed:
-            return
-        import signal
-        import threading
-
-        self._find_sources()
-        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+        if not self._ready:
+            self._find_sources()
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if self._armed or os.getpid() != pid or not is_main_thread:
             return
         self._armed = True
         os.register_at_fork(after_in_child=self._disarm_child)
-        if self._takes_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        warns = self._pipe is not None or os.environ.get(contract.WARNING_FD) == BY_SIGNALS
+        if warns and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
-        if (
-            signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-        ):  # under the agent and the job scripts it is ignored
+        # The agent and the job scripts make their children ignore SIGUSR1.
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             signal.signal(signal.SIGUSR1, self._warned)
 
     def _find_sources(self) -> None:
-        if self._ready:
-            return
         self._ready = True
-        from pathlib import Path
-
-        from clusterjob.node import contract
-        from clusterjob.node.environments import scheduler
-        from clusterjob.node.logs import ends
-
-        named = os.environ.get(contract.WARNING_FD, "")
-        descriptor, _, inode = named.partition(":")
+        descriptor, _, inode = os.environ.get(contract.WARNING_FD, "").partition(":")
         try:
             # A child inherits the variable, but may have another file under this number.
             if os.fstat(int(descriptor)).st_ino == int(inode):
                 self._pipe = int(descriptor)
         except (ValueError, OSError):
             pass
-        self._takes_sigterm = self._pipe is not None or named == BY_SIGNALS
         job_dir = os.environ.get(contract.JOB_DIR)
         if job_dir and self._pipe is None:
             self._job_dir = Path(job_dir)
-            self._marker = ends.warning_file(self._job_dir, scheduler.read_attempt(os.environ))
 
     def poll(self) -> bool:
         """Return whether the warning has arrived; on the main thread, call the callbacks first."""
         if not self._seen:
-            if self._pipe is not None:
-                self._seen = _ask(self._pipe, 0)[0]
-            elif self._marker is not None:
-                self._seen = self._ask_marker(self._marker)
-        if self._seen and self._callbacks:
-            import threading
-
-            if threading.current_thread() is threading.main_thread():
-                self._call()
+            self._seen = _ask(self._pipe, 0)[0] if self._pipe is not None else self._file_exists()
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if self._seen and self._callbacks and is_main_thread:
+            self._call()
         return self._seen
 
-    def _ask_marker(self, marker: Path) -> bool:
-        import time
-
-        moment = time.monotonic()
-        if moment < self._next_look:
+    def _file_exists(self) -> bool:
+        now = time.monotonic()
+        if self._job_dir is None or now < self._next_poll:
             return False
-        self._next_look = moment + _INTERVAL
-        return marker.exists()
+        self._next_poll = now + _INTERVAL
+        return ends.warning_file(self._job_dir, scheduler.read_attempt(os.environ)).exists()
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -238,8 +179,6 @@ class _Watch:
         While the workers are being stopped, the first SIGTERM ends the process too.
         """
         if self._terminated_once or self._is_stopped():
-            import signal
-
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._terminated_once = True
@@ -248,8 +187,6 @@ class _Watch:
     def _is_stopped(self) -> bool:
         if self._pipe is not None:
             return _ask(self._pipe, 0)[1]
-        from clusterjob.node.logs import ends
-
         return self._job_dir is not None and ends.cancelled(self._job_dir)
 
     def _warned(self, _number: int, _frame: FrameType | None) -> None:
@@ -257,8 +194,6 @@ class _Watch:
         self._call()
 
     def _disarm_child(self) -> None:
-        import signal
-
         for number, ours, theirs in (
             (signal.SIGTERM, self._terminated, signal.SIG_DFL),
             (signal.SIGUSR1, self._warned, signal.SIG_IGN),
@@ -272,8 +207,6 @@ class _Watch:
 
     def add(self, callback: Callable[[], object]) -> None:
         """Call a function when the warning arrives, or now if it has already arrived."""
-        import threading
-
         if threading.current_thread() is threading.main_thread():
             self._callbacks.append(callback)
             self._call_number = self._call_number or self._free_signal()
@@ -289,8 +222,6 @@ class _Watch:
             self._thread.start()
 
     def _free_signal(self) -> int:
-        import signal
-
         for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX + 1):
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._warned)
@@ -312,10 +243,6 @@ class _Watch:
 
         Only a real signal also interrupts a blocking system call of the main thread.
         """
-        import signal
-        import threading
-        import time
-
         while not self.poll():
             if self._pipe is None:
                 time.sleep(_INTERVAL)

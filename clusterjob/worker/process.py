@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import stat
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
-# Importing typing costs as much as the rest of this module; type checkers need only the name.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from clusterjob.node import contract
+from clusterjob.node.workers import report
 
 
 def report_pipe() -> int | None:
@@ -17,12 +20,6 @@ def report_pipe() -> int | None:
 
     None under other launchers, and in a worker's children.
     """
-    import stat
-
-    # The exception hook runs in a failing process: import now the modules that it needs.
-    from clusterjob.node import contract, program  # noqa: F401
-    from clusterjob.node.workers import report  # noqa: F401
-
     descriptor, _, pid = os.environ.get(contract.REPORT_FD, "").partition(":")
     try:
         # A child inherits the variable, but may have another file under this number.
@@ -40,8 +37,6 @@ def ask_agents(local_rank: int) -> Callable[..., None]:
 
     def ask(missing: list[int], *, final: bool) -> None:
         if descriptor is not None and missing:
-            from clusterjob.node.workers import report
-
             report.report_missing(descriptor, local_rank, missing=missing, final=final)
 
     return ask
@@ -59,9 +54,7 @@ def end_process(exit_code: int) -> None:
     finalisation aborts the process with SIGABRT ("terminate called without an active exception"),
     which then hides the real failure (pytorch#179291; with torch 2.13 in 1 of 15 runs).
     """
-    import ctypes
-    import threading
-
+    atexit.unregister(end_process)  # it may run as an exit function itself
     try:
         getattr(threading, "_shutdown", lambda: None)()  # waits for the non-daemon threads
         atexit._run_exitfuncs()
@@ -71,3 +64,31 @@ def end_process(exit_code: int) -> None:
         ctypes.CDLL(None).fflush(None)  # output of C libraries, such as NCCL's log
     finally:
         os._exit(exit_code)
+
+
+def call_within(seconds: float, function: Callable[[], None], device: Any) -> bool:
+    """Call a function on a daemon thread, and return whether it ended in time.
+
+    Args:
+        seconds: maximum time to wait for its end.
+        function: the function; it may leave a process group.
+        device: the torch device of this process: a new thread's current device is cuda:0.
+    """
+
+    def call() -> None:
+        if device.type != "cpu":
+            import torch
+
+            getattr(torch, device.type).set_device(device)
+        function()
+
+    thread = threading.Thread(target=call, daemon=True, name="clusterjob-leave")
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def keep_for_ever(groups: list[Any]) -> None:
+    """Prevent the destructors of these groups from running, also when the interpreter exits."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

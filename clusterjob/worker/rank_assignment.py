@@ -187,14 +187,6 @@ def _alone_on_its_node(finding: Finding) -> Finding:
     placement = finding.placement
     if finding.source != slurm_env.SOURCE or placement is None:
         return finding
-    if isinstance(placement, Topology):
-        if (placement.nproc_per_node or 1) > 1:
-            return finding
-        placement = slurm_env.as_worker(placement, os.environ)
-    return replace(
-        finding,
-        placement=replace(
-            placement,
-            topology=slurm_addresses.resolve_master_address(placement.topology, os.environ),
-        ),
-    )
+    if isinstance(placement, Topology) and (placement.nproc_per_node or 1) > 1:
+        return finding
+    return replace(finding, placement=slurm_addresses.as_worker(placement, os.environ))

@@ -19,12 +19,14 @@ from clusterjob.errors import RanksMissingError, RendezvousError
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.worker import once_per_host
-from clusterjob.worker.rank_facts import Facts, disagreement, who
-from clusterjob.worker.waiting_text import (
+from clusterjob.worker.rank_facts import (
+    Facts,
     describe_missing,
     describe_unresponsive,
+    disagreement,
     missing_ranks,
     report_clock,
+    who,
     whose,
 )
 
@@ -40,17 +42,6 @@ Ask = Callable[..., None]  # (missing ranks, final=whether the caller gives up)
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """The result of a rendezvous in which all ranks joined.
-
-    Attributes:
-        nodes: the index of each rank's machine; machines are ordered by their lowest rank.
-    """
-
-    nodes: Sequence[int]
-
-
-@dataclass(frozen=True)
 class _Call:
     """The arguments of `join` for one process."""
 
@@ -62,8 +53,14 @@ class _Call:
 
 
 def join(
-    store: Any, worker: Worker, own: Facts, timeout: float, *, started: bool, ask: Ask | None = None
-) -> Rendezvous:
+    store: Any,
+    worker: Worker,
+    own: Facts,
+    timeout: float,
+    *,
+    started: bool,
+    ask: Ask | None = None,
+) -> list[int]:
     """Wait until all ranks have joined the rendezvous.
 
     Args:
@@ -76,12 +73,15 @@ def join(
         ask: called with the missing ranks, and with whether this process gives up, each time this
             process reports that it waits for them.
 
+    Returns:
+        The index of each rank's machine; machines are ordered by their lowest rank.
+
     Raises:
         RendezvousError: a rank is missing, claimed twice, of another job, or has other versions.
             All ranks get the same message. A wrong rank is refused at once, without waiting for
             missing ranks.
     """
-    mine = _Call(store, worker, own=own, started=started, ask=ask or _ask_nobody)
+    mine = _Call(store, worker, own=own, started=started, ask=ask or (lambda *_, **__: None))
     try:
         first = _enter(mine)
         _await_answer(mine, timeout, oversees=first or worker.rank == 0)
@@ -94,17 +94,16 @@ def join(
                     own,
                     how=f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
                 )
-            return Rendezvous(answer["nodes"])
+            return list(answer["nodes"])
         if worker.rank == 0:
             _await_readers(store, worker)
         else:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # this rank has the answer; the store may have ended with rank 0
+            with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
                 store.add("heard", 1)
     except RuntimeError as error:  # torch's DistError is a RuntimeError
+        reason = str(error).strip().partition("\n")[0]
         raise RanksMissingError(
-            f"{who(own)} has joined, and rank 0 does not end the rendezvous: {_first(error)}"
+            f"{who(own)} has joined, and rank 0 does not end the rendezvous: {reason}"
         ) from error
     kind = RanksMissingError if answer.get("timed_out") else RendezvousError
     raise kind(
@@ -193,8 +192,8 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
             if in_charge and waited > timeout:
                 missing = missing_ranks(store, worker)
                 call.ask(missing, final=True)
-                text = f"{_describe(call, missing)}; gave up after {waited:.0f} s"
-                _answer(store, text, timed_out=True)
+                text = _describe(call, missing)
+                _answer(store, f"{text}; gave up after {waited:.0f} s", timed_out=True)
                 return
             if waited > timeout + _GRACE:
                 raise RanksMissingError(
@@ -348,11 +347,3 @@ def _print_missing(call: _Call, waited: float) -> None:
                 each,
                 how=f"at least {each.time - now:.0f} s ahead of {whose(call.own)}",
             )
-
-
-def _ask_nobody(_missing: list[int], *, final: bool) -> None:
-    """Do nothing: no agent of clusterjob started these processes."""
-
-
-def _first(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -109,14 +109,14 @@ def _open(worker: Worker, timeout: float) -> Any:
         RendezvousError: the address does not resolve, there is no route to it, its port is taken,
             or rank 0 does not listen in time.
     """
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
     host, port = worker.topology.master_addr, worker.topology.master_port
     assert port is not None
     wait = timedelta(seconds=timeout)
     if worker.rank:
         _await_listener(worker, host, port=port, timeout=timeout)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
     address = os.getpid(), host, port
     if address in _own:
         _own[address].set_timeout(wait)
@@ -127,7 +127,7 @@ def _open(worker: Worker, timeout: float) -> Any:
     except OSError as error:
         why = (
             f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) "
-            f"cannot listen at {where(host, port)}: {error.strerror or error}"
+            f"cannot listen at {network.with_port(host, port)}: {error.strerror or error}"
         )
         hint = (
             "set MASTER_PORT to another port"
@@ -135,7 +135,7 @@ def _open(worker: Worker, timeout: float) -> Any:
             else "set MASTER_ADDR to rank 0's machine"
         )
         raise RendezvousError(why, hint) from error
-    store = TCPStore(
+    store = dist.TCPStore(
         host,
         port,
         is_master=True,
@@ -204,11 +204,6 @@ def _corner(store: Any, number: int) -> Any:
     return dist.PrefixStore(f"clusterjob/{number}", store)
 
 
-def where(host: str, port: int) -> str:
-    """Return an address and a port as one text."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
     """Wait until rank 0's port listens, and print the kernel's error once per host meanwhile.
 
@@ -235,7 +230,7 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
             waited = time.monotonic() - begin
             text = (
                 f"rank {worker.rank} on {socket.gethostname()} "
-                f"cannot reach rank 0 at {where(host, port)}: {reason}"
+                f"cannot reach rank 0 at {network.with_port(host, port)}: {reason}"
             )
             if waited > timeout or silent or (lost and waited > _NO_ROUTE_GRACE):
                 raise RendezvousError(
@@ -244,7 +239,7 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
                 )
             if waited > due:
                 due = next(notices)
-                turn = turn or once_per_host.lock_subject(f"reach {where(host, port)}")
+                turn = turn or once_per_host.lock_subject(f"reach {network.with_port(host, port)}")
                 if turn:
                     once_per_host.print_line(f"{text}; {waited:.0f} s so far")
             time.sleep(pause)

@@ -46,7 +46,7 @@ def test_environment_without_job_gives_no_placement_and_no_conflict(
     environ: dict[str, str],
 ) -> None:
     finding = detect(environ)
-    assert (finding.source, finding.placement, finding.level, finding.sound) == (
+    assert (finding.source, finding.placement, finding.level, not finding.conflicts) == (
         "none",
         None,
         "none",
@@ -122,7 +122,7 @@ def test_variables_set_by_agent_give_the_same_worker(
 def test_incomplete_worker_variables_are_refused_with_missing_name(missing: str) -> None:
     for environ in (without(TORCHRUN, missing), TORCHRUN | {missing: "  "}):
         finding = detect(environ)
-        assert (finding.placement, finding.level, finding.sound) == (None, "none", False)
+        assert (finding.placement, finding.level, not finding.conflicts) == (None, "none", False)
         with pytest.raises(PlacementError, match=f"{missing} is not set"):
             finding.check()
 
@@ -292,7 +292,7 @@ def test_worker_variables_take_precedence_over_node_variables() -> None:
 
 
 def test_incomplete_worker_variables_do_not_fall_back_to_node_variables() -> None:
-    assert not detect(OURS | without(TORCHRUN, "WORLD_SIZE")).sound
+    assert detect(OURS | without(TORCHRUN, "WORLD_SIZE")).conflicts
 
 
 # -- arbitrary values ------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_any_mapping_gives_consistent_placement_or_conflicts(environ: dict[str, 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
 def test_number_with_too_many_digits_is_a_conflict(name: str) -> None:
-    assert not detect(TORCHRUN | {name: "1" * 5000}).sound
+    assert detect(TORCHRUN | {name: "1" * 5000}).conflicts
 
 
 @given(environs)

@@ -748,7 +748,7 @@ def test_world_size_without_rank_is_refused(environ: dict[str, str], conflict: s
     ],
 )
 def test_variables_without_several_members_are_no_job(environ: dict[str, str]) -> None:
-    assert detect(environ).sound
+    assert not detect(environ).conflicts
     assert detect(environ).placement is None
 
 

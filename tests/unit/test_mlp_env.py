@@ -124,7 +124,7 @@ def test_role_beside_workers_is_refused(role: str) -> None:
         f"MLP_{role}_0_HOST": "10.0.0.9",
     }
     assert f"MLP_ROLE={role}, but MLP_WORKER_NUM=3" in conflict(beside)
-    assert detect(NODE | {f"MLP_{role}_NUM": "1"}).sound  # a worker beside that role
+    assert not detect(NODE | {f"MLP_{role}_NUM": "1"}).conflicts  # a worker beside that role
 
 
 @pytest.mark.parametrize(("own", "rack"), [("0", "1"), ("2", "0")])
@@ -167,7 +167,7 @@ def test_mpi_task_is_refused_with_options_of_mpirun() -> None:
     )
     assert "--hostfile $MLP_MPI_HOSTFILE" in message
     assert "port 2200" in message
-    assert detect(NODE | {"MLP_MPI_HOSTS": "10.0.0.1"}).sound
+    assert not detect(NODE | {"MLP_MPI_HOSTS": "10.0.0.1"}).conflicts
 
 
 def test_processes_of_mpirun_are_detected_as_openmpi() -> None:

@@ -214,7 +214,7 @@ def test_each_task_of_step_has_unique_rank(sizes: list[int], random: Any) -> Non
 )
 def test_batch_script_and_salloc_shell_are_not_detected_as_step(step: str) -> None:
     finding = detect(BATCH | ({"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"} if step else {}))
-    assert (finding.source, finding.placement, finding.sound) == ("none", None, True)
+    assert (finding.source, finding.placement, finding.conflicts) == ("none", None, ())
     ignored = {item.variable: item.why for item in finding.ignored}
     assert "SLURM_PROCID" in ignored
     assert all("step" in why for why in ignored.values())
@@ -273,7 +273,7 @@ def test_single_node_named_localhost_is_accepted() -> None:
     found = detect(task(1, 1, 0, "2", 2) | alone).placement
     assert isinstance(found, Worker)
     assert found.topology.master_addr == "localhost"
-    assert detect(task(1, 1, 0, "2", 2) | alone | {"MASTER_ADDR": "127.0.0.1"}).sound
+    assert not detect(task(1, 1, 0, "2", 2) | alone | {"MASTER_ADDR": "127.0.0.1"}).conflicts
 
 
 def test_node_list_of_two_nodes_with_localhost_is_refused() -> None:

@@ -542,7 +542,7 @@ SIMULATED = """
         facts = rank_facts.Facts(
             rank, f"h{host}", rank, "boot", WORLD, "job", "torch", "", time.time())
         store = dist.PrefixStore("rendezvous", stores[rank])
-        nodes[rank] = rendezvous.join(store, worker, facts, 90, started=False).nodes[rank]
+        nodes[rank] = rendezvous.join(store, worker, facts, 90, started=False)[rank]
 
     threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(WORLD)]
     begin = time.monotonic()
