@@ -56,22 +56,18 @@ def probe_hosts(sessions: Sessions, place: Place, *, own: bool = True) -> list[H
     """
 
     def ask(node: int) -> HostReport:
-        host = place.hosts[node]
-        target = sessions.pool(place).resolve(host)
-        address = f"{target.user}@{target.hostname}:{target.port}"
+        host, address = place.hosts[node], ""
         try:
+            target = sessions.pool(place).resolve(host)
+            address = f"{target.user}@{target.hostname}:{target.port}"
             begin = time.time()
             answer, _ = sessions.session(place, node).ask(
                 Check(need=0, torch=own, own=own, gpus=True)
             )
             end = time.time()
         except HostError as error:
-            return HostReport(
-                str(host),
-                address,
-                error=error.why if error.host == str(host) else error.message,
-                hint=error.hint,
-            )
+            why = error.why if error.host == str(host) else error.message
+            return HostReport(str(host), address, error=why, hint=error.hint)
         # The host read its clock between begin and end: any time between them counts as equal.
         ahead = max(answer["time"] - end, min(0.0, answer["time"] - begin))
         return HostReport(
@@ -89,9 +85,6 @@ def probe_hosts(sessions: Sessions, place: Place, *, own: bool = True) -> list[H
             ahead=ahead,
         )
 
-    outcome = for_each(range(len(place.hosts)), ask)
-    failed = {
-        node: HostReport(str(place.hosts[node]), "", error=error.why, hint=error.hint)
-        for node, error in outcome.errors.items()
-    }
-    return [outcome.results.get(node) or failed[node] for node in range(len(place.hosts))]
+    nodes = range(len(place.hosts))
+    outcome = for_each(nodes, ask)
+    return [outcome.results[node] for node in nodes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from clusterjob.core.snapshot import Snapshot, SnapshotEntry, changed
 from clusterjob.errors import HostError
@@ -13,23 +14,21 @@ _SLOW = 600.0  # seconds for slow requests: a large copy on a slow disk
 _BATCH = 32 << 20  # bytes of files in one request
 
 
+@dataclass(frozen=True)
 class JobBundle:
     """The files and the code of a job on one host.
 
-    Args:
+    Attributes:
         session: the session with the host.
         job_id: the job.
         node: the host's node number in the job.
         progress: called with (bytes sent, total bytes) while code is sent.
     """
 
-    def __init__(
-        self, session: Session, job_id: str, node: int, progress: Callable[[int, int], None]
-    ) -> None:
-        self._session = session
-        self._job_id = job_id
-        self._node = node
-        self._progress = progress
+    session: Session
+    job_id: str
+    node: int
+    progress: Callable[[int, int], None]
 
     def put(self, files: Sequence[tuple[str, int, bytes]]) -> None:
         """Create the job's directory on the host, with its files.
@@ -41,8 +40,8 @@ class JobBundle:
             HostError: a file cannot be written, or the host does not answer.
         """
         listed = tuple((name, mode, len(data)) for name, mode, data in files)
-        self._session.ask(
-            Put(self._job_id, self._node, listed), body=b"".join(data for _, _, data in files)
+        self.session.ask(
+            Put(self.job_id, self.node, listed), body=b"".join(data for _, _, data in files)
         )
 
     def install(self, snapshot: Snapshot) -> None:
@@ -54,14 +53,14 @@ class JobBundle:
         """
         packed = snapshot.packed()
         for _ in range(3):  # a file that is damaged in the host's store is sent again
-            answer, _ = self._session.ask(
-                Install(self._job_id), bulk=True, body=packed, timeout=_SLOW
+            answer, _ = self.session.ask(
+                Install(self.job_id), bulk=True, body=packed, timeout=_SLOW
             )
             if not answer["missing"]:
                 return
             self._send(set(answer["missing"]), snapshot)
         raise HostError(
-            self._session.connection.target.label,
+            self.session.label,
             "files in its code store are damaged again after they were sent",
             hint="check its disk",
         )
@@ -81,10 +80,10 @@ class JobBundle:
                 for piece in snapshot.content(batch):
                     yield piece
                     done += len(piece)
-                    self._progress(done, total)
+                    self.progress(done, total)
 
             listed = tuple((entry.value, entry.size) for entry in batch)
-            answer, _ = self._session.ask(
+            answer, _ = self.session.ask(
                 ReceiveFiles(listed), bulk=True, body=pieces(), size=size, timeout=_SLOW
             )
             if answer["wrong"]:

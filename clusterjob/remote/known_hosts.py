@@ -10,6 +10,7 @@ import base64
 import binascii
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import hmac
 import os
@@ -138,28 +139,20 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
-# Parsed files by path, with (inode, modification time, size) to notice changes.
-_files: dict[Path, tuple[tuple[int, int, int], list[KnownHostsEntry]]] = {}
-
-
-def _read(path: Path) -> list[KnownHostsEntry]:
+def _read(path: Path) -> tuple[KnownHostsEntry, ...]:
     """Return the lines of a file, cached until it changes: many hosts use it at once."""
     try:
         status = path.stat()
-        state = (status.st_ino, status.st_mtime_ns, status.st_size)
-        held = _files.get(path)
-        if held is not None and held[0] == state:
-            return held[1]
-        lines = path.read_bytes().decode(errors="replace").splitlines()
+        return _parse(path, (status.st_ino, status.st_mtime_ns, status.st_size))
     except OSError:
-        return []
-    entries = [
-        entry
-        for number, line in enumerate(lines, 1)
-        if (entry := _entry(line, f"{path}:{number}")) is not None
-    ]
-    _files[path] = (state, entries)
-    return entries
+        return ()
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(path: Path, _state: tuple[int, int, int]) -> tuple[KnownHostsEntry, ...]:
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    found = (_entry(line, f"{path}:{number}") for number, line in enumerate(lines, 1))
+    return tuple(entry for entry in found if entry is not None)
 
 
 def _entry(line: str, place: str) -> KnownHostsEntry | None:

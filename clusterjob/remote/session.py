@@ -12,6 +12,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import paramiko
@@ -101,38 +102,35 @@ def _script(python: str, setup: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(eq=False)
 class Session:
     """A session with a host; the first request starts the host server. One request at a time.
 
-    Args:
+    Attributes:
         connection: the connection to the host.
         python: the job's interpreter: a path, or a name in the host's PATH.
         setup: shell lines that may be needed to find it.
         home: clusterjob's directory on the host; ``~`` is the user's home directory there.
         node_zip: content of the node zip.
         timeout: seconds without progress after which a request fails.
+        executable: the interpreter of the host server, as soon as it runs.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        python: str,
-        setup: Sequence[str],
-        home: str,
-        node_zip: bytes,
-        timeout: float,
-    ) -> None:
-        self.connection = connection
-        self.label = connection.target.label
-        self._python = python
-        self._setup = setup
-        self._home = home
-        self._zip = node_zip
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._channel: paramiko.Channel | None = None
-        self._exchange: Exchange | None = None
-        self.executable = ""
+    connection: Connection
+    python: str
+    setup: Sequence[str]
+    home: str
+    node_zip: bytes
+    timeout: float
+    executable: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _channel: paramiko.Channel | None = None
+    _exchange: Exchange | None = None
+
+    @property
+    def label(self) -> str:
+        """The host as the user wrote it."""
+        return self.connection.target.label
 
     @property
     def alive(self) -> bool:
@@ -190,7 +188,7 @@ class Session:
     def _begin(self) -> Exchange:
         self._channel = channel = self.connection.execute("exec bash -s")
         exchange = Exchange(
-            self.label, channel, timeout=self._timeout, last_stderr_line=self._last_stderr_line
+            self.label, channel, timeout=self.timeout, last_stderr_line=self._last_stderr_line
         )
         with exchange.closed_on_error():
             self._introduce(exchange)
@@ -199,22 +197,22 @@ class Session:
 
     def _introduce(self, exchange: Exchange) -> None:
         """Start the host server from the node zip, which is sent if the host does not have it."""
-        digest = hashlib.sha256(self._zip).hexdigest()
+        digest = hashlib.sha256(self.node_zip).hexdigest()
         exchange.send(
-            _script(self._python, self._setup).encode(errors="surrogateescape"),
-            Deadline(self._timeout),
+            _script(self.python, self.setup).encode(errors="surrogateescape"),
+            Deadline(self.timeout),
         )
         # A host whose script has ended closes stdin; its reason is read below.
         with contextlib.suppress(OSError, EOFError):
             exchange.send(
-                f"{digest} {len(self._zip)} {self._home}\n".encode(), Deadline(self._timeout)
+                f"{digest} {len(self.node_zip)} {self.home}\n".encode(), Deadline(self.timeout)
             )
         noise, sent = 0, False
         begin = time.monotonic()
         while True:
-            left = _LOGIN_TIMEOUTS * self._timeout - (time.monotonic() - begin)
+            left = _LOGIN_TIMEOUTS * self.timeout - (time.monotonic() - begin)
             try:
-                line = exchange.line(_MAX_LOGIN_OUTPUT, Deadline(self._timeout, total=left)).decode(
+                line = exchange.line(_MAX_LOGIN_OUTPUT, Deadline(self.timeout, total=left)).decode(
                     errors="replace"
                 )
             except SchemaError as error:
@@ -222,7 +220,7 @@ class Session:
             except EOFError as error:
                 raise HostError(
                     self.label,
-                    f"it does not start bash or {self._python}: "
+                    f"it does not start bash or {self.python}: "
                     f"{self._last_stderr_line() or 'no reason given'}",
                 ) from error
             if not line.startswith(_MARKER):
@@ -233,7 +231,7 @@ class Session:
             word, _, rest = line.removeprefix(_MARKER).partition(" ")
             if word == "need" and not sent:
                 sent = True
-                exchange.send(self._zip, Deadline(self._timeout))
+                exchange.send(self.node_zip, Deadline(self.timeout))
             elif word == "ready":
                 self.executable = rest
                 return
@@ -248,19 +246,19 @@ class Session:
     def _refusal(self, word: str, rest: str) -> HostError:
         if word == "old":
             version, _, path = rest.partition(" ")
-            why = f"Python too old: {path or self._python} is {version}, 3.10 or newer is needed"
+            why = f"Python too old: {path or self.python} is {version}, 3.10 or newer is needed"
             return HostError(self.label, why, hint="--python names another interpreter there")
         if word == "no-python":
             return HostError(
                 self.label,
-                f"no Python: there is no interpreter {self._python}",
+                f"no Python: there is no interpreter {self.python}",
                 hint="--python names another interpreter there",
             )
         if word == "setup":
             stderr = self._last_stderr_line()
             line = (
-                self._setup[int(rest)]
-                if rest.isascii() and rest.isdigit() and int(rest) < len(self._setup)
+                self.setup[int(rest)]
+                if rest.isascii() and rest.isdigit() and int(rest) < len(self.setup)
                 else "?"
             )
             return HostError(

@@ -79,7 +79,8 @@ class GroupFormation:
     def _watch(self) -> None:
         if self._over.wait(_ALIVE_AFTER):
             return
-        try:
+        # If the store has ended, torch's own request fails too.
+        with contextlib.suppress(OSError, RuntimeError):
             store = self._connect()
             store.set(f"there{self._worker.rank}", "")
             self._is_there = True
@@ -88,8 +89,6 @@ class GroupFormation:
                     return
                 if self._first(store, f"probe{number}"):
                     self._look(store)
-        except (OSError, RuntimeError):
-            pass  # the store has ended; torch's own request fails too
 
     def _look(self, store: Any) -> None:
         """Print which ranks do not answer, or that all ranks wait for each other."""

@@ -8,6 +8,7 @@ is a file in the job's directory, which is polled once a second, or a signal of 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import signal
@@ -145,12 +146,10 @@ class _Watch:
     def _find_sources(self) -> None:
         self._ready = True
         descriptor, _, inode = os.environ.get(contract.WARNING_FD, "").partition(":")
-        try:
+        with contextlib.suppress(ValueError, OSError):
             # A child inherits the variable, but may have another file under this number.
             if os.fstat(int(descriptor)).st_ino == int(inode):
                 self._pipe = int(descriptor)
-        except (ValueError, OSError):
-            pass
         job_dir = os.environ.get(contract.JOB_DIR)
         if job_dir and self._pipe is None:
             self._job_dir = Path(job_dir)

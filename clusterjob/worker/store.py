@@ -6,6 +6,7 @@ another program listens at its port, this is detected before torch's client conn
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -58,10 +59,8 @@ class GroupStore:
 
     def note_formed(self) -> None:
         """Count the group, so that the next group gets another prefix in all processes."""
-        try:
+        with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
             self.whole.add(self.counter, self.number + 1 - self.counted)
-        except RuntimeError:
-            pass  # torch's error for a store that has ended
 
 
 def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> GroupStore:
@@ -287,8 +286,6 @@ def note_joined(store: Any) -> None:
 def await_joined(store: Any, world_size: int) -> None:
     """Wait up to 5 s until all ranks have the group: the store ends with rank 0."""
     end = time.monotonic() + _PARTING
-    try:
+    with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
         while store.add("joined", 0) < world_size and time.monotonic() < end:
             time.sleep(_JOINING_PAUSE)
-    except RuntimeError:
-        pass  # torch's error for a store that has ended

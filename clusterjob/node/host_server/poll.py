@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,11 @@ def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any]
     # Before the files are read: an agent that is dead by now has written its result.
     alive = agent_of(job_dir, node) is not None
     answer = News(
-        job_dir, request.sizes, stamps=request.stamps, data=bytearray(), most=request.most
+        job_dir,
+        request.sizes,
+        stamps=request.stamps,
+        data=bytearray(),
+        most=request.most,
     )
     if request.logs:
         answer.node_logs(node_directory(job_dir, node))
@@ -84,33 +89,29 @@ def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any]
     )
 
 
+@dataclass
 class News:
     """Collects new data in a job's directory.
 
-    Args:
+    Attributes:
         job_dir: the directory.
         sizes: the size of each growing file that the submitter has.
         stamps: the stamp (time, size and inode) of each replaced file that the submitter has.
         data: receives the bytes; several collectors may share it, and its limit.
         most: number of bytes after which no more are added.
+        files: the files to which the bytes belong.
+        more: whether there is more data.
+        full: whether a replaced file was left out.
     """
 
-    def __init__(
-        self,
-        job_dir: Path,
-        sizes: Mapping[str, int],
-        stamps: Mapping[str, str],
-        data: bytearray,
-        most: int,
-    ) -> None:
-        self._job_dir = job_dir
-        self._sizes = sizes
-        self._stamps = stamps
-        self.files: list[dict[str, Any]] = []
-        self.data = data
-        self._most = min(most, MAX_BYTES)
-        self.more = False
-        self._full = False
+    job_dir: Path
+    sizes: Mapping[str, int]
+    stamps: Mapping[str, str]
+    data: bytearray
+    most: int
+    files: list[dict[str, Any]] = field(default_factory=list)
+    more: bool = False
+    full: bool = False
 
     def node_logs(self, logs: Path) -> None:
         """Add new data in the logs of a node."""
@@ -125,12 +126,12 @@ class News:
 
     def grown(self, path: Path, upto: int | None = None) -> None:
         """Add the new bytes of a growing file, up to the size `upto`."""
-        name = str(path.relative_to(self._job_dir))
-        offset = self._sizes.get(name, 0)
+        name = str(path.relative_to(self.job_dir))
+        offset = self.sizes.get(name, 0)
         size = files.size_of(path) if upto is None else upto
-        if size <= offset and (size or not path.exists() or name in self._sizes):
+        if size <= offset and (size or not path.exists() or name in self.sizes):
             return
-        room = self._most - len(self.data)
+        room = min(self.most, MAX_BYTES) - len(self.data)
         if size - offset > room:
             self.more = True
             if room <= 0:
@@ -144,15 +145,15 @@ class News:
 
     def replaced(self, path: Path) -> None:
         """Add the whole content of a file if its stamp has changed."""
-        name = str(path.relative_to(self._job_dir))
+        name = str(path.relative_to(self.job_dir))
         try:
             status = os.stat(path)
             stamp = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-            if self._stamps.get(name) == stamp or status.st_size > _MAX_REPLACED:
+            if self.stamps.get(name) == stamp or status.st_size > _MAX_REPLACED:
                 return
-            if len(self.data) > self._most:
-                self.more = self._full = True
-            if self._full:
+            if len(self.data) > min(self.most, MAX_BYTES):
+                self.more = self.full = True
+            if self.full:
                 # Skip all later files too: the verdict must not come before the nodes' results.
                 return
             with path.open("rb") as stream:
@@ -167,8 +168,8 @@ class News:
 
         A job that runs again renames the verdict of its earlier run.
         """
-        for name in self._stamps:
-            if not (self._job_dir / name).exists():
+        for name in self.stamps:
+            if not (self.job_dir / name).exists():
                 self.files.append({"path": name, "gone": True, "size": 0})
 
 

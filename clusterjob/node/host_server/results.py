@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -82,12 +83,9 @@ def get(root: Path, request: requests.Get) -> tuple[dict[str, Any], bytes]:
     lengths, data = [], bytearray()
     for path, offset, length in request.parts:
         part = b""
-        try:
-            with (root / path).open("rb") as stream:
-                stream.seek(offset)
-                part = stream.read(min(length, MAX_BYTES - len(data)))
-        except FileNotFoundError:
-            pass
+        with contextlib.suppress(FileNotFoundError), (root / path).open("rb") as stream:
+            stream.seek(offset)
+            part = stream.read(min(length, MAX_BYTES - len(data)))
         lengths.append(len(part))
         data += part
     return {"lengths": lengths}, bytes(data)
