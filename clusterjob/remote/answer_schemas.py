@@ -91,7 +91,7 @@ _Command = _object(
     },
 )
 
-# By the class name of the request.
+# The answer to each request, by the class name of the request.
 _ANSWERS = {
     "Check": AnswerSchema(
         _object(
@@ -198,5 +198,5 @@ def check(data: Any, schema: Any) -> Any:
     """
     try:
         return msgspec.convert(data, schema)
-    except ValueError as error:  # ValidationError, or UnicodeEncodeError for half a surrogate pair
+    except ValueError as error:  # ValidationError, or UnicodeEncodeError for a lone surrogate
         raise SchemaError(str(error)) from error

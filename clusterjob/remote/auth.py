@@ -27,7 +27,7 @@ class _Agent(AgentSSH):
         try:
             self._socket.settimeout(10)
             self._socket.connect(path)
-            # paramiko's own Agent does the same.
+            # paramiko's own Agent calls this method too.
             self._connect(self._socket)  # type: ignore[attr-defined]
         except BaseException:
             self._socket.close()
@@ -110,7 +110,7 @@ def _keys(
 ) -> Iterator[tuple[str, paramiko.PKey]]:
     """Yield (name, key) in ssh's order.
 
-    First the agent's keys that are also configured, then its other keys, then those of files.
+    The order: the agent's keys that are also configured, its other keys, the keys in files.
     """
     held = {key.asbytes(): key for key in agent.get_keys()} if agent is not None else {}
     configured = {blob for path in target.identities if (blob := _public(path))}
@@ -146,7 +146,7 @@ def _public(path: Path) -> bytes | None:
 def _load(path: Path, problems: list[str]) -> paramiko.PKey | None:
     try:
         return paramiko.PKey.from_path(path)
-    except (paramiko.PasswordRequiredException, TypeError):  # cryptography raises TypeError
+    except (paramiko.PasswordRequiredException, TypeError):  # TypeError: from cryptography
         problems.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
     except (OSError, ValueError, paramiko.SSHException) as error:
         problems.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")

@@ -1,7 +1,7 @@
 """One SSH connection: connect, verify the host key and log in, each with a timeout.
 
-Without a timeout for each phase, a host that accepts TCP and then sends nothing would block its
-caller forever; OpenSSH itself waits more than a minute for one. Each failure is a one-line error.
+A host may accept TCP and then send nothing: without these timeouts its caller would wait forever.
+Each failure is a one-line error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 logging.getLogger("paramiko").propagate = False
 
 DEFAULT_TIMEOUT = 10.0  # seconds for each phase
-_TRIES = 6  # for a server that drops connections because of MaxStartups
+_TRIES = 6  # attempts to connect to a server that drops connections (MaxStartups)
 _FIRST_PAUSE = 0.15  # seconds before the second try; doubled, with jitter, for each later one
 # Milliseconds without an acknowledgement after which the kernel closes a connection.
 _TCP_USER_TIMEOUT = 8000
@@ -40,7 +40,7 @@ _MAX_UNREAD = 2 * DEFAULT_WINDOW_SIZE  # bytes of one channel
 
 
 class _DroppedError(Exception):
-    """The server closed the connection before it sent anything: it has too many connections."""
+    """The server closed the connection before it sent anything, as beyond MaxStartups."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Connection:
         """Start a command without a terminal and return its channel.
 
         Raises:
-            HostError: the host does not start it in time.
+            HostError: the host does not start the command in time.
         """
         try:
             with _bounded(
@@ -119,7 +119,7 @@ class Connection:
         return channel
 
     def forward(self, hostname: str, port: int) -> paramiko.Channel:
-        """Return a channel through this host to another (direct-tcpip).
+        """Return a channel through this host to another host (direct-tcpip).
 
         Raises:
             HostError: this host cannot reach the other one in time.
@@ -190,7 +190,7 @@ def host_key(target: Target, options: ConnectOptions, through: Connection | None
     """Return the key that a host presents, trusted or not, without logging in.
 
     Raises:
-        HostError: the host is not reached.
+        HostError: the host cannot be reached.
     """
     timeout = target.connect_timeout or options.timeout
     try:
@@ -216,7 +216,7 @@ def _handshake(
         security = transport.get_security_options()
         security.key_types = host_keys.types_to_request(target, security.key_types)
         done = threading.Event()
-        # Twice the timeout: paramiko bounds the wait for the banner by banner_timeout.
+        # Twice the timeout: paramiko's banner_timeout already limits the wait for the banner.
         with _bounded(
             transport,
             2 * timeout,

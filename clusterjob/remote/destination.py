@@ -1,8 +1,8 @@
 """The directory that fetched results are written to.
 
-Nothing is written outside of it, nor into a version control directory or a git repository. A link
-stays inside it: ``..`` is allowed only at the beginning of its target, and each later part is a
-directory or another link that stays inside.
+Nothing is written outside of this directory, into a version control directory or into a git
+repository. No link leads outside: only the first parts of its target may be ``..``, and each later
+part is a directory, or a link that does not lead outside either.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_version_control(path: str) -> bool:
 
 
 def is_head(path: str) -> bool:
-    """Return whether a file of this path may make its directory a git repository."""
+    """Return whether a file is named HEAD, which may make its directory a git repository."""
     return posixpath.basename(path).casefold() == _HEAD.casefold()
 
 
@@ -89,7 +89,7 @@ class Destination:
         """Return the local path for a host's path.
 
         Raises:
-            HostError: it would be outside, or in a version control directory or repository.
+            HostError: the path leads outside, or into a version control directory or repository.
         """
         outside = HostError(
             self._label,
@@ -126,7 +126,7 @@ class Destination:
         return "" if found is None else os.path.relpath(found, self._root)
 
     def _repository_with(self, folder: Path) -> Path | None:
-        """Return the git repository that is or holds `folder`, inside of the target."""
+        """Return the git repository inside the target that contains `folder`, or None."""
         while folder.is_relative_to(self._root):
             if folder not in self._repositories:
                 head = folder / _HEAD
@@ -147,7 +147,7 @@ class Destination:
     def save_notes(self) -> None:
         """Save the recorded digests.
 
-        Errors are ignored: without them the next fetch only asks before it replaces a file.
+        Errors are ignored: without the digests the next fetch asks before it replaces a file.
         """
         if self._new:
             with contextlib.suppress(OSError):
@@ -172,7 +172,7 @@ class Destination:
     def finish(self, file: File, part: Path, digest: str) -> None:
         """Rename a temporary file to its final path.
 
-        A modification time in the future, by this machine's clock, becomes the current time.
+        A modification time later than this machine's clock becomes the current time.
 
         Raises:
             OSError: it cannot be renamed; the temporary file is removed.

@@ -41,8 +41,8 @@ class Fetched:
     Attributes:
         host: the host as the user wrote it.
         written: paths that were written, relative to the target.
-        unchanged: number of files that are equal here and on the host, or that are on the host
-            as they were sent.
+        unchanged: number of files that need no transfer: they are equal here and on the host, or
+            the host has not changed them since they were sent.
         kept: paths that were not replaced because they changed here or were sent with the code.
         passed_over: paths that were skipped, each with the reason.
     """
@@ -63,10 +63,11 @@ class Request:
         workdir: its working directory on the host: absolute, or relative to the job's directory.
         paths: files and directories in the working directory.
         target: the local directory to write to.
-        may_replace: asked whether these files, which changed here, may all be replaced.
+        may_replace: called with the paths of files that changed here; returns whether all of them
+            may be replaced.
         max_files, max_bytes: limits of one fetch.
-        sent: digest of each file that was sent, by path, if the target is the directory that the
-            code was sent from.
+        sent: digest of each file that was sent, by path; empty unless the target is the directory
+            that the code was sent from.
         notes: JSON file with the digest of each file that earlier fetches wrote to the target.
     """
 
@@ -257,9 +258,9 @@ class Fetch:
     def _decided(self, destination: Destination, differing: list[File]) -> list[File]:
         """Return which existing files to replace, of those that differ in size or time.
 
-        A file that an earlier fetch wrote and that is unchanged since is replaced. Any other file
-        was created or changed here, or is code that may run here: the user is asked. Code that was
-        sent is never replaced without asking, even if an earlier fetch wrote it.
+        A file is replaced without a question if an earlier fetch wrote it and it has not changed
+        since. The user is asked about all other files, and about code that was sent, because it
+        may run here.
         """
         sent = self._request.sent
         here = {file.path: files.sha256(destination.place(file.path)) for file in differing}

@@ -1,7 +1,7 @@
 """Trust in host keys: known_hosts, certificates, RevokedHostKeys and StrictHostKeyChecking.
 
 A file of RevokedHostKeys is a list of public keys, or an OpenSSH key revocation list (KRL). As in
-ssh, a file that cannot be read refuses every host. Source: ssh_config(5), RevokedHostKeys;
+ssh, every host is refused if a file cannot be read. Source: ssh_config(5), RevokedHostKeys;
 ssh-keygen(1), "KEY REVOCATION LISTS".
 """
 
@@ -34,9 +34,9 @@ class HostKey:
 
     Attributes:
         kind: its type.
-        blob: its bytes.
+        blob: its bytes in wire format.
         certificate: its certificate; None if it has none.
-        shown: the bytes of the certificate.
+        shown: the bytes of the certificate; empty without one.
     """
 
     kind: str
@@ -82,7 +82,7 @@ def verify(target: Target, key: HostKey, warn: Callable[[str], None]) -> None:
         warn: called with a line about a key that is used although it is not trusted.
 
     Raises:
-        HostError: it is not trusted.
+        HostError: the key is not trusted.
     """
     refuse_revoked(target, key)
     known, names = known_keys(target), lookup_names(target)
@@ -146,7 +146,7 @@ def refuse_revoked(target: Target, key: HostKey) -> None:
     """Refuse a host key that RevokedHostKeys revokes.
 
     Raises:
-        HostError: it is revoked, or a file of RevokedHostKeys cannot be read.
+        HostError: the key is revoked, or a file of RevokedHostKeys cannot be read.
     """
     if key.certificate is None:
         why = _revocation(target.revoked_keys, key.kind, shown=key.blob, related=())

@@ -25,10 +25,10 @@ class HostReport:
         name: the host's node name (uname).
         gpus: one text for each GPU.
         home: clusterjob's directory there; empty if the host did not answer.
-        machine: identity of the machine, the same under each of its names.
-        reached_at: the host's address of this connection.
-        ahead: minimum seconds that its clock is ahead of the local one, negative if behind; 0 if
-            the answer took too long to measure it; None if the host did not answer.
+        machine: identity of the machine, which does not depend on its name or address.
+        reached_at: the host's own address of this connection.
+        ahead: seconds by which the host's clock is at least ahead of the local clock; negative if
+            it is behind; 0 if a slow answer hides the difference; None without an answer.
     """
 
     host: str

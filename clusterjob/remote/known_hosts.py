@@ -45,7 +45,7 @@ class KnownHostsEntry:
     place: str
 
     def names(self, host: str) -> bool:
-        """Return whether the line applies to a host name as `lookup_names` gives it."""
+        """Return whether the line applies to a host name from `lookup_names`."""
         found = False
         for pattern in self.patterns.split(","):
             if pattern.startswith("|1|"):
@@ -198,7 +198,7 @@ def record(path: Path, name: str, kind: str, blob: bytes, *, hashed: bool) -> No
 
 
 def forget(path: Path, names: Sequence[str]) -> None:
-    """Remove a host's keys from a file; lines with a marker, and other names of a line, stay.
+    """Remove a host's keys from a file; keep lines with a marker and other names on a line.
 
     Raises:
         OSError: the file cannot be written; it is unchanged.

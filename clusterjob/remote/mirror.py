@@ -23,15 +23,15 @@ from clusterjob.remote.protocol import Exchange
 from clusterjob.remote.session import Session
 
 PollAnswer = dict[str, Any]
-STATUS_BYTES = 1 << 18  # requested at once for a job's status
-LOG_BYTES = MAX_BYTES  # requested at once for its logs
-MAX_TOTAL_BYTES = 16 << 30  # of the mirrored files of one host, or of one job
+STATUS_BYTES = 1 << 18  # bytes per request for a job's status
+LOG_BYTES = MAX_BYTES  # bytes per request for its logs
+MAX_TOTAL_BYTES = 16 << 30  # maximum bytes of mirrored files, for one host or one job
 # Bytes of a node's replaced files, summed over all replacements. A correct node writes 32 KiB per
 # attempt.
 MAX_REPLACED_BYTES = 64 << 20
 _HINT = "this host is not to be trusted"
 
-MAX_EVENTS_BYTES = 64 << 20  # the file is read as a whole
+MAX_EVENTS_BYTES = 64 << 20  # the whole file is read into memory
 
 
 def contents(
@@ -105,12 +105,12 @@ class Volume:
 
 
 def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, most: int) -> None:
-    """Refuse an answer that announces more data although it is not full.
+    """Refuse an answer that is not full and announces more data.
 
     Otherwise the host could make this process poll forever.
 
     Raises:
-        HostError: the answer is not full.
+        HostError: the answer is not full, but announces more data.
     """
     if any(answer["more"] for answer in answers) and len(data) < most // 2:
         raise HostError(label, "it announces more data and does not send it", hint=_HINT)
@@ -214,7 +214,7 @@ class JobMirror:
         return answer
 
     def _may_send(self, file: dict[str, Any], *, logs: bool) -> bool:
-        """Return whether the host may send this file: a whole replaced one, or a part of a log."""
+        """Return whether the host may send this: a whole replaced file, or a part of a log."""
         name = file["path"]
         if "stamp" in file:
             return "offset" not in file and self._replaced.fullmatch(name) is not None

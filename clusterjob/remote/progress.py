@@ -14,11 +14,11 @@ from clusterjob.node.system.sanitize import sanitize
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_DELAY = 0.5  # seconds before the bar appears: importing rich is not worth it for less
+_DELAY = 0.5  # seconds before the bar appears: the import of rich takes a while too
 
 
 class Sending:
-    """Context manager that shows the bytes sent to all hosts; a submission calls it as it sends.
+    """Context manager that shows a progress bar; the submission calls it after each piece.
 
     Args:
         labels: the hosts, by node.

@@ -23,7 +23,7 @@ from clusterjob.remote.answer_schemas import (
     check,
 )
 
-# A host that sends or accepts fewer bytes than this within its timeout makes no progress.
+# A host makes progress if it sends or accepts this number of bytes within its timeout.
 PROGRESS_BYTES = 1 << 14
 _CHUNK = 1 << 16
 # Time limit of an answer that has begun, as a multiple of the timeout; not for bulk answers.
@@ -115,7 +115,7 @@ class Deadline:
 class Exchange:
     """Sends requests to a host, one at a time.
 
-    After an error it closes the stream: the rest of an answer would be read as the next answer.
+    After an error it closes the stream: what remains of an answer would be read as the next answer.
 
     Args:
         label: the host, for errors.
@@ -169,7 +169,7 @@ class Exchange:
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the stream after an error; give the user one line for it.
+        """Close the stream after any error, and raise the error as one line.
 
         Raises:
             HostError: no answer came in time, it is malformed, or the connection broke.

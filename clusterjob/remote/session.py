@@ -25,7 +25,7 @@ from clusterjob.remote.protocol import Deadline, Exchange
 
 _MARKER = "clusterjob-session "
 _MAX_LOGIN_OUTPUT = 1 << 16  # bytes that a login may print before the host server starts
-# Time limit for the start of the host server, as a multiple of the timeout, while the login prints.
+# Time limit for a login that prints, as a multiple of the timeout.
 _LOGIN_TIMEOUTS = 6
 _CANDIDATES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python")
 
@@ -113,7 +113,7 @@ class Session:
         home: clusterjob's directory on the host; ``~`` is the user's home directory there.
         node_zip: content of the node zip.
         timeout: seconds without progress after which a request fails.
-        executable: the interpreter of the host server, as soon as it runs.
+        executable: path of the interpreter that runs the host server; empty before its start.
     """
 
     connection: Connection
@@ -153,8 +153,9 @@ class Session:
             request: the request; see `clusterjob.node.host_server.requests`.
             body: bytes that follow the request, or an iterable of pieces.
             size: number of bytes, if `body` is an iterable.
-            timeout: seconds until the answer begins; after that the session's timeout holds for
-                each `clusterjob.remote.protocol.PROGRESS_BYTES` bytes of it.
+            timeout: seconds until the answer begins. After that, each
+                `clusterjob.remote.protocol.PROGRESS_BYTES` bytes arrive within the session's
+                timeout.
             max_bytes: limit of the bytes after the answer, if it depends on the request.
             bulk: whether the answer has no total time limit while its bytes keep coming.
 
@@ -202,7 +203,7 @@ class Session:
             _script(self.python, self.setup).encode(errors="surrogateescape"),
             Deadline(self.timeout),
         )
-        # A host whose script has ended closes stdin; its reason is read below.
+        # If the script has ended, stdin is closed; the reason is read below.
         with contextlib.suppress(OSError, EOFError):
             exchange.send(
                 f"{digest} {len(self.node_zip)} {self.home}\n".encode(), Deadline(self.timeout)

@@ -26,7 +26,7 @@ class Target:
         hostname, port, user: address and login name.
         identities: private key files to try, in order; some may not exist.
         certificates: certificates of these keys.
-        identities_only: whether the agent's other keys are not tried (IdentitiesOnly).
+        identities_only: whether only configured keys are tried (IdentitiesOnly).
         agent: path of the agent's socket; empty for none.
         known_hosts: the user's known_hosts files; new keys are written to the first one.
         system_known_hosts: the system's known_hosts files.
@@ -77,7 +77,7 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
         value = options.get(key, [default])[0]
         return default if value.lower() == "none" else value
 
-    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # ssh ignores $HOME too
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # like ssh, ignore $HOME
     user = host.user or one("user") or pwd.getpwuid(os.getuid()).pw_name
     hostname, port = one("hostname", host.name), int(one("port", "22"))
     # Source: ssh_config(5), TOKENS.

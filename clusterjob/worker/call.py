@@ -44,7 +44,7 @@ class CallOutcome:
 class FunctionCall:
     """A call of a function.
 
-    submitit's DelayedSubmission has the same members, so it can take the place of this class.
+    submitit's DelayedSubmission has the same members and is accepted too.
 
     Attributes:
         function, args, kwargs: the function and its arguments.
@@ -87,7 +87,7 @@ class RemoteTraceback(Exception):
 
 
 def call_file(job_dir: Path, index: int) -> Path:
-    """Return the path of the pickled call; an array's elements share the array's directory."""
+    """Return the path of the pickled call; for an array, `job_dir` is the array's directory."""
     return job_dir / f"call.{index}.pkl"
 
 
@@ -101,7 +101,7 @@ def read_outcome(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
     Args:
         job_dir: the job's directory.
         rank: rank of the worker.
-        attempt: number of the job's start.
+        attempt: number of the job's attempt.
 
     Raises:
         JobFailed: the outcome cannot be unpickled on this machine.
@@ -254,7 +254,7 @@ def _write_error(path: Path, error: BaseException) -> None:
 
     trace = "".join(traceback.format_exception(error))
     try:
-        # Some exceptions can be pickled and not unpickled.
+        # Some exceptions can be pickled, but not unpickled.
         pickle.loads(cloudpickle.dumps(error))  # noqa: S301
     except Exception:
         error = JobFailed(f"{type(error).__name__}: {error}")

@@ -28,9 +28,8 @@ OPERATIONS = ("mean", "sum", "min", "max", "product")
 class Context(Preemptible):
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
-    As a context manager it leaves the process group when the block ends. When the block ends with
-    an exception, it leaves at once and does not wait for the other processes, which may have
-    ended.
+    At the end of its with block, the context leaves the process group. After an exception it leaves
+    at once and does not wait for the other processes, which may have ended.
 
     Attributes:
         rank: index of this process in the job, 0 to world_size - 1.
@@ -94,7 +93,7 @@ class Context(Preemptible):
     ) -> None:
         self._depth -= 1
         if self._depth > 0 or self._closed:
-            return  # an inner block of the same context: the outer block still needs the group
+            return  # this is an inner block; the outer block still needs the group
         ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         self._leave(failed=not ends_well)
 
@@ -149,9 +148,9 @@ class Context(Preemptible):
     def _abandon(self) -> None:
         """Leave the group during a collective, without waiting for peers that may have ended.
 
-        destroy_process_group(), and otherwise the exit of the interpreter, wait in gloo's
-        destructor for running collectives, such as DDP's when backward() fails (seen with torch
-        2.13: until the peer ends, or the timeout of 30 minutes passes). NCCL has an abort call.
+        gloo's destructor waits for running collectives, such as DDP's when backward() fails.
+        destroy_process_group() calls it, and so does the exit of the interpreter. With torch 2.13
+        the wait took until the peer ended or 30 minutes had passed. NCCL has an abort call.
         """
         import torch.distributed as dist
 
@@ -183,9 +182,9 @@ class Context(Preemptible):
     def reduce(self, value: Any, op: str = "mean") -> Any:
         """Combine one value from each process and return the result to all of them.
 
-        Every process has to call this. Numbers are sent unchanged and combined in rank order. So
-        every process gets the same bits, ints stay exact, some processes may give an int and others
-        a float, and one NaN makes the result NaN, also for ``min`` and ``max``.
+        Every process has to call this. Numbers are sent unchanged and combined in rank order, so
+        every process gets the same bits, and ints stay exact. Some processes may give an int and
+        others a float. One NaN makes the result NaN, also for ``min`` and ``max``.
 
         Args:
             value: a Python (or numpy) number, or a tensor of any shape, the same on every process.
@@ -234,8 +233,8 @@ class Context(Preemptible):
         Args:
             model: the same architecture on every process; DDP sends rank 0's weights to all.
             sync_batchnorm: let batch normalisation layers use the statistics of all processes.
-                torch has that for GPUs only (its SyncBatchNorm refuses CPU tensors), so on CPU the
-                layers do not change, and rank 0 warns.
+                torch's SyncBatchNorm refuses CPU tensors: on CPU the layers do not change, and
+                rank 0 warns.
             ddp_options: further arguments of torch.nn.parallel.DistributedDataParallel, such as
                 find_unused_parameters.
 
@@ -266,9 +265,9 @@ class Context(Preemptible):
     def sampler(self, dataset: Any, *, shuffle: bool = True, **options: Any) -> Any:
         """Return a DistributedSampler that gives this process its share of a dataset.
 
-        It works in a world of one too. Call its set_epoch before each epoch, else every epoch has
-        the same order. It pads: if the dataset's length is not a multiple of world_size, a few
-        samples appear twice, which changes the result of an evaluation that counts samples.
+        It works in a world of one too. Call its set_epoch before each epoch; otherwise every epoch
+        has the same order. If the dataset's length is not a multiple of world_size, a few samples
+        appear twice, which changes the result of an evaluation that counts samples.
 
         Args:
             dataset: anything with a length, in samples.
@@ -295,7 +294,7 @@ class Context(Preemptible):
         """
         self._check_open()
         if self._group is None and self.world_size > 1:
-            # Returning the value itself would look like a result of all processes.
+            # Do not return the value itself: it would look like all processes' result.
             raise UsageError(
                 f"there are {self.world_size} processes and no process group: "
                 "init was called with process_group=False"
@@ -366,7 +365,7 @@ class Context(Preemptible):
 
 
 def _plain_number(value: Any) -> int | float:
-    if isinstance(value, numbers.Integral):  # numpy's integers and bool are registered as such
+    if isinstance(value, numbers.Integral):  # also numpy's integers and bool
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)

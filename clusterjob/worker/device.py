@@ -46,15 +46,15 @@ def choose_device(local_rank: int, gpus: int, kind: str = "cuda") -> str:
 
     Args:
         local_rank: index of the process on its node.
-        gpus: number of GPUs that torch can use; 1 if the launcher shows each process only its own
-            GPU (mace#435).
+        gpus: number of GPUs that torch can use. It is 1 if the launcher shows each process only
+            its own GPU (mace#435).
         kind: torch's device type for them.
     """
     return f"{kind}:{local_rank % gpus}" if gpus else "cpu"
 
 
 def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
-    """Refuse a single srun task on a node with several GPUs, all but one of which would idle.
+    """Refuse a single srun task on a node with several GPUs: all but one would be idle.
 
     Args:
         worker: this process's rank assignment.

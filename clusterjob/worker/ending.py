@@ -24,10 +24,11 @@ class ProcessState:
         context: the context that `init` returned, until it is left.
         timeout: the timeout that `init` was given, in seconds.
         rounds: number of process groups that were made in this process.
-        pid: pid of the process that called `init`; a forked child inherits this state and must not
-            use it.
+        pid: pid of the process that called `init`. A forked child inherits this state and must
+            not use it.
         watched: whether `watch` has installed its hooks.
-        await_peers: waits until all ranks have the group; on rank 0, if it serves the store itself.
+        await_peers: waits until all ranks have the group. It is set only on a rank 0 that serves
+            the store itself.
         abandoned: whether threads of an abandoned group may still run.
     """
 
@@ -86,7 +87,7 @@ def watch(local_rank: int) -> None:
         previous(kind, error, trace)
         if own and not process.is_interactive():
             leave(failed=True)
-            # The interpreter ends a KeyboardInterrupt by SIGINT.
+            # After a KeyboardInterrupt the interpreter itself ends the process, by SIGINT.
             if state.abandoned and kind is not KeyboardInterrupt:
                 process.end_process(1)
 

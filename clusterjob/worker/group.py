@@ -34,7 +34,7 @@ def make(
         process_group: whether to make a process group; None to make one in every launched process.
 
     Raises:
-        PlacementError: the assignment is a node's, or has no port.
+        PlacementError: the assignment belongs to a node, or has no port.
         RendezvousError: the processes did not find each other.
         UsageError: this machine or this torch does not have the backend or the process group.
     """
@@ -116,10 +116,10 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
 def load_functional() -> None:
     """Import torch.distributed.nn.functional before there is a process group, if torch has it.
 
-    Functions of that module bind the default group at import time as a default argument. A later
-    import, such as by the first optimizer, keeps the group forever. Then gloo's threads outlive
-    destroy_process_group() and sometimes abort the process when the interpreter exits
-    (pytorch#179291).
+    When that module is imported, its functions take the default group as a default argument. If
+    the group exists by then, such as when the first optimizer is made, it is kept forever: gloo's
+    threads outlive destroy_process_group() and sometimes abort the process when the interpreter
+    exits (pytorch#179291).
     """
     import torch.distributed as dist
 
@@ -182,7 +182,7 @@ def _make_group(
     finally:
         siblings.close()
     if ending.state.rounds:
-        # torch wraps the hook at each group to add "[rank0]:"; keep only its first wrapper.
+        # For each group torch wraps the hook to add "[rank0]:". Keep only its first wrapper.
         sys.excepthook = hook
     ending.state.rounds += 1
     return nodes

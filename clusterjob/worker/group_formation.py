@@ -1,9 +1,9 @@
 """Name the ranks that do not answer while torch forms the process group.
 
-torch may wait half an hour for a peer and prints nothing. Each process writes one key to the store
-once it has the group. A process without the group after some seconds writes another key to show
-that it is alive; a rank with neither key has died or is stuck. If the group forms at once, this
-costs one request per rank.
+torch may wait half an hour for a peer and prints nothing. Each process writes the key ``formed`` to
+the store when it has the group. A process that waits longer than some seconds writes the key
+``there``. A rank with neither key has died or is stuck. If the group forms at once, this costs one
+request per rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from clusterjob.worker.rendezvous import Ask
 from clusterjob.worker.signed_values import SignedStore
 from clusterjob.worker.store import another_connection
 
-# Seconds from its own start after which a process without the group reports that it is alive.
+# Seconds after which a process that waits for the group reports that it is alive.
 _ALIVE_AFTER = 3.0
 _OTHERS = 1.0  # further seconds for other ranks before they count as not answering
-_POLL = 0.05  # seconds between two polls for another rank's final finding
+_POLL = 0.05  # seconds between two polls for another rank's final text
 
 
 class GroupFormation:
@@ -148,7 +148,7 @@ class GroupFormation:
         return bool(store.compare_set(what, "", own).decode() == own)
 
     def _without(self, store: Any) -> tuple[list[int], list[int]]:
-        """Return the ranks without the group, and those of them that do not answer."""
+        """Return the ranks that have no group, and those of them that do not answer."""
         without = rank_facts.missing_ranks(store, self._worker, key="formed")
         return without, [rank for rank in without if not store.check([f"there{rank}"])]
 

@@ -32,9 +32,9 @@ def notice_times() -> Iterator[float]:
 def lock_subject(subject: str) -> socket.socket | None:
     """Return this host's lock for notices about a subject; None if another process holds it.
 
-    The lock is released when it is closed or the process ends. It is a Unix socket without a file
-    (unix(7), "abstract"), whose name only one process of a machine can have. The first process that
-    binds the name gets the lock: a fixed choice, such as local rank 0, may be missing.
+    The lock is a Unix socket without a file (unix(7), "abstract"). Only one process of a machine
+    can bind its name. It is released when it is closed or the process ends. A fixed choice, such as
+    local rank 0, would not work: that process may be missing.
 
     Args:
         subject: the subject of the notices.

@@ -50,7 +50,7 @@ class Preemptible:
     def preempted(self) -> bool:
         """Whether the job has a preemption warning; each call costs a few microseconds.
 
-        Processes may see the warning at different steps. To leave together they have to agree:
+        Processes may see the warning at different steps. To leave at the same step they must agree:
         ``ctx.reduce(ctx.preempted, "max")``.
         """
         _watch.arm(self._pid)
@@ -59,11 +59,10 @@ class Preemptible:
     def on_preempt(self, callback: Callable[[], object]) -> None:
         """Call a function once when the preemption warning arrives.
 
-        Several functions are called in the order in which they were registered. A function runs on
-        the main thread as soon as that thread runs Python code, so a step may be half done. An
-        exception from it is raised at that point of the main thread and may end the script. A
-        function registered on another thread runs on a separate thread. A function registered after
-        the warning runs at once.
+        Functions are called in the order of registration. They run on the main thread as soon as
+        that thread runs Python code, so a training step may be half done. An exception of a
+        function is raised there and may end the script. A function registered on another thread
+        runs on a separate thread. A function registered after the warning runs at once.
 
         Args:
             callback: a function without arguments.
@@ -96,8 +95,8 @@ class Preemptible:
 
 
 def _ask(pipe: int, seconds: float) -> tuple[bool, bool]:
-    """Return (warned, being stopped), after waiting up to `seconds` for either."""
-    poll = select.poll()  # one per call: threads and signal handlers cannot share it
+    """Return whether a warning and whether a stop has arrived; wait up to `seconds` for one."""
+    poll = select.poll()  # a new object per call: threads and signal handlers cannot share one
     poll.register(pipe, select.POLLIN)
     events = sum(event for _, event in poll.poll(seconds * 1000))
     return bool(events & select.POLLIN), bool(events & ~select.POLLIN)
@@ -240,7 +239,7 @@ class _Watch:
     def _wait(self) -> None:
         """Wait for the warning on a thread, then interrupt the main thread with a signal.
 
-        Only a real signal also interrupts a blocking system call of the main thread.
+        Nothing but a signal interrupts a blocking system call of the main thread.
         """
         while not self.poll():
             if self._pipe is None:

@@ -16,9 +16,9 @@ from clusterjob.node.workers import report
 
 
 def report_pipe() -> int | None:
-    """Return the descriptor of the pipe on which the agent receives failure reports.
+    """Return the descriptor of the pipe on which the agent receives failure reports, or None.
 
-    None under other launchers, and in a worker's children.
+    It is None under other launchers, and in a worker's children.
     """
     descriptor, _, pid = os.environ.get(contract.REPORT_FD, "").partition(":")
     try:

@@ -32,8 +32,8 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
 
     Args:
         given: the assignment that the script gives to init, under torch's variable names.
-        checked: whether conflicts are raised. Without it the finding may be incomplete, because the
-            ranks of the script's own process group are used.
+        checked: whether to raise conflicts. An unchecked finding may be incomplete: it is for a
+            script that has made its own process group, whose ranks are used.
         timeout: seconds to wait for rank 0, if only rank 0 has its address.
 
     Raises:
@@ -82,7 +82,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
 
 
 def _among_siblings(given: dict[str, str], timeout: float | None) -> dict[str, str]:
-    """Complete a given assignment if this is one of multiprocessing's processes on this machine."""
+    """Complete a given assignment if multiprocessing started all ranks on this machine."""
     addressed = {"MASTER_ADDR", "MASTER_PORT"} & (
         given.keys() | {name for name, value in os.environ.items() if value}
     )
@@ -94,7 +94,7 @@ def _among_siblings(given: dict[str, str], timeout: float | None) -> dict[str, s
     if addressed or not here or not siblings.started_by_multiprocessing():
         return given
     if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
-        return given  # torch_env refuses it with a reason
+        return given  # torch_env refuses this and gives the reason
     return _all_here(given) | {
         "MASTER_ADDR": siblings.ADDRESS,
         "MASTER_PORT": str(siblings.find_port(int(rank), timeout)),
@@ -180,7 +180,7 @@ def _local_rank_of_argv() -> dict[str, str]:
 
 
 def _alone_on_its_node(finding: Finding) -> Finding:
-    """Return a Slurm node as a worker if this is the only task of the step on its node.
+    """Return a Slurm node as a worker if the step has one task on each node.
 
     The address of node 0 is resolved with Slurm if its name does not resolve.
     """

@@ -147,7 +147,7 @@ def missing_ranks(store: Any, worker: Worker, key: str = "rank") -> list[int]:
 
 
 def describe_unresponsive(store: Any, ranks: list[int], how: str) -> str:
-    """Return a text about ranks that joined and do not answer any more."""
+    """Return a text about ranks that have joined and no longer answer."""
     known = store.multi_get([f"rank{rank}" for rank in ranks[:_MAX_NAMED]])
     named = [f"{each.rank} on {each.process()}" for each in map(Facts.of, known)]
     return f"{_waiting_for(ranks, named)}: {how}"

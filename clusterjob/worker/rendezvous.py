@@ -1,8 +1,9 @@
 """Rendezvous of ranks over torch's store: check all ranks, and name missing or wrong ones.
 
-Each rank sends a few requests to the store for any size of the job: it compares its facts with
-those of the first rank that joined. Only rank 0 reads the facts of all ranks. An error is one line.
-torch alone waits half an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
+Each rank compares its facts with those of the first rank that joined. Only rank 0 reads the facts
+of all ranks, so the other ranks send only a few requests to the store in a job of any size. An
+error is one line. torch alone waits half an hour or prints pages of C++ frames (pytorch#41665,
+nccl#1260).
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def join(
         timeout: seconds to wait for the other ranks.
         started: whether a launcher on each node has started all ranks, so that a missing rank is
             running but has not called init().
-        ask: called with the missing ranks, and with whether this process gives up, each time this
-            process reports that it waits for them.
+        ask: called with the missing ranks each time this process reports that it waits for them;
+            ``final`` says whether it gives up.
 
     Returns:
         The index of each rank's machine; machines are ordered by their lowest rank.
@@ -142,14 +143,16 @@ def _enter(call: _Call) -> bool:
             )
     if refused:
         _answer(store, refused, hint=hint)
-    if first.time - own.time > _FARTHEST_CLOCK:  # a later time may only mean a later start
+    if (
+        first.time - own.time > _FARTHEST_CLOCK
+    ):  # the other way round, this rank may only have started later
         off = f"at least {first.time - own.time:.0f} s"
         if own.rank == 0:
             report_clock(store, first, how=f"{off} ahead of rank 0's")
         else:
             report_clock(store, own, how=f"{off} behind {whose(first)}")
-    # A refused rank writes the refusal before it is counted: when the count is full, every
-    # refusal is written.
+    # Count this rank after its refusal is written: then a full count means that no refusal is
+    # missing.
     if store.add("count", 1) == own.world_size:
         store.set("full", "")
     return first == own
@@ -341,7 +344,7 @@ def _print_missing(call: _Call, waited: float) -> None:
     there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(missing)]
     now = time.time()
     for each in map(Facts.of, call.store.multi_get(there)):
-        if each.time - now > _FARTHEST_CLOCK:  # it joined in the past, so its clock is ahead
+        if each.time - now > _FARTHEST_CLOCK:  # it has joined already, so its clock is ahead
             report_clock(
                 call.store,
                 each,

@@ -2,9 +2,9 @@
 
 Rank 0 listens on a loopback port that the kernel chooses, so that no other process can take it. It
 publishes the port in the name of a Unix socket without a file (unix(7), "abstract"), which ends
-with the process. The name's prefix and suffix are codes that only the parent's children can
-compute: they have inherited multiprocessing's key. No process connects to that socket, because
-another user who fills its backlog would block all of them.
+with the process. The name contains two codes that only the parent's children can compute, because
+they have inherited multiprocessing's key. The other ranks read the name in /proc and do not
+connect: another user could fill the socket's backlog and block them.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _sign(prefix: str, port: int) -> str:
 
 
 def _is_ours(port: int) -> bool:
-    """Return whether this user listens on the port: another user may reuse an old socket name."""
+    """Return whether this user listens on the port; another user may have copied the name."""
     address = f"{int.from_bytes(socket.inet_aton(ADDRESS), sys.byteorder):08X}:{port:04X}"
     with open("/proc/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table]

@@ -33,7 +33,7 @@ class SignedStore:
         self._key = os.environ.get(contract.STORE_KEY, "").encode()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)  # add, check, wait: counters and existence, no values
+        return getattr(self._store, name)  # add, check and wait need no signature
 
     def set(self, name: str, value: str) -> None:
         """Write a signed value."""
@@ -48,14 +48,14 @@ class SignedStore:
         return self._check(name, self._store.get(name))
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
-        """Return values; raise as `get` does."""
+        """Return several values; see `get` for errors."""
         return [
             self._check(name, value)
             for name, value in zip(names, self._store.multi_get(list(names)), strict=True)
         ]
 
     def compare_set(self, name: str, expected: str, value: str) -> bytes:
-        """Write a value if there is none, and return the stored value; raise as `get` does."""
+        """Write a value if there is none; return the stored value; see `get` for errors."""
         assert not expected
         return self._check(name, self._store.compare_set(name, "", self._sign(name, value)))
 

@@ -1,7 +1,7 @@
 """Open torch's store for the rendezvous of ranks.
 
-A launcher serves the store, or rank 0 serves it and the other ranks wait until it listens. If
-another program listens at its port, this is detected before torch's client connects.
+A launcher serves the store, or rank 0 serves it and the other ranks wait until rank 0 listens. A
+check before torch's client connects detects another program at the store's port.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clusterjob.node.workers import torch_patches
 from clusterjob.worker import once_per_host, siblings
 
 _ANSWER = 2.0  # seconds for a connection, and for its first answer
-_NO_ROUTE_GRACE = 3.0  # seconds in which a network may start, or a resolver may be busy
+_NO_ROUTE_GRACE = 3.0  # seconds to wait for a network that starts, or a busy resolver
 _PARTING = 5.0  # seconds that rank 0 waits at its end until all ranks have the group
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two polls of the number of joined ranks
@@ -87,7 +87,7 @@ def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> Group
         if served
         else _open(worker, timeout)
     )
-    # The store counts the groups, because some processes of a group may be new, such as the
+    # The store counts the groups, because a process may be newer than the first group, such as the
     # children of one trial of a sweep. Rank 0 is in every group; other ranks use its count.
     counter, of_rank_0 = (f"clusterjob/next/{rank}" for rank in (worker.rank, 0))
     counted = store.add(counter, 0)
@@ -204,7 +204,7 @@ def _corner(store: Any, number: int) -> Any:
 
 
 def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
-    """Wait until rank 0's port listens, and print the kernel's error once per host meanwhile.
+    """Wait until rank 0 listens at its port; meanwhile print the error once per host.
 
     Raises:
         RendezvousError: rank 0 cannot be reached within the timeout, or at all.
@@ -221,7 +221,7 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
-                silent = isinstance(error, network.NoNameServerError)  # raised after its timeout
+                silent = isinstance(error, network.NoNameServerError)  # its own timeout has passed
                 lost = (
                     isinstance(error, (socket.gaierror, _ForeignListenerError))
                     or error.errno in _NO_ROUTE

@@ -1,4 +1,4 @@
-"""Code of jobs: a store of files by digest, and one complete copy of the code per job."""
+"""Code of jobs: a store of files by digest, and one complete copy of a job's code."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
             part.chmod(0o755)
             part.rename(code)
     except OSError:
-        if not code.exists():  # else another node has created it meanwhile
+        if not code.exists():  # otherwise another node has created it meanwhile
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)  # a complete copy has been renamed
@@ -79,7 +79,7 @@ def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
     """Copy a file from the store.
 
     Returns:
-        Whether its content has the digest; if not, the file is removed from the store.
+        Whether its content has the digest. If not, the file is removed from the store.
     """
     found = hashlib.sha256()
     with blob.open("rb") as source, target.open("xb") as copy:
@@ -105,7 +105,7 @@ def receive(
         read: returns the given number of the following bytes.
 
     Returns:
-        ``wrong``: the digests in the request whose content arrived damaged; it is not stored.
+        ``wrong``: the digests of files that arrived damaged, and are not stored.
 
     Raises:
         OSError: the disk is full, or the store cannot be written.

@@ -34,8 +34,8 @@ class _Command:
 class Commands:
     """The commands of one session.
 
-    A command that is running when the session ends runs on: the controller may have received an
-    sbatch request already.
+    The end of the session does not end a running command: the controller may have received the
+    request of an sbatch already.
 
     Args:
         home: clusterjob's directory on this host.
@@ -51,8 +51,9 @@ class Commands:
         """Start a command.
 
         Returns:
-            ``number`` while it runs; ``code`` and ``out`` when it has ended, with stdout and stderr
-            as bytes, of which the first ``out`` are stdout; ``absent``: why it cannot run.
+            ``number`` if the command still runs. ``code`` and ``out`` if it has ended: the bytes
+            are its stdout and then its stderr, and ``out`` is the length of stdout. ``absent`` if
+            it cannot run: the reason.
         """
         argv = [os.fsencode(word) for word in request.argv]
         name = request.argv[0]
@@ -119,8 +120,8 @@ class Commands:
     def _environment(self, name: str) -> dict[str, str]:
         """Return the environment for a command: this session's, or a login shell's.
 
-        The login shell's environment is used if only its PATH contains the command: environment
-        modules may add it there.
+        A login shell's PATH may contain commands of environment modules. Its environment is used
+        if only its PATH contains the command.
         """
         if shutil.which(name) is not None:
             return dict(os.environ)

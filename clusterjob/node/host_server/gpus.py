@@ -1,8 +1,7 @@
-"""GPUs of a host: their users, which are idle, and locks against two jobs on one GPU.
+"""GPUs of a host: users, idle GPUs, and locks that prevent two jobs on one GPU.
 
-They are read with NVML if the host's interpreter has nvidia-ml-py, otherwise with nvidia-smi. A job
-gets GPUs by UUID, because CUDA numbers them in another order than nvidia-smi does, unless
-CUDA_DEVICE_ORDER is set.
+GPUs are read with NVML if the host's interpreter has nvidia-ml-py, otherwise with nvidia-smi. A job
+gets GPUs by UUID: without CUDA_DEVICE_ORDER, CUDA numbers GPUs in another order than nvidia-smi.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Gpu:
 
     @property
     def idle(self) -> bool:
-        """Whether no process computes on it and little of its memory is used."""
+        """Whether no process computes on the GPU and little of its memory is used."""
         return not self.processes and self.used < _IDLE_MEMORY
 
     def describe(self) -> str:
@@ -224,10 +223,9 @@ class Reservation:
 def lock_directories() -> list[Path]:
     """Return the directories of this user's locks on this machine.
 
-    A GPU is locked in all of them. They are not in the home directory, which several machines may
-    share. In XDG_RUNTIME_DIR no other user can create files, but not every login has it, and it is
-    removed when the user's last login ends. A directory in /tmp is used unless another user created
-    it.
+    A GPU is locked in all of these directories. None is in the home directory, which several
+    machines may share. No other user can create files in XDG_RUNTIME_DIR, but some logins lack it,
+    and the user's last logout removes it. The directory in /tmp is skipped if another user owns it.
 
     Raises:
         OSError: no directory belongs to this user.

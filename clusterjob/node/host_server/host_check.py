@@ -30,7 +30,7 @@ here = os.path.realpath(os.getcwd())
 sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
 """
 
-# Code for a job's interpreter that is not this one. It must run in any Python 3.
+# Code of `interpreter` for the job's interpreter. It must run in any Python 3.
 _INTERPRETER_CODE = """
 import importlib.util, json, sys
 print("clusterjob-interpreter " + json.dumps({
@@ -40,7 +40,7 @@ print("clusterjob-interpreter " + json.dumps({
 """
 
 
-# The code that `facts` runs in that interpreter; one that is too old reports only its version.
+# Code of `facts` for the job's interpreter. An interpreter that is too old reports its version.
 _FACTS_CODE = """
 import json, sys
 print("clusterjob-interpreter " + json.dumps({
@@ -61,7 +61,7 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
         request: the job's needs.
 
     Returns:
-        ``errors``: why the host is unfit; and facts about the host.
+        ``errors``: why the host is unfit. The other fields are facts about the host.
     """
     errors = []
     existing = next(path for path in (home, *home.parents) if path.exists())
@@ -134,9 +134,9 @@ def facts(request: requests.Facts, node_zip: str) -> dict[str, Any]:
         node_zip: path of the node zip.
 
     Returns:
-        ``unfit``: why there is no fit interpreter, empty if there is one; ``setup``: whether a
-        setup line failed; ``version`` and ``executable`` as far as they are known; ``facts``: None
-        if the interpreter died during the import of torch; ``died``: how it ended then.
+        ``unfit``: why the interpreter is unfit, or empty. ``setup``: whether a setup line failed.
+        ``version`` and ``executable``, if known. ``facts``: the facts; None if the interpreter
+        died while it imported torch. ``died``: how it ended in that case.
     """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
     path = (

@@ -68,7 +68,7 @@ def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any]
     """
     node = request.node
     known = job_dir.is_dir()
-    # Before the files are read: an agent that is dead by now has written its result.
+    # Check this before reading files: an agent that is dead now has written its result before.
     alive = agent_of(job_dir, node) is not None
     answer = News(
         job_dir,
@@ -97,8 +97,8 @@ class News:
         job_dir: the directory.
         sizes: the size of each growing file that the submitter has.
         stamps: the stamp (time, size and inode) of each replaced file that the submitter has.
-        data: receives the bytes; several collectors may share it, and its limit.
-        most: number of bytes after which no more are added.
+        data: receives the bytes; several collectors may share it.
+        most: maximum length of `data`, in bytes.
         files: the files to which the bytes belong.
         more: whether there is more data.
         full: whether a replaced file was left out.
@@ -164,9 +164,9 @@ class News:
         self.data += data
 
     def gone(self) -> None:
-        """List the files that the submitter has and this host no longer has.
+        """List files that the submitter has and that no longer exist on this host.
 
-        A job that runs again renames the verdict of its earlier run.
+        An example is the verdict of an earlier run, which the next run renames.
         """
         for name in self.stamps:
             if not (self.job_dir / name).exists():
@@ -210,7 +210,7 @@ def _add_files(job_dir: Path, news: News, logs: str) -> None:
                     news.grown(path)
     news.grown(job_dir / LOGS / SLURM_LOG)
     news.grown(job_dir / EVENTS)
-    # Node results before the verdict: a submitter that has the verdict reads nothing more.
+    # Send node results before the verdict: after the verdict the submitter stops reading.
     for path in _entries(ends.directory(job_dir)):
         if path.suffix != ".part":
             news.replaced(path)

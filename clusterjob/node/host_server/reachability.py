@@ -55,7 +55,7 @@ class Listener:
 
     def __init__(self, ports: Sequence[int], nonce: str) -> None:
         self._nonce = nonce
-        # Not in the thread: the caller must see the error if it cannot be opened.
+        # Open it here, not in the thread, so that the caller gets the error.
         self._selector = selectors.DefaultSelector()
         try:
             self._socket = _listen(ports)
@@ -69,7 +69,7 @@ class Listener:
         self._thread.start()
 
     def _serve(self) -> None:
-        # The time of each peer's connect and the bytes that it sent, the oldest peer first.
+        # By peer: when it connected, and the bytes that it has sent. The oldest peer comes first.
         peers: dict[socket.socket, tuple[float, bytearray]] = {}
         with self._selector as selector:
             selector.register(self._socket, selectors.EVENT_READ)

@@ -56,7 +56,7 @@ class RemoteProcesses:
         return {}
 
     def request_stop(self, request: requests.RequestStop) -> dict[str, Any]:
-        """Write a stop request for each job; create the directory of an element not started yet."""
+        """Write a stop request for each job, also for array elements that have not started."""
         for name in request.jobs:
             job_dir = self._job_dir(name)
             if self._job_dir(name.partition("/")[0]).is_dir():
@@ -68,8 +68,8 @@ class RemoteProcesses:
         """Choose a node's GPUs.
 
         Returns:
-            ``devices``: for CUDA_VISIBLE_DEVICES, None to leave it unchanged; ``short``: why there
-            are not enough GPUs, empty if there are.
+            ``devices``: the value for CUDA_VISIBLE_DEVICES; None to leave it unchanged.
+            ``short``: why there are too few GPUs, or empty.
         """
         job_id, wanted, count = request.job, request.gpus, request.count
         try:

@@ -53,7 +53,7 @@ class Check:
     Attributes:
         need: the bytes that will be written.
         torch: whether the job needs torch.
-        own: whether this interpreter is the job's.
+        own: whether the host server runs in the job's interpreter.
         gpus: whether to list the GPUs.
     """
 
@@ -325,7 +325,7 @@ class Cancel(NodeRequest):
 
 @dataclass(frozen=True)
 class RequestStop:
-    """Write a stop request into the directory of each job; with `interrupt` for SIGINT first."""
+    """Write a stop request into each job's directory; `interrupt` requests SIGINT first."""
 
     jobs: _Texts
     interrupt: bool = False

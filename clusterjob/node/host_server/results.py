@@ -24,9 +24,9 @@ def tree(root: Path, request: requests.Tree) -> tuple[dict[str, Any], bytes]:
         request: the paths, relative to it.
 
     Returns:
-        ``absent``: the paths that do not exist. As bytes, one line of JSON for each file, directory
-        and link, a directory before its content: (path, kind, mode, size, modification time in ns,
-        target of a link).
+        ``absent``: the paths that do not exist. The bytes have one line of JSON for each file,
+        directory and link: (path, kind, mode, size, modification time in ns, target of a link). A
+        directory comes before its content.
     """
     entries: list[tuple[str, str, int, int, int, str]] = []
     absent = []

@@ -19,11 +19,12 @@ def facts() -> dict[str, Any]:
     """Return facts about torch on this machine.
 
     Returns:
-        ``fork``: why workers are started with exec, empty if they are forked; ``torch``: its
-        version, empty without it; ``broken``: why it is installed and cannot be imported;
-        ``seconds``: duration of its import. With torch also ``cuda``: the version that it was built
-        for, empty for CPU only; ``gpus``: number of GPUs that it sees; ``driver_error``: its
-        message about the driver; ``backends``: backends of torch.distributed.
+        ``fork``: why workers cannot be forked, or empty. ``torch``: its version; empty if torch is
+        not installed. ``broken``: why an installed torch cannot be imported, or empty.
+        ``seconds``: duration of the import. With torch also: ``cuda``: the CUDA version that it
+        was built for; empty for CPU only. ``gpus``: number of GPUs that torch sees.
+        ``driver_error``: torch's message about the driver. ``backends``: those of
+        torch.distributed.
     """
     begin = time.monotonic()
     why = preload.preload_torch()
@@ -76,7 +77,7 @@ def _of_torch(torch: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the facts on a line of their own, after any output of an import."""
+    """Print the facts on a separate line, after any output of the import."""
     text = json.dumps(facts())
     sys.stdout.flush()
     os.write(1, f"\nclusterjob-facts {text}\n".encode())

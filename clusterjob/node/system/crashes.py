@@ -23,7 +23,7 @@ class Crashes:
         self.first: asyncio.Future[BaseException] = self._loop.create_future()
 
     def watch(self, task: asyncio.Task[Any]) -> None:
-        """Record the error of a task that ends but should run as long as the agent."""
+        """Record the error of a task that should run as long as the agent."""
         task.add_done_callback(self._of_task)
 
     def _of_loop(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -19,9 +19,8 @@ _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 def visible_gpus(environ: Mapping[str, str]) -> int:
     """Return the number of GPUs that are visible to a process with this environment.
 
-    It is 0 without a GPU or without a driver. NVIDIA's GPUs are counted as device files, because a
-    container has only the device files of its own GPUs. AMD's GPUs are nodes of the kernel's
-    topology with SIMD units.
+    The number is 0 without a GPU or a driver. For NVIDIA, device files are counted: a container has
+    only those of its own GPUs. For AMD, nodes with SIMD units in the kernel's topology are counted.
     """
     nvidia = _nvidia()
     if nvidia:
@@ -69,11 +68,11 @@ def listed_gpus(listed: str | None, installed: int) -> list[str]:
 def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Check the GPUs that the workers must use, and return them for CUDA_VISIBLE_DEVICES.
 
-    On a machine without a GPU, where workers rehearse on the CPU, only CUDA_VISIBLE_DEVICES limits
-    the names.
+    On a machine without a GPU, workers run on the CPU for a test. Then the names are compared with
+    CUDA_VISIBLE_DEVICES only.
 
     Args:
-        wanted: indices or UUIDs of GPUs; if CUDA_VISIBLE_DEVICES is set, entries of it.
+        wanted: indices or UUIDs of GPUs; each must be in CUDA_VISIBLE_DEVICES, if that is set.
         environ: the environment that the workers inherit.
 
     Raises:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _TEMPORARY = re.compile(r"\..+\.\w{8}\.(?P<host>.+)\.(?P<pid>\d{1,9})", re.ASCII)
-_SURELY_KILLED = 3600.0  # seconds
-RESERVED = 32 << 10  # bytes
+_SURELY_KILLED = 3600.0  # seconds without a change after which the writer must be dead
+RESERVED = 32 << 10  # bytes that `reserve` takes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
 
 
@@ -138,7 +138,7 @@ def _killed(host: str, pid: int) -> bool:
 
 
 def is_old(path: Path) -> bool:
-    """Return whether a file is unchanged for an hour, so that its writer must have been killed.
+    """Return whether a file has not changed for an hour, so that its writer must be dead.
 
     Raises:
         OSError: the file's status cannot be read.

@@ -51,7 +51,7 @@ class _Lookup(threading.Thread):
                     for each in socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
                 )
             )
-        except UnicodeError:  # a label of the name is empty or too long
+        except UnicodeError:  # a part of the name between two dots is empty or too long
             self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is not a host name")
         except OSError as error:
             self.error = error
@@ -122,9 +122,9 @@ def _is_address(host: str) -> bool:
 def address_towards(host: str) -> str | None:
     """Return the local address from which this machine reaches a host; None without a route.
 
-    It connects a UDP socket, which sends nothing, and reads the address that the kernel chose. It
-    does not use getfqdn or gethostbyname of the own name: they return 127.0.1.1 on Debian and
-    ip6.arpa names elsewhere (pytorch#150532).
+    The function connects a UDP socket, which sends nothing, and reads the address that the kernel
+    chose. getfqdn and gethostbyname are not used: for this machine's own name they return 127.0.1.1
+    on Debian, and ip6.arpa names elsewhere (pytorch#150532).
 
     Args:
         host: a name or an address.

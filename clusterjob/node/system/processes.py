@@ -48,13 +48,13 @@ def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all orphaned descendants.
 
-    No descendant can escape by a double fork or setsid.
+    Then no descendant can escape by a double fork or setsid.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes  # not needed to query processes
+    import ctypes  # slow to load; most callers only query processes
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
@@ -63,9 +63,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state (field 3 of proc(5)) on.
+    """Return the fields of /proc/PID/stat from the state (field 3 of proc(5)) on, or None.
 
-    None if there is no such process.
+    None means that there is no such process.
     """
     text = files.read_text(f"/proc/{pid}/stat")
     # The process name may contain spaces and brackets.
@@ -159,9 +159,9 @@ def send_signal(pid: int, with_signal: int) -> bool:
 def end_groups(leaders: list[int], timeout: float) -> None:
     """End agents, or the shells that will exec them, with all processes of their process groups.
 
-    A command that a shell forks while the SIGTERM arrives does not get the signal. So processes
-    that outlive their leader are killed. An agent's forkserver is in its own process group, and
-    stops the workers when the agent has ended.
+    A command that a shell forks while SIGTERM arrives does not get the signal. So the processes of
+    a group are killed when its leader has ended. An agent's forkserver has its own process group;
+    it stops the workers after the agent's end.
 
     Args:
         leaders: pids of the leaders, each known to be alive.
@@ -182,7 +182,7 @@ def end_groups(leaders: list[int], timeout: float) -> None:
 
 
 def group_members(leader: int) -> list[int]:
-    """Return the live processes of a group, without zombies, which still accept signals."""
+    """Return the live processes of a group; a zombie, which still accepts signals, is not one."""
     return [
         pid
         for pid, fields in running().items()
@@ -253,7 +253,7 @@ class OomKills:
         return cls(_count_in(Path("/proc/vmstat")) or 0)
 
     def describe_new(self) -> str:
-        """Return a text about a killed process if the count has grown; else an empty text."""
+        """Return a text about an OOM kill if the count has grown; else an empty text."""
         now = OomKills.now()
         if now.count <= self.count:
             return ""

@@ -10,7 +10,7 @@ _SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 _RESET = "\x1b[0m"
 # C0 and C1 controls except the tab, marks that reverse the reading order (CVE-2021-42574), other
-# line breaks, halves of a surrogate pair.
+# line breaks, lone surrogates.
 _CHARACTERS = (
     r"\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 )
@@ -39,7 +39,7 @@ def sanitize(text: str, *, lines: bool = False, colours: bool = False) -> str:
         return "\n".join(sanitize(line, colours=colours) for line in text.split("\n"))
     if not colours:
         return _UNSAFE.sub(_escape, _SGR.sub("", text))
-    if _SAFE.fullmatch(text):  # most coloured lines match
+    if _SAFE.fullmatch(text):  # the usual case: only colours
         last = text.rfind("\x1b")
         return text if last < 0 or text.startswith((_RESET, "\x1b[m"), last) else text + _RESET
     shown, end, coloured = [], 0, False

@@ -12,8 +12,8 @@ def handled(*, preemptible: bool) -> list[int]:
         preemptible: whether the job may be preempted; SIGUSR1 then warns of it.
     """
     numbers: list[int] = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    # nohup or a shell's background job ignores a signal on purpose: keep it ignored. The job script
-    # ignores SIGUSR1 only to protect the shell: handle it in this process.
+    # nohup and background jobs of a shell ignore some signals on purpose: keep these ignored. The
+    # job script ignores SIGUSR1 only for its shell: this process handles it.
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN] + [
         signal.SIGUSR1
     ] * preemptible
