@@ -83,7 +83,7 @@ def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> Group
         )
     served = _is_served(worker)
     store = (
-        _launchers(worker, {"timeout": options["timeout"]} if "timeout" in options else {})
+        _launcher_store(worker, {"timeout": options["timeout"]} if "timeout" in options else {})
         if served
         else _open(worker, timeout)
     )
@@ -93,7 +93,12 @@ def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> Group
     counted = store.add(counter, 0)
     number = max(counted, store.add(of_rank_0, 0))
     return GroupStore(
-        _corner(store, number), served, number=number, whole=store, counter=counter, counted=counted
+        _group_prefix(store, number),
+        served,
+        number=number,
+        whole=store,
+        counter=counter,
+        counted=counted,
     )
 
 
@@ -168,8 +173,8 @@ def another_connection(worker: Worker, number: int) -> Any:
         _check_store(link)
     wait = timedelta(seconds=_ANSWER)
     if _is_served(worker):
-        return _corner(_launchers(worker, {"timeout": wait}), number)
-    return _corner(
+        return _group_prefix(_launcher_store(worker, {"timeout": wait}), number)
+    return _group_prefix(
         dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait), number
     )
 
@@ -188,14 +193,14 @@ def _is_served(worker: Worker) -> bool:
     return at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and served
 
 
-def _launchers(worker: Worker, wait: dict[str, Any]) -> Any:
+def _launcher_store(worker: Worker, wait: dict[str, Any]) -> Any:
     """Return a connection to the launcher's store, with the prefix that an older torch adds."""
     import torch.distributed as dist
 
     return next(dist.rendezvous("env://", worker.rank, worker.world_size, **wait))[0]
 
 
-def _corner(store: Any, number: int) -> Any:
+def _group_prefix(store: Any, number: int) -> Any:
     import torch.distributed as dist
 
     # A launcher's store outlives a group and still holds its addresses. With the same keys torch

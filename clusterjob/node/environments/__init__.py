@@ -1,8 +1,8 @@
 """Detect a rank assignment from the environment variables of a launcher or platform.
 
-Each family of variables has one file with one function, ``detect(environ) -> Finding | None``. It
-returns None if none of its variables is set. It returns a finding with the source ``none`` if they
-are set but give no rank assignment; the finding then names the reason. To add a family, write its
+Each family of variables has one file with one function, ``detect(environ) -> Finding | None``. The
+function returns None if none of the family's variables is set. If they are set but give no rank
+assignment, it returns a finding with the source ``none`` and the reason. To add a family, write its
 file and add it to `FAMILIES` in the right order, with a comment that gives the reason.
 """
 
@@ -41,11 +41,11 @@ Detector = Callable[[Mapping[str, str]], Finding | None]
 
 # The first family that applies wins. The launcher nearest to the process comes first.
 FAMILIES: tuple[Detector, ...] = (
-    # torchrun may run inside our agent, Slurm, MPI or a platform, so its variables are the newest.
+    # torchrun may run inside clusterjob's agent, Slurm, MPI or a platform: its variables are newer.
     torch_env.detect,
-    # The rendered script sets more values for this job than the platform below it.
+    # The rendered script sets more values for this job than the platform that runs the script.
     clusterjob_env.detect,
-    # jsrun, PALS and Flux also set Open MPI's or PMI's variables; their own variables contain more.
+    # jsrun, PALS and Flux also set variables of Open MPI or PMI. Their own variables say more.
     lsf_env.detect,
     pals_env.detect,
     flux_env.detect,
@@ -56,17 +56,17 @@ FAMILIES: tuple[Detector, ...] = (
     hydra_env.detect,
     # Paddle's launcher starts a node's processes, inside the platform that started the node.
     paddle_env.detect,
-    # A step's variables describe this task; a platform's variables describe the machine below it.
+    # A step's variables describe this task; a platform's variables describe its machine.
     slurm_env.detect,
     # Platforms come next; they start one command per node. A machine belongs to one platform, so
     # two platforms that disagree are a conflict.
     mlp_env.detect,
-    # Trainer v2 is unambiguous: v1 also sets PET_ variables, but with RANK, which contains more.
+    # PET_ variables without RANK belong to trainer v2. Trainer v1 sets RANK too.
     kubeflow_env.detect,
     # ModelArts runs on Volcano and has its own host count.
     modelarts_env.detect,
-    # RANK without LOCAL_RANK is ambiguous, so the more specific families come before it. Volcano's
-    # index comes after it: the index counts within one task of the job, RANK across all of them.
+    # RANK without LOCAL_RANK is ambiguous, so more specific families come first. Volcano's index
+    # comes later: it counts the pods of one task of the job, and RANK counts those of all tasks.
     rank_env.detect,
     volcano_env.detect,
     skypilot_env.detect,
@@ -96,16 +96,16 @@ def detect(environ: Mapping[str, str]) -> Finding:
         if findings
         else missing_index.detect(environ) or Finding(source=NOWHERE, placement=None)
     )
-    return replace(found, ignored=found.ignored + ignored + _other_meeting(found, environ))
+    return replace(found, ignored=found.ignored + ignored + _unused_master(found, environ))
 
 
-def _other_meeting(found: Finding, environ: Mapping[str, str]) -> tuple[Ignored, ...]:
-    """Return MASTER_ADDR and MASTER_PORT as ignored if they are set and the family used neither.
+def _unused_master(found: Finding, environ: Mapping[str, str]) -> tuple[Ignored, ...]:
+    """Return MASTER_ADDR and MASTER_PORT as ignored, if they are set and not used.
 
-    Many scripts export them.
+    Many scripts export these variables.
     """
     if found.conflicts:
-        return ()  # they may be the reason for the conflict
+        return ()  # these variables may be the reason for the conflict
     why = (
         "no other variable gives a rank"
         if found.source == NOWHERE

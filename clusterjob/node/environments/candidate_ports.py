@@ -1,6 +1,7 @@
 """Compute a job's candidate rendezvous ports, for platforms that set none.
 
-Every process computes the same ports. No shared file is needed, which NFS would show seconds late.
+Every process computes the same ports, so no shared file is needed. NFS shows a new file seconds
+late.
 """
 
 from __future__ import annotations

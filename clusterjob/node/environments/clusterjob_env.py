@@ -24,7 +24,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     nnodes = reading.number("nnodes", "CLUSTERJOB_NNODES")
     node_rank = reading.number("node_rank", "CLUSTERJOB_NODE_RANK")
     nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
-    # Several nodes need an address: with localhost as default each node would train alone.
+    # No default for several nodes: with localhost each node would train alone.
     master_addr = reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR", required=nnodes != 1)
     master_port = reading.number("master_port", "CLUSTERJOB_MASTER_PORT", required=False)
     # A job of several nodes on one machine has a loopback address.

@@ -27,14 +27,14 @@ _PLATFORMS = frozenset(
 
 
 def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
-    """Return the winner with the variables of the others as ignored, or with a conflict.
+    """Return the winner; add the others' variables as ignored, or a conflict with them.
 
     Args:
         winner: the finding of the first family that applies.
         others: the findings of the later families that apply too.
 
     Returns:
-        The winner; without a placement and with a conflict if another finding contradicts it.
+        The winner. If another finding contradicts it: without a placement, and with a conflict.
     """
     used = {*winner.evidence.values(), *(item.variable for item in winner.ignored)}
     ignored: dict[str, Ignored] = {}
@@ -52,7 +52,7 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
         }
         conflicts += [] if winner.conflicts else _contradictions(winner, other)
     placement = None if conflicts else winner.placement
-    left_over = _left_over(winner, others)
+    left_over = _incomplete_process(winner, others)
     return replace(
         winner,
         placement=placement,
@@ -61,7 +61,7 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
     )
 
 
-def _left_over(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
+def _incomplete_process(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
     """Return a conflict if a process's variables are incomplete and a platform's are complete."""
     complete = next(
         (
@@ -87,9 +87,8 @@ def _left_over(winner: Finding, others: Sequence[Finding]) -> tuple[str, ...]:
 def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:
     first, second = winner.placement, other.placement
     if isinstance(first, Worker) and isinstance(second, Worker) and winner.source == "env":
-        # It is unknown who set RANK: a batch script may have set it once for all tasks of srun. A
-        # real launcher inside a task starts more processes than there are tasks. An equal or
-        # smaller number of processes with another rank is a mistake.
+        # A launcher inside a task starts more processes than there are tasks. With fewer processes,
+        # or as many, another rank is a mistake: a batch script may have set RANK for all tasks.
         if first.world_size <= second.world_size and (first.rank, first.world_size) != (
             second.rank,
             second.world_size,

@@ -1,7 +1,6 @@
 """Detect a process that ``flux run`` started.
 
-No variable contains the hosts: ``flux hostlist local`` prints them. Source: the manual page
-flux-environment(7),
+No variable contains the hosts; ``flux hostlist local`` prints them. Source: flux-environment(7),
 https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
 """
 

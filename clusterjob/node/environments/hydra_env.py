@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
 
-# Key under which `lookups.look_up` stores the pid behind PMI_FD: the proxy that started the
-# processes of this node.
+# Key under which `lookups.look_up` stores the pid of the proxy that started this node's processes.
 PROXY = "PMI_FD peer"
 
 

@@ -1,7 +1,7 @@
 """Look up the host files, descriptors and commands that some variables name.
 
-Detection itself stays a pure function. Each result is added to the mapping under a key that no
-variable has, and the families read it from there.
+`look_up` adds each result to the mapping of variables, under a key that is no variable's name. The
+families read it there, so their `detect` stays a pure function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIMEOUT = 4.0  # seconds for `flux hostlist local`
 
 
 def look_up(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the mapping with the looked-up values that a family needs.
+    """Return the mapping and the values that a family needs to look up.
 
     Returns:
         A new mapping; the same mapping if no value is needed.

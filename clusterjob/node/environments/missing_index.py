@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading, whole_number
 
-# (family, count, index). A batch script may export a count for the steps that it starts; the
-# steps' own families then apply, and this check does not run.
+# (family, count, index). A batch script may export a count for its steps. In a step another family
+# applies, and this check does not run.
 _COUNTS = (
     ("env", "WORLD_SIZE", "RANK"),
     ("openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -26,7 +26,7 @@ _HOSTS = re.compile(r"VC_\w+_HOSTS\Z")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return a finding with a conflict if a count is above 1 and its index is not set, or None.
+    """Return a conflict if a count is above 1 and its index is not set, or None.
 
     Call it only if no family applies.
     """

@@ -80,7 +80,7 @@ def _master(reading: Reading, role: str, nnodes: int | None) -> Master:
 
 
 def _refuse_other_kinds(reading: Reading, role: str) -> None:
-    """Refuse roles and task kinds whose nodes would train alone or repeatedly without an error."""
+    """Refuse roles and kinds of tasks in which nodes would train alone without an error."""
     others = [
         other
         for other in _ROLES

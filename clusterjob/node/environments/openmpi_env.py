@@ -33,7 +33,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     )
     nodes = sagemaker_env.nodes(reading)
-    fallback, port = _elsewhere(reading, alone=ranks.alone, hosts=nodes.hosts)
+    fallback, port = _other_master(reading, alone=ranks.alone, hosts=nodes.hosts)
     key_variable = reading.first_set("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", LAUNCHER)
     key = (
         f"openmpi {reading.value(LAUNCHER)} {reading.value(key_variable)}"
@@ -53,8 +53,10 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     )
 
 
-def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str | None, int | None]:
-    """Return rank 0's host and port from other variables than MASTER_ADDR and MASTER_PORT."""
+def _other_master(
+    reading: Reading, *, alone: bool, hosts: list[str]
+) -> tuple[str | None, int | None]:
+    """Return rank 0's host and port if MASTER_ADDR is not set; None for each unknown one."""
     if not reading.is_set("MASTER_ADDR"):
         for variable in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
             if reading.is_set(variable):
@@ -69,7 +71,7 @@ def _elsewhere(reading: Reading, *, alone: bool, hosts: list[str]) -> tuple[str 
 
 
 def _launcher(reading: Reading) -> str | None:
-    """Return mpirun's own address; by default rank 0 runs on mpirun's host.
+    """Return the address of mpirun, on whose host rank 0 runs by default.
 
     The variable contains text such as ``1234.0;tcp://10.0.0.1,172.17.0.1:41234``.
     """

@@ -1,7 +1,7 @@
 """Detect a process of PaddlePaddle's launcher, or a node whose platform sets its variables.
 
-PADDLE_TRAINER_ENDPOINTS has an entry for each process. The local rank can be counted from it if no
-variable gives it.
+PADDLE_TRAINER_ENDPOINTS has an entry for each process. If no variable gives the local rank, it is
+counted in this list.
 Source: https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle/distributed/launch_en.html
 and runs of PaddlePaddle 3.3.1.
 """

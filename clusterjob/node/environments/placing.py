@@ -28,7 +28,7 @@ class Master:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The numbers of a process; None stands for a number with a conflict.
+    """The numbers of a process; a number is None if there is a conflict.
 
     Attributes:
         rank: index of the process.
@@ -75,11 +75,11 @@ def node(
         reading: the variables that were read.
         nnodes: number of nodes; None with a conflict.
         node_rank: this node's index; None with a conflict.
-        nproc_per_node: number of workers on this node; None if no variable gives it; may be 0
-            on a machine without GPUs.
+        nproc_per_node: number of workers on this node; None if no variable gives it. A platform
+            gives 0 for a machine without GPUs.
         master: address of node 0; a single node needs none.
-        by_platform: whether a platform counts the GPUs and gives the address. 0 GPUs are then
-            accepted, and a loopback address for several nodes is refused.
+        by_platform: whether a platform sets the variables. Then 0 workers count as unset, and a
+            loopback address for several nodes is refused.
     """
     if nproc_per_node == 0 and by_platform:
         reading.evidence.pop("nproc_per_node", None)
@@ -123,7 +123,7 @@ def worker(
             every node had `local_world_size` processes, in the order of ranks.
         nnodes: number of nodes; None if no variable gives it. It is then computed in the same way
             as the node rank.
-        refuse_loopback: whether several nodes may not have a loopback address of node 0.
+        refuse_loopback: whether to refuse a loopback address for several nodes.
     """
     rank, world_size = ranks.rank, ranks.world_size
     local_rank, local_world_size = ranks.local_rank, ranks.local_world_size
@@ -197,10 +197,9 @@ def process_master(
         alone: whether all processes run on one node.
         fallback: the host to use if MASTER_ADDR is not set; None if there is no such host.
         fallback_port: the port to use if MASTER_PORT is not set.
-        key: text shared by all processes of this start and by no other start. If no variable gives
-            a port, it is computed from this text. Empty if there is no such text.
-        key_variable: the variable that contains the key; empty for launchers without one, for
-            which MASTER_PORT is required.
+        key: text that only the processes of this start share. If no variable gives a port, it is
+            computed from this text. Empty if there is no such text.
+        key_variable: the variable that contains the key. If empty, MASTER_PORT is required.
     """
     given = given_master(reading)
     addr = given.addr
@@ -271,7 +270,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def ignore(reading: Reading, why: str, *variables: str) -> None:
-    """Add each of the variables that is set to the reading's ignored variables."""
+    """Add those of the variables that are set to the reading's ignored variables."""
     reading.ignored += [
         Ignored(variable, why) for variable in variables if reading.is_set(variable)
     ]

@@ -1,8 +1,7 @@
 """Detect a node of a platform on which RANK and WORLD_SIZE count nodes.
 
 These are Kubeflow's PyTorchJob v1, Volcano's pytorch plugin, PAI DLC and Baidu's AIHC. Under
-torchrun the same variables count processes. LOCAL_RANK makes the difference: a launcher of
-processes sets it. Sources:
+torchrun the same variables count processes; then LOCAL_RANK is set too. Sources:
 https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/,
 https://volcano.sh/en/docs/pytorch_on_volcano/,
 https://help.aliyun.com/zh/pai/user-guide/built-in-environment-variables,
@@ -17,7 +16,7 @@ from clusterjob.node.environments import placing
 from clusterjob.node.environments.placing import Master
 from clusterjob.node.environments.reading import Finding, Reading
 
-# Prefixes of variables by which a platform is recognized; used only for the source's name.
+# Prefixes of variables that identify a platform; they only choose the name of the source.
 _PLATFORMS = (
     ("pai", ("DLC_", "PAI_")),
     ("aihc", ("AIHC_",)),

@@ -9,7 +9,7 @@ from clusterjob.errors import PlacementError
 from clusterjob.node.environments.topology import Topology, Worker
 
 NOWHERE = "none"  # the source of a finding without a family
-_MAX_NAME = 255  # characters
+_MAX_NAME = 255  # characters of a host name
 _MAX_DIGITS = 19  # a text with this many digits or more is not a valid number
 
 
@@ -30,8 +30,8 @@ class Finding:
         placement: a `Worker` or a `Topology`; None if nothing was found or there are conflicts.
         evidence: the variable that gave each field.
         ignored: variables that are set but were not used.
-        conflicts: one line for each reason why there is no rank assignment; empty if the finding
-            is sound.
+        conflicts: one line for each reason why there is no rank assignment; empty if there is no
+            reason.
     """
 
     source: str
@@ -129,7 +129,7 @@ class Reading:
         return None if value is None else self.as_number(field_name, variable, text=value)
 
     def as_number(self, field_name: str, variable: str, text: str) -> int | None:
-        """Return a part of a variable's value as a whole number; any other is a conflict."""
+        """Return a part of a variable's value as a whole number; any other text is a conflict."""
         found = whole_number(text)
         if found is None:
             self.conflicts.append(f"{variable}={text[:80]!r} is not a whole number ({field_name})")
@@ -158,7 +158,7 @@ class Reading:
         return name
 
     def finding(self, placement: Topology | Worker | None) -> Finding:
-        """Return the finding with this placement; without it if there are conflicts."""
+        """Return the finding; it has this placement unless there are conflicts."""
         return Finding(
             source=self.source,
             placement=None if self.conflicts else placement,
@@ -168,7 +168,7 @@ class Reading:
         )
 
     def refuse(self, error: PlacementError) -> Finding:
-        """Return the finding with one more conflict, for numbers that are impossible together."""
+        """Return the finding with one more conflict: the numbers do not fit together."""
         variable = self.evidence.get(
             error.message.partition(" ")[0]
         )  # the message begins with the field's name

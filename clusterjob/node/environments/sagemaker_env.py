@@ -16,7 +16,7 @@ from clusterjob.node.environments.reading import Finding, Reading
 
 @dataclass(frozen=True)
 class Nodes:
-    """SageMaker's hosts and this host's index; empty and None outside SageMaker."""
+    """SageMaker's hosts and this host's index among them; unset outside SageMaker."""
 
     hosts: list[str] = field(default_factory=list)
     node_rank: int | None = None

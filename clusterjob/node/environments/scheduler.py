@@ -1,4 +1,4 @@
-"""Read what a scheduler's variables tell besides ranks: job id, attempt, node name, parent."""
+"""Read job id, attempt, node name and parent process from a scheduler's variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_attempt(environ: Mapping[str, str]) -> int:
     Raises:
         PlacementError: CLUSTERJOB_ATTEMPT, or else SLURM_RESTART_COUNT, is not a whole number.
     """
-    # Slurm requeues a job under the same id.
+    # Slurm requeues a job under the same id, so the id alone does not identify an attempt.
     variable = contract.ATTEMPT if environ.get(contract.ATTEMPT) else "SLURM_RESTART_COUNT"
     text = environ.get(variable) or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 10):
@@ -40,7 +40,7 @@ def step_id(source: str, environ: Mapping[str, str]) -> str:
 def job_id(source: str, environ: Mapping[str, str]) -> str:
     """Return the id of the job that gave a process its rank; empty if it is unknown.
 
-    Ranks set manually may span two Slurm allocations; the ranks of one srun step never do.
+    For ranks of srun it is Slurm's job id. Ranks that are set manually may span two Slurm jobs.
 
     Args:
         source: the family that gave the rank assignment.
@@ -53,7 +53,7 @@ def job_id(source: str, environ: Mapping[str, str]) -> str:
 def supervisor(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the name and pid of a parent process that must not end before this node, or None.
 
-    If slurmstepd, the parent of a step's task, is killed, Slurm does not notice it: the job stays
+    slurmstepd is the parent of a step's task. If it is killed, Slurm does not notice: the job stays
     RUNNING, and scancel does not reach the task. On other platforms the parent may end.
     """
     in_step = environ.get("SLURM_STEP_ID") and environ.get("CLUSTERJOB_TASK")

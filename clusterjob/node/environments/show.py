@@ -20,7 +20,7 @@ SCHEMA = 1
 
 
 def describe(finding: Finding) -> dict[str, Any]:
-    """Return a finding as plain data; fields that do not apply to its level are None."""
+    """Return a finding as plain data; a field that its level does not have is None."""
     placement = finding.placement
     worker = placement if isinstance(placement, Worker) else None
     topology: Topology | None = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 
-# Inside a job all of Slurm's variables belong to that job, except those that locate the cluster.
+# Inside a job all of Slurm's variables belong to that job, except these, which locate the cluster.
 # In a login shell they are the user's own defaults, such as SBATCH_ACCOUNT.
 _KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
@@ -17,10 +17,9 @@ _NAMES_OF_A_JOB = (
     "ZE_AFFINITY_MASK",
 )
 
-# User defaults that would change a command's answer, such as a partition filter for squeue. Below
-# are defaults that would make the job differ from its record, such as an array, or that make
-# sbatch wait for the job's end.
+# User defaults that would change a command's answer, such as a partition filter for squeue.
 _DEFAULTS_OF_ANSWERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+# User defaults that would make a job differ from its record, or make sbatch wait for its end.
 _DEFAULTS_OF_SHAPE = frozenset(
     f"SBATCH_{name}"
     for name in (

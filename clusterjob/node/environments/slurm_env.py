@@ -2,8 +2,8 @@
 
 With one task per node the task is a node; with several tasks per node each task is a process.
 
-Outside a step, in a batch script or in salloc's shell, the same variables are set but are
-meaningless: SLURM_PROCID is 0 there with SLURM_NTASKS=16, and a program that uses it waits forever
+In a batch script or in salloc's shell, outside a step, the same variables have no meaning. There
+SLURM_PROCID is 0 also with SLURM_NTASKS=16, and a program that uses it waits forever
 (Lightning#20776). Only a step sets SLURM_STEP_ID. The job's node lists contain all nodes of the
 job; the step's lists contain the nodes of the step.
 
@@ -25,10 +25,10 @@ from clusterjob.node.environments.topology import Topology, Worker, expand_hostl
 from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
-# Equal to RANK if `slurm_task` has set torch's variables from the step's variables.
+# `slurm_task` sets it to RANK when it sets torch's variables from the step's variables.
 TASK_RANK = "CLUSTERJOB_TASK_RANK"
 
-# slurm.h: batch scripts, salloc's shell and similar steps have reserved ids, as numbers or names.
+# Reserved ids of batch scripts, salloc's shell and the like, as numbers or names. Source: slurm.h
 _LOWEST_OF_NO_STEP = 0xFFFFFFF0
 _NO_STEPS = ("batch", "interactive", "extern")
 _MAX_NODES = 65536
@@ -60,7 +60,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
 def nodes_outside_a_step(environ: Mapping[str, str]) -> int:
     """Return the number of nodes of the allocation if this runs in it, but outside its steps.
 
-    That is the case in a batch script and in salloc's shell. Elsewhere the number is 0.
+    This is a batch script or salloc's shell. Elsewhere the number is 0.
     """
     finding = detect(environ)
     if finding is None or finding.source != NOWHERE:
@@ -81,18 +81,17 @@ def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
     """
     if topology.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
         raise PlacementError("SLURM_JOB_ID is not set (master_port)")
-    node = replace(topology, master_port=topology.master_port or meeting_port(environ))
+    node = replace(topology, master_port=topology.master_port or rendezvous_port(environ))
     return Worker(
         node, topology.node_rank, local_rank=0, world_size=topology.nnodes, local_world_size=1
     )
 
 
-def meeting_port(environ: Mapping[str, str]) -> int:
+def rendezvous_port(environ: Mapping[str, str]) -> int:
     """Return the rendezvous port of a step's tasks for a step without MASTER_PORT.
 
-    All tasks compute it from the ids of the job and the step and from the restart count. Rank 0
-    binds it when it starts. clusterjob's agents do not use it: they first bind a port, then
-    announce it.
+    All tasks compute the port from the job id, the step id and the restart count. Rank 0 binds it.
+    clusterjob's agents do not use this port: they bind a port first and then announce it.
     """
     job, step = (environ.get(name, "").strip() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return candidates(
@@ -148,7 +147,7 @@ def _place(reading: Reading) -> Finding:
         placing.ignore(reading, "srun starts the processes itself", "CLUSTERJOB_NPROC_PER_NODE")
     # The port needs a job id: without it all jobs would share one port.
     if master.port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
-        master = replace(master, port=meeting_port(environ))
+        master = replace(master, port=rendezvous_port(environ))
     # A task's own rank is used: with a cyclic distribution it cannot be computed from the node.
     local_world_size = tasks[min(node_rank, nnodes - 1)]  # a larger node rank is refused
     return placing.worker(

@@ -20,8 +20,8 @@ from clusterjob.node.environments.topology import Worker
 def main(argv: Sequence[str]) -> NoReturn:
     """Exec the program with torch's variables.
 
-    If the step gives no rank assignment, the variables stay unset and one line on stderr gives
-    the reason.
+    If the step gives no rank assignment, the program runs without the variables, and one line on
+    stderr gives the reason.
 
     Args:
         argv: the program's command line.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torch's variables for this task; none outside a step.
 
-    One more variable, `slurm_env.TASK_RANK`, lets `bootstrap` recognize that they are Slurm's.
+    `slurm_env.TASK_RANK` is added: by it `bootstrap` knows that the variables come from Slurm.
 
     Args:
         environ: the task's own environment.
@@ -61,8 +61,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     quiet = worker_defaults.quiet_defaults(
         environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes
     )
-    # `slurm_env` checks MASTER_ADDR against the step's nodes, but does not check these two
-    # variables.
+    # `slurm_env` compares MASTER_ADDR with the step's nodes, but accepts these two variables.
     ours = {
         "CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"],
         "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"],

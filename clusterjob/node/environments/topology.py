@@ -1,8 +1,8 @@
 """Define `Topology`, a node's rank assignment, and `Worker`, a process's rank assignment.
 
-A platform that starts one command per node gives a `Topology`: a launcher is still needed. A
-platform that starts one command per process gives a `Worker`. Two types prevent the common error
-of confusing node ranks with process ranks.
+A platform that starts one command per node gives a `Topology`; a launcher then starts the workers.
+A platform that starts one command per process gives a `Worker`. With two types, node ranks are not
+used as process ranks by mistake.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def expand_hostlist(text: str) -> list[str]:
     """Return the host names of a Slurm host list, in the written order.
 
     An example is ``gpu[01-03,7]-ib,login``. Ranges count up and keep the leading zeros of their
-    first number. Several brackets in a name count like digits: the last bracket changes
-    fastest. (Slurm 22.05 has the same order for up to two brackets. It refuses text after a bracket
-    in some places, and counts three brackets in another order.)
+    first number. In a name with several brackets, the last bracket changes fastest, as in Slurm
+    22.05 with up to two brackets. For three brackets Slurm has another order, and it refuses some
+    texts after a bracket.
 
     Args:
         text: the list; commas or white space separate the names.

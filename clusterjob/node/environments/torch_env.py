@@ -15,8 +15,8 @@ from clusterjob.node.environments.slurm_env import TASK_RANK
 
 # RANK alone counts nodes on several platforms; with one of these variables it counts processes.
 _OF_A_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-# Launchers whose agents have already met at MASTER_ADDR, so that it may be a loopback address.
-_MET = ("clusterjob", "torchrun")
+# The agents of these launchers have used MASTER_ADDR already, so a loopback address is right.
+_AGENTS_CONNECTED = ("clusterjob", "torchrun")
 
 
 def detect(environ: Mapping[str, str]) -> Finding | None:
@@ -82,7 +82,7 @@ def read(environ: Mapping[str, str]) -> Finding:
         master=Master(master_addr, master_port),
         node_rank=node_rank,
         nnodes=nnodes,
-        refuse_loopback=reading.source not in _MET,
+        refuse_loopback=reading.source not in _AGENTS_CONNECTED,
     )
 
 

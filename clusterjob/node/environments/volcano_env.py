@@ -58,7 +58,7 @@ def _own_list(reading: Reading, lists: dict[str, list[str]]) -> str | None:
     if not lists:
         reading.conflicts.append("VC_WORKER_HOSTS is not set (nnodes)")
         return None
-    # An index counts within a task. Only the pod's host name shows which task it belongs to.
+    # An index counts the pods of one task. Only the host name shows the task of this pod.
     own = reading.value("HOSTNAME")
     mine = [
         name

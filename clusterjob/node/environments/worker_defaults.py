@@ -1,4 +1,4 @@
-"""Provide variables that workers get unless the user has set them: network, output, threads."""
+"""Default variables of workers for network, output and threads, unless the user sets them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def thread_defaults(
 
 
 def _cpus_of_a_task(environ: Mapping[str, str]) -> int | None:
-    """Return Slurm's cores per task if the step starts the workers; None if our agent does."""
+    """Return Slurm's cores per task if the step starts the workers; None if an agent does."""
     text = environ.get("SLURM_CPUS_PER_TASK", "")
     one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
     return (

@@ -1,9 +1,9 @@
 """Provide the endpoints and the rendezvous port that PaddlePaddle's processes need.
 
-Rank 0 binds PADDLE_MASTER itself; it cannot inherit a bound socket. So each agent reserves ports
-for its workers: it binds them with SO_REUSEADDR and never listens. Linux does not assign such a
-port to a bind to port 0 or to an outgoing connection. A process that sets SO_REUSEADDR can still
-bind it and listen; PaddlePaddle and Python's servers do so.
+PaddlePaddle's processes bind their ports themselves; they cannot inherit a bound socket. So each
+agent reserves ports for its workers: it binds them with SO_REUSEADDR and never listens. Linux then
+gives such a port to no other program that asks for any free port. A process that sets SO_REUSEADDR
+can still bind the port and listen, as PaddlePaddle and Python's servers do.
 
 Source: PaddlePaddle 3.3.1, python/paddle/distributed/parallel.py and
 launch/controllers/collective.py.
