@@ -259,7 +259,7 @@ class Fetch:
         """Return which existing files to replace, of those that differ in size or time.
 
         A file is replaced without a question if an earlier fetch wrote it and it has not changed
-        since. The user is asked about all other files, and about code that was sent, because it
+        since. The user is asked about all other files, and about code that was sent, which
         may run here.
         """
         sent = self._request.sent

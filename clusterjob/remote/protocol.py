@@ -1,7 +1,7 @@
 """Client side of the host server's protocol: requests and answers with limits and schemas.
 
-A request is one line of JSON followed by bytes; so is its answer. Length and time of an answer are
-limited. `clusterjob.node.host_server.server` is the server side.
+Requests and answers have the same form: one line of JSON, followed by bytes. Length and time of an
+answer are limited. `clusterjob.node.host_server.server` is the server side.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Context(Preemptible):
 
             dist.destroy_process_group()
         if joined:
-            # An object that holds the destroyed group, such as a DDP model, keeps gloo's threads.
+            # Objects that hold the destroyed group, such as a DDP model, keep gloo's threads alive.
             torch_patches.wait_for_gloo()
         return False
 

@@ -21,7 +21,7 @@ class ProcessState:
     """State of this process between `init` and its end.
 
     Attributes:
-        context: the context that `init` returned, until it is left.
+        context: the context that `init` returned; None after the end of the context.
         timeout: the timeout that `init` was given, in seconds.
         rounds: number of process groups that were made in this process.
         pid: pid of the process that called `init`. A forked child inherits this state and must

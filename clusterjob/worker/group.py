@@ -116,10 +116,10 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
 def load_functional() -> None:
     """Import torch.distributed.nn.functional before there is a process group, if torch has it.
 
-    When that module is imported, its functions take the default group as a default argument. If
-    the group exists by then, such as when the first optimizer is made, it is kept forever: gloo's
-    threads outlive destroy_process_group() and sometimes abort the process when the interpreter
-    exits (pytorch#179291).
+    The import stores the current default group in default arguments of functions. A group that
+    exists at that time is kept forever: gloo's threads outlive destroy_process_group() and
+    sometimes abort the process when the interpreter exits (pytorch#179291). torch's first optimizer
+    imports the module too.
     """
     import torch.distributed as dist
 

@@ -88,9 +88,9 @@ class GroupFormation:
                 if self._over.wait(due - self._waited()):
                     return
                 if self._first(store, f"probe{number}"):
-                    self._look(store)
+                    self._print_unresponsive(store)
 
-    def _look(self, store: Any) -> None:
+    def _print_unresponsive(self, store: Any) -> None:
         """Print which ranks do not answer, or that all ranks wait for each other."""
         without, silent = self._without(store)
         if silent:

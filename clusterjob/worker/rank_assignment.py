@@ -38,7 +38,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
 
     Raises:
         UsageError: rank or world_size is missing in `given`.
-        PlacementError: the environment is half-set, contradictory, or gives a node only.
+        PlacementError: the environment is incomplete, contradictory, or gives a node only.
     """
     if given and not {"RANK", "WORLD_SIZE"} <= given.keys():
         raise UsageError(
@@ -50,7 +50,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
     if checked and given:
         given = _on_one_machine(_among_siblings(given, timeout))
     variables = _local_rank_of_argv() | given
-    # Given ranks are read as torch's variables; the rest of the environment is ignored.
+    # Given ranks are read like torch's variables; the variables of other families are ignored.
     finding = (
         torch_env.read(os.environ | variables)
         if variables

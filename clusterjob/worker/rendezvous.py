@@ -37,7 +37,7 @@ _FARTHEST_CLOCK = 60.0  # seconds; a larger difference of two hosts' clocks is r
 _QUICK = 3.0  # maximum seconds of a normal start
 # Seconds between two polls of the overseeing rank.
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.01
-_EAGER_PAUSE = 0.002  # maximum pause during a normal start: all ranks wait for that poll
+_EAGER_PAUSE = 0.002  # maximum pause in a normal start, in which all ranks wait for the poll
 _MAX_ANSWER = 4000
 Ask = Callable[..., None]  # (missing ranks, final=whether the caller gives up)
 
@@ -145,7 +145,7 @@ def _enter(call: _Call) -> bool:
         _answer(store, refused, hint=hint)
     if (
         first.time - own.time > _FARTHEST_CLOCK
-    ):  # the other way round, this rank may only have started later
+    ):  # an earlier time is normal: the first rank started before
         off = f"at least {first.time - own.time:.0f} s"
         if own.rank == 0:
             report_clock(store, first, how=f"{off} ahead of rank 0's")
@@ -185,7 +185,7 @@ def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
             return
         if not repeated and store.check(["again"]):
             repeated, pause = True, _MIN_PAUSE
-            _repeat(call)
+            _confirm(call)
         waited = time.monotonic() - begin
         if oversees and all_wait and waited > _QUICK:
             all_wait = False
@@ -238,11 +238,11 @@ def _answer_all(call: _Call, seconds: float) -> None:
     everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in ranks])]
     took = max(each.time for each in everybody) - min(each.time for each in everybody)
     if store.check(["end_wait"]) or took > _QUICK:  # wrong clocks only cause one more confirmation
-        _call_again(call, seconds)
+        _await_confirmations(call, seconds)
     _answer(store, nodes=_machines(everybody))
 
 
-def _call_again(call: _Call, seconds: float) -> None:
+def _await_confirmations(call: _Call, seconds: float) -> None:
     """Wait until all ranks have confirmed: if the last rank joined late, others may have died.
 
     torch would wait for them without a message. A rank that does not answer is named, and at the
@@ -257,7 +257,7 @@ def _call_again(call: _Call, seconds: float) -> None:
     due, seconds = next(notices), max(seconds, _GRACE / 2)
     store.set("again", "")
     store.set("end_wait", "")
-    _repeat(call)
+    _confirm(call)
     while store.add("repeated", 0) < worker.world_size and not store.check(["go"]):
         waited = time.monotonic() - begin
         if waited > min(due, seconds):
@@ -276,8 +276,8 @@ def _call_again(call: _Call, seconds: float) -> None:
         time.sleep(_MAX_PAUSE)
 
 
-def _repeat(call: _Call) -> None:
-    """Confirm that this process is still alive."""
+def _confirm(call: _Call) -> None:
+    """Tell rank 0 that this process is still alive."""
     call.store.set(f"again{call.own.rank}", "")
     call.store.add("repeated", 1)
 

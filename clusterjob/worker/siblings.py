@@ -22,7 +22,7 @@ ADDRESS = "127.0.0.1"
 _TIMEOUT = 1800.0  # seconds, torch's default for gloo
 _PAUSE = 0.01
 _BACKLOG = 4096
-_held: dict[int, socket.socket] = {}  # on rank 0: port -> a listener that is not taken over yet
+_held: dict[int, socket.socket] = {}  # on rank 0: port -> listener, until the store uses it
 _signs: list[socket.socket] = []
 _rounds = itertools.count()
 

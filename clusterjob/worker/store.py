@@ -28,7 +28,7 @@ _PARTING = 5.0  # seconds that rank 0 waits at its end until all ranks have the 
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two polls of the number of joined ranks
 _BACKLOG = 4096
-# Stores that this process serves, by its pid and their address.
+# Stores that this process serves, by (pid, host, port).
 _own: dict[tuple[int, str, int], Any] = {}
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -212,7 +212,7 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
     """Wait until rank 0 listens at its port; meanwhile print the error once per host.
 
     Raises:
-        RendezvousError: rank 0 cannot be reached within the timeout, or at all.
+        RendezvousError: rank 0 cannot be reached.
     """
     notices = once_per_host.notice_times()
     begin = time.monotonic()

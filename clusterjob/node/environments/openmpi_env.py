@@ -56,7 +56,7 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
 def _other_master(
     reading: Reading, *, alone: bool, hosts: list[str]
 ) -> tuple[str | None, int | None]:
-    """Return rank 0's host and port if MASTER_ADDR is not set; None for each unknown one."""
+    """Return rank 0's host and port from variables of Azure ML, SageMaker or mpirun, or None."""
     if not reading.is_set("MASTER_ADDR"):
         for variable in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
             if reading.is_set(variable):

@@ -30,8 +30,8 @@ class Finding:
         placement: a `Worker` or a `Topology`; None if nothing was found or there are conflicts.
         evidence: the variable that gave each field.
         ignored: variables that are set but were not used.
-        conflicts: one line for each reason why there is no rank assignment; empty if there is no
-            reason.
+        conflicts: one line for each reason why the variables give no rank assignment; empty
+            without such reasons.
     """
 
     source: str

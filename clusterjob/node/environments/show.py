@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(*, as_json: bool) -> int:
-    """Print the detected environment and return the exit code, 1 with a conflict."""
+    """Print the detected environment; return the exit code: 1 if there is a conflict, else 0."""
     found = describe(environments.detect(environments.look_up(os.environ)))
     if as_json:
         # ASCII only, so that any encoding of stdout can represent it.

@@ -61,7 +61,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     quiet = worker_defaults.quiet_defaults(
         environ, own["MASTER_ADDR"], nnodes=worker.topology.nnodes
     )
-    # `slurm_env` compares MASTER_ADDR with the step's nodes, but accepts these two variables.
+    # `slurm_env` refuses some values of MASTER_ADDR, but accepts any value of these variables.
     ours = {
         "CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"],
         "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"],

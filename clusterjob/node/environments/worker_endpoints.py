@@ -91,7 +91,7 @@ def may_be_used(program: Program) -> bool:
 def listed(endpoints: Sequence[str]) -> str:
     """Return PADDLE_TRAINER_ENDPOINTS; empty if it is too long for an environment variable.
 
-    gloo and NCCL do not need it.
+    PaddlePaddle needs the variable neither for gloo nor for NCCL.
     """
     text = ",".join(endpoints)
     return text if len(text) <= _LONGEST else ""

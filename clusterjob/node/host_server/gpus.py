@@ -308,7 +308,7 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
 def share(count: int, environ: Mapping[str, str]) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for a job that needs `count` GPUs; None to leave it unchanged.
 
-    Reads the driver's files instead of running nvidia-smi, which may take seconds.
+    The function reads the driver's files: nvidia-smi may take seconds.
 
     Raises:
         TooFewGpusError: there are fewer GPUs.

@@ -1,4 +1,4 @@
-"""Write files atomically: write a temporary file, flush it to disk, rename it into place."""
+"""Read files with limits, and write them atomically: temporary file, flush to disk, rename."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def kill_descendants() -> None:
     for _ in range(100):
         try:
             left = descendants(os.getpid())
-        except OSError:  # no free descriptor; the kernel ends the workers with the forkserver
+        except OSError:  # no descriptor is free; PR_SET_PDEATHSIG ends the workers instead
             return
         if not left:
             return
@@ -182,7 +182,7 @@ def end_groups(leaders: list[int], timeout: float) -> None:
 
 
 def group_members(leader: int) -> list[int]:
-    """Return the live processes of a group; a zombie, which still accepts signals, is not one."""
+    """Return the processes of a group that are not zombies."""
     return [
         pid
         for pid, fields in running().items()
