@@ -158,7 +158,7 @@ def describe_missing(store: Any, worker: Worker, missing: list[int], *, started:
 
     Args:
         store: the store of the rendezvous.
-        worker: the own rank assignment.
+        worker: this process's rank assignment.
         missing: the ranks.
         started: whether a launcher has started all ranks.
     """

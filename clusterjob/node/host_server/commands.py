@@ -34,8 +34,8 @@ class _Command:
 class Commands:
     """The commands of one session.
 
-    The end of the session does not end a running command: the controller may have received the
-    request of an sbatch already.
+    The end of the session does not end a running command: the controller may already have received
+    its request, such as one of sbatch.
 
     Args:
         home: clusterjob's directory on this host.

@@ -244,7 +244,7 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            # Debian resolves the own name to 127.0.1.1, which other machines cannot reach.
+            # Debian resolves its own name to 127.0.1.1, which other machines cannot reach.
             if str(address[0]).startswith("127.") and not is_loopback(host) and not alone:
                 address = ("0.0.0.0", port)  # noqa: S104
             listener.bind(address)
