@@ -100,7 +100,7 @@ def test_certificate_of_revoked_authority_is_refused(
     host.stop()
     host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
     try:
-        assert pool.connection(Host("gpu3")).run("true")[0] == 0
+        assert pool.connection(Host("gpu3")).execute("true").recv_exit_status() == 0
         (tmp_path / "revoked").write_text(f"{authority}\n")
         checked_output(
             "ssh-keygen",
