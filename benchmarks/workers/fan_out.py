@@ -16,7 +16,7 @@ pool = Pool(ConnectOptions(timeout=60.0, warn=print, ssh_config=Path(config)))
 
 def work(host: Host) -> int:
     connection = pool.connection(host)
-    return connection.run(command[0])[0] if command else 0
+    return connection.execute(command[0]).recv_exit_status() if command else 0
 
 
 outcome = for_each(parse_hosts(names), work)
