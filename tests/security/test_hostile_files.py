@@ -175,7 +175,8 @@ def test_timeline_of_any_content_loses_no_log_line(
     assert len(lines) == data.count(b"\n") + (data != b"" and not data.endswith(b"\n"))
 
 
-LABEL = st.sampled_from(["0", "0-3", "0-999999999", "node0", "0-24,0-24,5-9", "3,1", ""])
+# A label of many ranks creates many files, which has a test of its own below.
+LABEL = st.sampled_from(["0", "0-3", "0-99", "node0", "0-24,0-24,5-9", "3,1", ""])
 LINE = st.one_of(
     st.builds(
         "{}@{}.0 [{}]{}{} {}".format,
