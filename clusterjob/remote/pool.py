@@ -156,26 +156,31 @@ def for_each(
         BaseException: any error other than `HostError`, such as Ctrl-C or a bug.
     """
     outcome: TaskOutcome[Key, Result] = TaskOutcome()
-    threads = threading.BoundedSemaphore(_THREADS)
-    interrupted = threading.Event()
+    futures: list[tuple[Key, Future[Result]]] = [(key, Future()) for key in keys]
+    waiting = iter(futures)
+    taking = threading.Lock()
 
-    def run(key: Key) -> Result:
-        with threads:
-            if interrupted.is_set():
-                raise HostError(str(key), "interrupted")
-            return work(key)
+    def serve() -> None:
+        while True:
+            with taking:
+                key, future = next(waiting, (None, None))
+            if future is None:
+                return
+            _fulfil(future, partial(work, key))  # type: ignore[arg-type]
 
-    futures = [in_background(partial(run, key)) for key in keys]
+    for _ in range(min(len(keys), _THREADS)):
+        threading.Thread(target=serve, name="clusterjob-ssh", daemon=True).start()
     try:
-        for key, future in zip(keys, futures, strict=True):
+        for key, future in futures:
             try:
                 outcome.results[key] = future.result()
             except HostError as error:
                 outcome.errors[key] = error
     except BaseException:
-        interrupted.set()
         if stop is not None:
             stop.set()
+        with taking:
+            waiting = iter(())
         raise
     return outcome
 
@@ -186,15 +191,17 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
     The program can end while the thread still waits for a host that does not answer.
     """
     future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="clusterjob-ssh", daemon=True).start()
+    threading.Thread(
+        target=_fulfil, args=(future, work), name="clusterjob-ssh", daemon=True
+    ).start()
     return future
+
+
+def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def complaint(errors: Mapping[Key, HostError] | Iterable[HostError], total: int) -> tuple[str, str]:
