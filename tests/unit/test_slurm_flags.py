@@ -270,7 +270,7 @@ def test_dependency_is_parsed_and_written() -> None:
         == "afterok:1:2,afterany:3_4"
     )
     for text, message in (
-        ("afterwards:1", "no kind of dependency"),
+        ("afterwards:1", "is not a kind of dependency"),
         ("afterok:", "names no job"),
         ("", "names no job"),
     ):
