@@ -114,7 +114,7 @@ class _File:
             self.offset = begin
 
     def _lines(self, whole: bytes, seconds: float) -> list[LogLine]:
-        """Return complete lines from bytes that lack the last newline."""
+        """Return the lines of `whole`, which begins with `rest` and lacks the last newline."""
         # Decode all lines at once: decoding line by line takes much longer.
         texts = whole.decode(errors="surrogateescape" if self.raw else "replace").split("\n")
         if not self.raw and b"\r" in whole:
