@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from job_variables import is_job_variable
 from login_user import laptop, laptop_of_each_cluster  # noqa: F401  fixtures
 from preloaded import COMMAND_MODULES, SCRIPT_MODULES, Preloaded, preloaded_process
 from procs import (
@@ -46,17 +47,6 @@ from volc_platform import volc, volc_machines  # noqa: F401  fixtures
 from clusterjob.core import node_zip
 
 SETTLING = 5.0  # seconds in which the processes, sockets and threads of a test must end
-_FAMILIES = (
-    "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_",
-    "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PALS_", "JSM_", "LSB_", "FLUX_", "PADDLE_",
-    "VC_", "VK_", "MA_NUM_", "SKYPILOT_", "SM_", "AZ_BATCH", "DLC_", "AIHC_",
-)  # fmt: skip
-_ALONE = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME", "RES_OPTIONS", "PYTHONUNBUFFERED",
-)  # fmt: skip
-
 settings.register_profile("clusterjob", deadline=None)
 settings.load_profile("clusterjob")
 
@@ -133,7 +123,7 @@ def _isolated_environment(tmp_path_factory: pytest.TempPathFactory, _cache: Path
     marker = uuid.uuid4().hex
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            if name.startswith(_FAMILIES) or name in _ALONE:
+            if is_job_variable(name):
                 patch.delenv(name)
         home = tmp_path_factory.mktemp("home")
         # Without cached bytecode, each command compiles the package.

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from job_variables import is_job_variable
+
 if TYPE_CHECKING:
     from preloaded import ForkedProgram, Preloaded
 
@@ -32,22 +34,8 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "exec": (sys.executable, "-m", "clusterjob.node", "--start", "exec", "--nproc-per-node"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"),
 }
-_FOREIGN = (
-    "CLUSTERJOB_",
-    "TORCHELASTIC_",
-    "MASTER_",
-    "GROUP_",
-    "ROLE_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-    "PET_",
-    "MLP_",
-    "PADDLE_",
-)
 _SHARES = 4  # the largest number of pytest processes that choose ports at the same time
 _given: set[int] = set()
-_FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -61,11 +49,7 @@ class Run:
 
 def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment without variables of a job, with TMPDIR in the test's directory."""
-    keep = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
-    }
+    keep = {name: value for name, value in os.environ.items() if not is_job_variable(name)}
     own = {
         "TMPDIR": _short_link(directory),
         "PYTHONPATH": str(ROOT),

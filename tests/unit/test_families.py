@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_variables import is_job_variable
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.environments import FAMILIES, detect, flux_env, hydra_env, lsf_env, pals_env
+from clusterjob.node.environments.conflicts import PLATFORMS
 from clusterjob.node.environments.topology import Topology, Worker
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -692,6 +694,17 @@ def test_every_family_has_a_fixture() -> None:
     assert found | {"torch_env", "clusterjob_env", "slurm_env"} == {
         family.__module__.rpartition(".")[2] for family in FAMILIES
     }
+
+
+def test_every_platform_conflicts_with_another_that_disagrees() -> None:
+    launchers = {"slurm", "clusterjob"}  # they start tasks inside a platform
+    assert {detect(environ).source for environ, _, _ in NODES.values()} - launchers <= PLATFORMS
+
+
+def test_every_variable_of_a_family_is_removed_from_test_environment() -> None:
+    # Names that are no identifiers are keys of looked-up values.
+    names = {name for environ, _, _ in EVERY.values() for name in environ if name.isidentifier()}
+    assert {name for name in names if not is_job_variable(name)} == {"HOSTNAME"}
 
 
 @pytest.mark.parametrize("name", EVERY)

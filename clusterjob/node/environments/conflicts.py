@@ -10,7 +10,7 @@ from clusterjob.node.environments.topology import Topology, Worker
 
 # Platforms start one command per node. A machine belongs to one platform, so the variables of two
 # platforms must agree.
-_PLATFORMS = frozenset(
+PLATFORMS = frozenset(
     (
         "mlp",
         "kubeflow",
@@ -67,7 +67,7 @@ def _incomplete_process(winner: Finding, others: Sequence[Finding]) -> tuple[str
         (
             other
             for other in others
-            if isinstance(other.placement, Topology) and other.source in _PLATFORMS
+            if isinstance(other.placement, Topology) and other.source in PLATFORMS
         ),
         None,
     )
@@ -101,7 +101,7 @@ def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:
     elif (
         isinstance(first, Topology)
         and isinstance(second, Topology)
-        and {winner.source, other.source} <= _PLATFORMS
+        and {winner.source, other.source} <= PLATFORMS
     ):
         counts = {
             second.nnodes,
