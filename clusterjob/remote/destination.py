@@ -237,8 +237,10 @@ class Destination:
             names.pop(0)
         try:
             target = Path(os.path.normpath(place.parent.resolve() / link))
-            os.fsencode(link)
+            valid = b"\0" not in os.fsencode(link)
         except (ValueError, RuntimeError):
+            valid = False
+        if not valid:
             return "a link that cannot be created here"
         if (
             not link

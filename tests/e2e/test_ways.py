@@ -201,7 +201,7 @@ def test_resnet_example_is_resnet_34(images: Any) -> None:
 
 
 def test_image_folder_has_stable_train_test_split(images: Any, tmp_path: Path) -> None:
-    images.make(tmp_path, per_class=10, size=16)
+    images.make_images(tmp_path, per_class=10, size=16)
     train, test = (images.ImageFolder(tmp_path, 8, held_out=flag) for flag in (False, True))
     assert train.classes == test.classes == ["circles", "squares", "triangles"]
     assert (len(train), len(test)) == (24, 6)
@@ -209,7 +209,7 @@ def test_image_folder_has_stable_train_test_split(images: Any, tmp_path: Path) -
     tensor, label = test[0]
     assert (tuple(tensor.shape), label) == ((3, 8, 8), 0)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.png")}
-    images.make(tmp_path, per_class=10, size=16)
+    images.make_images(tmp_path, per_class=10, size=16)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     (tmp_path / "lone").mkdir()
     with pytest.raises(SystemExit, match="at least two classes"):
@@ -232,7 +232,7 @@ def test_resnet_example_trains_on_image_folder(processes: int, images: Any, tmp_
         "model.pt",
     ]
     if processes == 1:
-        images.make(tmp_path / "photos", per_class=40, size=32)
+        images.make_images(tmp_path / "photos", per_class=40, size=32)
         out = python(tmp_path, *args, "--data", "photos")
     else:
         out = on_two(tmp_path, *args)

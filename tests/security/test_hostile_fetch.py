@@ -234,6 +234,7 @@ def test_links_that_together_point_outside_are_not_created(
         link("p/x", "e/../../outside"), link("p/e", ".."), link("up", "p/../.."),
         link("q", "p/e/e/e"), link("ring", "ring2"), link("ring2", "ring"),
         link("abs", "/etc/passwd"), link("good", "p/file"), link("dangling", "p/absent"),
+        link("nul", "a\0b"),
     ]  # fmt: skip
     with hostile(site.ssh_network.hosts["gpu1"], sender(file("p/file"), *links)):
         done = fetch(record, tmp_path / "deep" / "here")
@@ -243,7 +244,7 @@ def test_links_that_together_point_outside_are_not_created(
     assert not {"p/x", "up", "ring", "abs"} & kept
     for name in kept:
         assert (root / name).resolve().is_relative_to(root)
-    assert {text.partition(":")[0] for text in done.passed_over} >= {"p/x", "up", "abs"}
+    assert {text.partition(":")[0] for text in done.passed_over} >= {"p/x", "up", "abs", "nul"}
 
 
 def test_file_is_not_written_through_a_link_from_host(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import TEST_TIMEOUT, finish, script, start_manually
+from preloaded import Preloaded
 from procs import WITH_TORCH, Job, wait_until
 
 from clusterjob.errors import RendezvousError
@@ -62,9 +63,11 @@ def test_forged_answer_in_store_fails_the_job_and_is_not_shown(make_job: MakeJob
 
 
 @pytest.mark.slow  # rank 0 waits a minute for a reader that the forged answer has ended
-def test_forged_answer_without_store_key_is_shown_escaped(tmp_path: Path) -> None:
+def test_forged_answer_without_store_key_is_shown_escaped(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     """Under other launchers no process has a key, so the text is shown, but escaped."""
-    started = start_manually(2, [script(tmp_path, INIT)], tmp_path)
+    started = start_manually(preloaded, 2, [script(tmp_path, INIT)], tmp_path)
     wait_until((tmp_path / "port").exists, TEST_TIMEOUT)
     port = int((tmp_path / "port").read_text())
     wait_until(lambda: is_listening(port), TEST_TIMEOUT)

@@ -221,7 +221,7 @@ def test_dependency_on_array_element_or_ended_job_is_waited_for_or_dropped(user:
     user("wait", raw)
     before = sorted(os.listdir(user.home / "jobs"))
     for dependency, error in (
-        ("nobody-222222", "there is no job"), ("afterwards:x", "no kind of dependency"),
+        ("nobody-222222", "there is no job"), ("afterwards:x", "is not a kind of dependency"),
         (array, f"job {array}_1 has ended FAILED"), (f"{array}_1", "has ended FAILED"),
         (f"afternotok:{raw}", "has ended SUCCEEDED"),
     ):  # fmt: skip

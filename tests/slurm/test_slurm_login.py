@@ -302,7 +302,7 @@ def test_array_is_split_at_max_array_size_of_profile(laptop: Laptop) -> None:
         "element 7\n",
     ]
     assert (
-        "is no number of elements"
+        "is not a number of at least 1"
         in laptop(
             "render",
             "--cluster",
