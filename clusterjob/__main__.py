@@ -12,8 +12,8 @@ _INTERRUPTED = 130  # 128 + SIGINT
 def main() -> int:
     """Run the command line and return its exit code."""
     if sys.argv[1:2] == ["launch"]:
-        # This process runs on a node. It does not load the submit half: the workers' forkserver
-        # stays small.
+        # This process runs on a node. It does not load the submit half, so that the workers'
+        # forkserver stays small.
         try:
             from clusterjob.node.launch import main as launch
         except KeyboardInterrupt:

@@ -115,7 +115,7 @@ def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith("CLUSTERJOB_")
     }
     # Do not use a platform's master address: several calls of `spawn` may run at the same time, and
-    # its port can serve only one of them.
+    # a port can serve only one of them.
     environ |= {
         "CLUSTERJOB_NNODES": "1",
         "CLUSTERJOB_NODE_RANK": "0",

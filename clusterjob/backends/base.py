@@ -234,7 +234,7 @@ _loaded: dict[str, Backend] = {}
 
 
 def instance(name: str) -> Backend:
-    """Return this process's only instance of a backend; it may hold connections and lifelines."""
+    """Return the process's one instance of a backend, which may hold connections and lifelines."""
     if name not in _loaded:
         _loaded[name] = load(name)
     return _loaded[name]

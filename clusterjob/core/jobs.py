@@ -85,7 +85,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         try:
             record = records.with_handle(record, handle)
         except (ClusterJobError, KeyboardInterrupt):
-            # Cancel it: without a saved handle, no command could find the job. The file that
+            # Cancel the job: without a saved handle, no command could find it. The file that
             # `ends.cancel` writes below cannot stop a job that waits in a queue.
             with contextlib.suppress(ClusterJobError):
                 backend.cancel(records.elements(replace(record, handle=handle)))
@@ -127,7 +127,8 @@ def _remove_leftovers(records: Records) -> None:
             or any((job_dir / ENDS).glob("*"))
         ):
             continue
-        # The directory of a job in a queue looks unused too, and NFS may list its record late.
+        # A queued job's directory looks unused too, and its record may be missing from `known`:
+        # NFS lists new files late.
         with contextlib.suppress(OSError):
             if files.is_old(job_dir) and not records.has(job_dir.name):
                 shutil.rmtree(job_dir, ignore_errors=True)

@@ -374,7 +374,7 @@ def _check_script(workdir: Path, target: str) -> None:
         )
 
 
-@functools.lru_cache(maxsize=4)  # each copy of a spec is validated again, with the same source
+@functools.lru_cache(maxsize=4)  # every copy of a spec is validated, with the same source
 def _syntax_error(source: bytes, name: str) -> str:
     try:
         with warnings.catch_warnings():

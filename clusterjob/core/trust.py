@@ -142,10 +142,10 @@ def check(
         path: the project's file.
         data: its content.
         lines: the settings of the file that the command would use and that need trust.
-        workdirs: the directory in which the program starts; if the project's file sets it, also the
-            user's current directory. The program must be inside the project, whichever of them its
-            path is relative to. Otherwise a file could set `workdir` so that another project's
-            program seems to be its own.
+        workdirs: the directory in which the program starts. If the project's file sets it, also the
+            user's current directory: relative to each of the two, the program's path must lead
+            into the project. Otherwise a file could set `workdir` to make another project's program
+            look like its own.
         use: how the command will use the settings.
 
     Raises:

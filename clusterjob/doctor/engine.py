@@ -127,7 +127,7 @@ def one_line(text: str) -> str:
 
 
 def of_hosts(found: Mapping[str, CheckFinding], total: int | None = None) -> Iterator[CheckFinding]:
-    """Yield the findings of hosts; hosts with equal findings share one that names them.
+    """Yield the findings of hosts; one finding names all hosts whose findings are equal.
 
     Args:
         found: the finding of each host, by host name.

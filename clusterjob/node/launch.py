@@ -123,7 +123,8 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             console.print(f"logs: {job_dir}")
         if topology.node_rank == 0:
             console.print_verdict(verdict)
-        # While the signal handlers are set: a platform may stop this node when another has ended.
+        # Write all output while the signal handlers are set: a platform may stop this node when
+        # another node has ended.
         console.close()
         return verdict
 
@@ -187,7 +188,7 @@ def _fork_forkserver(
             )
         )
     forkserver_end.close()
-    if stdin:  # 0 may be the user's terminal
+    if stdin:  # descriptor 0 may be the user's terminal
         os.close(stdin)
     return pid, agent_end
 

@@ -1,8 +1,8 @@
 """The directory that fetched results are written to.
 
 Nothing is written outside of this directory, into a version control directory or into a git
-repository. No link leads outside: only the first parts of its target may be ``..``, and each later
-part is a directory, or a link that does not lead outside either.
+repository. No link leads outside: its target may begin with ``..`` parts, and each later part is a
+directory or a link that stays inside.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class HostReport:
         home: clusterjob's directory there; empty if the host did not answer.
         machine: identity of the machine, which does not depend on its name or address.
         reached_at: the host's own address of this connection.
-        ahead: seconds by which the host's clock is at least ahead of the local clock; negative if
-            it is behind; 0 if a slow answer hides the difference; None without an answer.
+        ahead: the smallest possible difference of the two clocks in seconds: positive if the host's
+            clock is ahead, negative if it is behind; None without an answer.
     """
 
     host: str
@@ -68,7 +68,7 @@ def probe_hosts(sessions: Sessions, place: Place, *, own: bool = True) -> list[H
         except HostError as error:
             why = error.why if error.host == str(host) else error.message
             return HostReport(str(host), address, error=why, hint=error.hint)
-        # The host read its clock between begin and end: any time between them counts as equal.
+        # The host read its clock between begin and end: a time between them shows no difference.
         ahead = max(answer["time"] - end, min(0.0, answer["time"] - begin))
         return HostReport(
             str(host),

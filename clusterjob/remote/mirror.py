@@ -143,7 +143,7 @@ def keep(
             files.write_atomic(path, content)
             stamps[file["path"]] = file["stamp"]
         else:
-            # At its offset, not at the end: another process may mirror the same bytes now.
+            # Write at the offset, not at the end: another process may mirror the same bytes now.
             handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.pwrite(handle, content, file["offset"])
@@ -176,7 +176,7 @@ class JobMirror:
         self._log = re.compile(rf"logs/node{node}/[\w.-]+", re.ASCII)
 
     def poll(self, session: Session | Exchange, *, logs: bool) -> PollAnswer:
-        """Transfer new data.
+        """Fetch the new data of the node's files.
 
         Returns:
             The host's answer: whether the job is ``known`` there, its agent is ``alive``, and there

@@ -115,7 +115,8 @@ class Deadline:
 class Exchange:
     """Sends requests to a host, one at a time.
 
-    After an error it closes the stream: what remains of an answer would be read as the next answer.
+    After an error it closes the stream; otherwise the rest of an answer would be read as the next
+    answer.
 
     Args:
         label: the host, for errors.

@@ -148,9 +148,10 @@ class Context(Preemptible):
     def _abandon(self) -> None:
         """Leave the group during a collective, without waiting for peers that may have ended.
 
-        gloo's destructor waits for running collectives, such as DDP's when backward() fails.
-        destroy_process_group() calls it, and so does the exit of the interpreter. With torch 2.13
-        the wait took until the peer ended or 30 minutes had passed. NCCL has an abort call.
+        gloo's destructor waits for running collectives, such as those of DDP when backward() fails.
+        destroy_process_group() and the exit of the interpreter call this destructor. With torch
+        2.13 it waited until the peer ended or 30 minutes had passed. For NCCL, torch has a function
+        that aborts the group.
         """
         import torch.distributed as dist
 

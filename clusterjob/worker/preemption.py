@@ -81,7 +81,7 @@ class Preemptible:
             SystemExit: always.
         """
         descriptor = process.report_pipe()
-        if descriptor is not None:  # the agent must know before any peer can fail because of it
+        if descriptor is not None:  # before this process leaves: peers may fail when it has left
             report.report(
                 descriptor,
                 self.local_rank,
@@ -113,8 +113,8 @@ class _Watch:
         self._pipe: int | None = None  # the agent's pipe, which is polled and never read
         self._job_dir: Path | None = None
         self._next_poll = 0.0
-        self._callbacks: list[Callable[[], object]] = []  # for the main thread
-        self._others: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []  # called on the main thread
+        self._others: list[Callable[[], object]] = []  # called on the waiting thread
         self._calling = False
         self._call_number = 0  # the signal by which the waiting thread interrupts the main thread
         self._thread: threading.Thread | None = None

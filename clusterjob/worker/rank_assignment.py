@@ -180,9 +180,9 @@ def _local_rank_of_argv() -> dict[str, str]:
 
 
 def _alone_on_its_node(finding: Finding) -> Finding:
-    """Return a Slurm node as a worker if the step has one task on each node.
+    """Return the finding; a Slurm node with a single task becomes a process.
 
-    The address of node 0 is resolved with Slurm if its name does not resolve.
+    If node 0's name does not resolve, Slurm gives its address.
     """
     placement = finding.placement
     if finding.source != slurm_env.SOURCE or placement is None:

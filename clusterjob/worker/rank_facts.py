@@ -196,5 +196,5 @@ def report_clock(store: Any, of: Facts, how: str) -> None:
 
 
 def whose(facts: Facts) -> str:
-    """Return whose clock this is, as text."""
+    """Return the owner of a clock, as text: ``rank 0's`` or ``that of rank 3 (...)``."""
     return "rank 0's" if facts.rank == 0 else f"that of {who(facts)}"

@@ -226,7 +226,9 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
-                silent = isinstance(error, network.NoNameServerError)  # its own timeout has passed
+                silent = isinstance(
+                    error, network.NoNameServerError
+                )  # after the resolver's timeout
                 lost = (
                     isinstance(error, (socket.gaierror, _ForeignListenerError))
                     or error.errno in _NO_ROUTE
@@ -262,7 +264,7 @@ def _check_store(link: socket.socket) -> None:
     connection at the PING, and counts as valid.
 
     Raises:
-        _ForeignListenerError: torch's store did not send the answer.
+        _ForeignListenerError: the answer is not that of torch's store.
         OSError: no answer arrived.
     """
     number = os.getpid() & 0xFFFFFFFF

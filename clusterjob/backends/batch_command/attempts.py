@@ -287,9 +287,9 @@ def verdict(
 def _shows_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
     """Return whether the agents' verdict shows only that the attempt was stopped, not why.
 
-    A platform that stops a task may also signal the workers: a worker may then end before its agent
-    reacts, and the verdict is a killed worker. If the platform stops one node before the others, or
-    during its setup lines, the verdict is a failed node.
+    A platform that stops a task may also signal the workers. A worker may then end before its agent
+    reacts, and the verdict names a killed worker. If the platform stops one node before the others,
+    or during its setup lines, the verdict names a failed node.
     """
     if own.state in (JobState.PREEMPTED, JobState.CANCELLED):
         return cancelled or own.state is JobState.CANCELLED

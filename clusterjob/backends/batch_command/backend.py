@@ -275,7 +275,7 @@ class PlatformBackend(ABC):
                 "the platform does not show it (yet)",
             )
         if cancelled:
-            # Mark the element itself: the cancel request may be in the directory of the array.
+            # The request may be in the array's directory only: record it for this element too.
             shared.request_cancel(record)
         return shared.ended(
             shared.verdict_without_coordinator(
@@ -324,8 +324,8 @@ class PlatformBackend(ABC):
         if ran and stream.verdict is None:
             collect([each for each in instances if each.node_rank == 0])
         own = stream.verdict
-        # Agents that the platform stopped report no failure: another node may have refused to
-        # start.
+        # An agent that the platform stopped reports no failure. Read the other nodes' logs: one of
+        # these nodes may have been unable to start.
         if ran and (own is None or (own.state is JobState.CANCELLED and not cancelled)):
             collect([each for each in instances if each.node_rank != 0])
             own = shared.refused(record.job_dir, seen.attempt, **seen.times) or own

@@ -88,9 +88,9 @@ class TakenLines:
         """Return how many lines at the start of `lines` were taken before.
 
         No line of `lines` has a number. They follow the same numbered line as the last `bare` known
-        lines, but the first of these known lines may be absent. If `lines` contains all of them,
-        the result is certain. Otherwise it is the longest overlap of the end of the known lines
-        with the start of `lines`.
+        lines; `known` may lack the first of those. If `lines` contains all of these known lines,
+        the result is certain. Otherwise the result is the longest overlap between the end of the
+        known lines and the start of `lines`.
         """
         digests = [_digest(line) for line in lines]
         known = self.known[-self.bare :] if self.bare else []

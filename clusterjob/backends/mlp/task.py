@@ -119,7 +119,7 @@ def _environment(spec: JobSpec, options: MlpOptions, index: int | None) -> list[
     """Return the secrets' variables, without values, and the variable of the array index."""
     variables = [
         name for name in options.secrets if "." not in name
-    ]  # a secret with a dot is a field
+    ]  # a name with a dot is the path of a field
     names = dict.fromkeys([contract.TOKEN, *variables, *(secret.name for secret in spec.secret)])
     if (both := next((name for name in names if name in spec.env), None)) is not None:
         raise SpecError(f"{both} is a secret and has a value in --env too", "remove one of the two")

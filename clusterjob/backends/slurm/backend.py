@@ -190,7 +190,7 @@ class SlurmBackend:
         return found
 
     def _resend(self, client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:
-        """Repeat the cancels that Slurm has not answered; keep them for later if it is silent."""
+        """Repeat the cancels that Slurm has not answered; keep them if it does not answer again."""
         keys = [
             record.handle.id
             for record in records

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
     from clusterjob.remote.session import Session
 
-UNREACHED = -1000  # in place of an exit code: the login host did not send the result
+UNREACHED = -1000  # exit code of a command whose result the login host did not send
 # Timeout in seconds of `scontrol ping` if no cluster is named. Without a configuration, the command
 # takes 0.06 s.
 _PING = 3.0
@@ -144,7 +144,8 @@ class RemoteCommand:
             left = 60.0 if end is None else max(0.0, end - begin)
             self._ask(ReapCommand(self._number, wait=left), left)
             if not self._ended and left > 1.0 and time.monotonic() - begin < left / 2:
-                # The host answers too early: without this end, the loop would not pause.
+                # The host answers before the wait is over: the loop would repeat the request
+                # without a pause.
                 self._end(
                     UNREACHED,
                     "",
@@ -279,9 +280,10 @@ def hint(message: str) -> str:
 
 
 def is_here() -> bool:
-    """Return whether a machine with Slurm's commands has a configuration of Slurm.
+    """Return whether Slurm's commands on this machine have a configuration.
 
-    If the usual places have none, `scontrol ping` must show a controller, which may be down.
+    If no usual place has one, `scontrol ping` decides: with a configuration it prints the
+    controllers, up or down.
     """
     configured = (
         "/etc/slurm/slurm.conf",

@@ -95,7 +95,7 @@ def by_a_node(verdict: Verdict) -> bool:
 
 
 def explains(row: JobRow) -> bool:
-    """Return whether Slurm's state shows why the job ended; a node's failure may be an effect."""
+    """Return whether Slurm's state, not a node's failure, shows why the job ended."""
     return row.state in ("CANCELLED", *_BY_SLURM, *_LOST)
 
 

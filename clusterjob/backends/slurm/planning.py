@@ -241,9 +241,9 @@ def _values(
 
 
 def _values_there(spec: JobSpec, job_id: str, array: arrays.Array | None) -> dict[str, Any]:
-    """Return the template's values for a login host; SLURM_SUBMIT_DIR is the job's directory.
+    """Return the template's values for a login host, with SLURM_SUBMIT_DIR as job directory.
 
-    The path of the job's directory is not known yet. sbatch runs in that directory.
+    sbatch runs in the job's directory on the login host, whose path is not known yet.
     """
     place = Path(f"/{secrets.token_hex(16)}")
     values = _values(

@@ -48,8 +48,8 @@ class Queue:
         """Return the newest snapshot; only the first call of a process may wait for Slurm.
 
         Args:
-            urgent: whether to keep the shortest interval between calls: a job's directory shows an
-                end whose cause only Slurm knows.
+            urgent: whether to keep the shortest interval between calls, for example because a
+                job's directory shows an end whose cause only Slurm knows.
         """
         first, self._looked = not self._looked, True
         if first:

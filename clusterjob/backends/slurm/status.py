@@ -202,8 +202,8 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
         return progress.status(
             JobState.PENDING, "it is being cancelled" if cancelled else reason, handle
         )
-    # Slurm changes the state before it sends a signal: if the state is RUNNING, Slurm has not
-    # cancelled the failed job.
+    # Slurm changes the state before it sends a signal. So while the state is RUNNING, a node's
+    # failure is not the effect of a cancel.
     if (
         row.state == "RUNNING"
         and not cancelled
@@ -286,7 +286,7 @@ def submitted_in(record: Record) -> str:
 
 
 def _may_run_unseen(record: Record, snapshot: QueueSnapshot) -> bool:
-    """Return whether a job that Slurm does not show may run: no end is on disk, its lease holds."""
+    """Return whether a job that Slurm does not show may run: it has no end, and its lease holds."""
     return (
         job_end.step_code(record.job_dir) is None
         and job_end.verdict_of(record.job_dir) is None

@@ -146,7 +146,7 @@ def _check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
 
 
 def _has_other_rules(client: Client) -> bool:
-    """Return whether a plug-in or the user's default quality of service may lift the limit."""
+    """Return whether a plug-in or the user's default quality of service may allow more time."""
     config = parse_config(client.run(["scontrol", "show", "config"], timeout=_CONFIG_TIMEOUT).out)
     return config.get("JobSubmitPlugins") != "(null)" or "qos" in config.get(
         "AccountingStorageEnforce", ""

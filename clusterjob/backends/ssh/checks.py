@@ -139,7 +139,7 @@ class Hosts:
         }
         for node, answer in outcome.results.items():
             finding = fitness.interpreter(answer)
-            if answer["setup"] and spec.sync:  # setup lines may need code that only a job sends
+            if answer["setup"] and spec.sync:
                 finding = unknown(
                     f"{finding.message}; "
                     "the setup lines may need the job's code, which is not sent yet",

@@ -117,8 +117,8 @@ def status(record: Record, job: Job) -> Status:
 
 def _until_reached(verdict: Verdict) -> Status:
     """Return a provisional status from some hosts; the other hosts' answers may replace it."""
-    # A provisional status may be replaced for a limited time by this machine's clock: the end time
-    # that a host reports does not count.
+    # `Record.may_be_corrected` compares the end time with this machine's clock. A host may report
+    # any time, so do not use its end time.
     return replace(shared.ended(replace(verdict, ended_at=now())), provisional=True)
 
 

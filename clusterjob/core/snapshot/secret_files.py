@@ -47,5 +47,6 @@ def looks_secret(root: Path, path: str, *, is_directory: bool) -> bool:
         return False
     with (root / path).open("rb") as stream:
         text = stream.read(_MAX_BYTES)
-    bundle = b"-----BEGIN " in text and len(text) < _MAX_BYTES  # certificates or public keys only
+    # A PEM file without a private key holds only certificates or public keys.
+    bundle = b"-----BEGIN " in text and len(text) < _MAX_BYTES
     return b"PRIVATE KEY" in text or (named and not bundle)

@@ -127,7 +127,7 @@ class Agent:
             messages.ProbeRanks: self._workers.probe,
             messages.RanksFound: self._workers.note_found,
             messages.ReportFailures: lambda _report: self._workers.report_failures(),
-            # They need no action after the handshake.
+            # The handshake has handled Welcome and Refused, and the link handles heartbeats.
             messages.Heartbeat: lambda _message: None,
             messages.Welcome: lambda _message: None,
             messages.Refused: lambda _message: None,
@@ -165,7 +165,7 @@ class Agent:
         return None
 
     def _unsent_requests(self) -> dict[asyncio.Future[Any], Any]:
-        """Return the stop requests to send, also those that may still come, with their messages."""
+        """Return the unsent stop requests, arrived or not, each with the maker of its message."""
         requests = self._requests
         unsent: dict[asyncio.Future[Any], Any] = {
             requests.warned: messages.PreemptionWarning,
@@ -187,7 +187,7 @@ class Agent:
                     self._sent.add(request)
 
     async def _join(self) -> None:
-        """Join the coordinator. No link is set if the job was cancelled first."""
+        """Join the coordinator; if the job is cancelled first, leave the link unset."""
         address = worker_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
         hello = messages.Hello(
             node_rank=self._topology.node_rank,

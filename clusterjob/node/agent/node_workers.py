@@ -139,7 +139,7 @@ class NodeWorkers:
             log_files.append(stderr, order.lines)
 
     def report_failures(self) -> None:
-        """Report all failures known by now; the forkserver first reports every worker's end."""
+        """Report all known failures, after the forkserver has reported the end of every worker."""
         if self._forkserver.ready and not self._forkserver.gone:
             self._forkserver.send(forkserver_messages.ReportEnds())
         else:
@@ -229,7 +229,7 @@ class NodeWorkers:
             self._forkserver_failed(f"the forkserver was lost ({ended})")
 
     def _forkserver_failed(self, why: str) -> None:
-        """Report that this node cannot run workers; without a round, `start` reports it."""
+        """Report that this node cannot run workers: now, or in `start` if no round has begun."""
         self._forkserver.error = why
         if self._status is not None:
             self.node_failed(why)

@@ -1,6 +1,6 @@
 """Compute a job's candidate rendezvous ports, for platforms that set none.
 
-Every process computes the same ports, so no shared file is needed. NFS shows a new file seconds
+Every process computes the same ports. A shared file would be slow: NFS shows a new file seconds
 late.
 """
 

@@ -34,7 +34,7 @@ def compare(winner: Finding, others: Sequence[Finding]) -> Finding:
         others: the findings of the later families that apply too.
 
     Returns:
-        The winner. If another finding contradicts it: without a placement, and with a conflict.
+        The winner; without a placement and with a conflict if another finding contradicts it.
     """
     used = {*winner.evidence.values(), *(item.variable for item in winner.ignored)}
     ignored: dict[str, Ignored] = {}
@@ -87,8 +87,9 @@ def _incomplete_process(winner: Finding, others: Sequence[Finding]) -> tuple[str
 def _contradictions(winner: Finding, other: Finding) -> Iterable[str]:
     first, second = winner.placement, other.placement
     if isinstance(first, Worker) and isinstance(second, Worker) and winner.source == "env":
-        # A launcher inside a task starts more processes than there are tasks. With fewer processes,
-        # or as many, another rank is a mistake: a batch script may have set RANK for all tasks.
+        # A launcher inside a task starts more processes than there are tasks, so its ranks differ.
+        # Without more processes, a different rank is a mistake: a batch script may have set RANK
+        # for all tasks.
         if first.world_size <= second.world_size and (first.rank, first.world_size) != (
             second.rank,
             second.world_size,

@@ -25,7 +25,8 @@ from clusterjob.node.environments.topology import Topology, Worker, expand_hostl
 from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
-# `slurm_task` sets it to RANK when it sets torch's variables from the step's variables.
+# `slurm_task` sets this variable to the value of RANK. It marks torch's variables as computed from
+# the step's variables.
 TASK_RANK = "CLUSTERJOB_TASK_RANK"
 
 # Reserved ids of batch scripts, salloc's shell and the like, as numbers or names. Source: slurm.h

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torch's variables for this task; none outside a step.
 
-    `slurm_env.TASK_RANK` is added: by it `bootstrap` knows that the variables come from Slurm.
+    `slurm_env.TASK_RANK` is added: it tells `bootstrap` that the variables come from Slurm.
 
     Args:
         environ: the task's own environment.

@@ -14,9 +14,9 @@ def find_node(environ: Mapping[str, str]) -> Finding:
     """Return this node's placement in the job; one node if the environment names no job.
 
     Raises:
-        PlacementError: the environment is incomplete or contradictory. Or it belongs to one
-            process: then each process would start all workers. Or this is a Slurm allocation of
-            several nodes, outside srun.
+        PlacementError: the environment is incomplete or contradictory, belongs to one process
+            (each process would then start all workers), or is a Slurm allocation of several nodes,
+            outside srun.
     """
     finding = detect(look_up(environ)).check()
     if isinstance(finding.placement, Topology):

@@ -63,7 +63,7 @@ def read(environ: Mapping[str, str]) -> Finding:
         )
         return reading.finding(None)
     if local_world_size is None and nnodes in (None, 1) and rank != local_rank:
-        # On one node both ranks are equal, so there are several nodes of unknown size.
+        # On a single node RANK equals LOCAL_RANK. So there are several nodes, of unknown sizes.
         reading.conflicts.append(
             "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
         )

@@ -13,7 +13,7 @@ from clusterjob.node.host_server import requests
 from clusterjob.node.system import files
 
 MAX_BYTES = 4 << 20  # maximum bytes per answer
-MAX_PARTS, MAX_DIGESTS = 1000, 10_000  # per request
+MAX_PARTS, MAX_DIGESTS = 1000, 10_000  # maximum numbers per request
 
 
 def tree(root: Path, request: requests.Tree) -> tuple[dict[str, Any], bytes]:

@@ -49,7 +49,7 @@ class Console:
         self._actions.put(functools.partial(self._print_message, text))
 
     def print_verdict(self, verdict: Verdict) -> None:
-        """Write the verdict as JSON if lines are numbered; people read it in a message."""
+        """Write the verdict as JSON if lines are numbered; otherwise do nothing."""
         if self._writer is not None:
             text = self._writer.verdict
             self._actions.put(lambda: _write(sys.stdout, text(verdict.to_json())))

@@ -34,9 +34,9 @@ from clusterjob.node.verdict import Failure, FailureKind, Verdict
 
 # It is used only if it belongs to this user and no other user has access.
 _ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
-_KEPT_ASIDE = 30 * 86400.0  # seconds
+_KEPT_ASIDE = 30 * 86400.0  # seconds until a verdict in `_ASIDE` is removed
 _INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
-_SHORT_TEXT = 4000  # characters
+_SHORT_TEXT = 4000  # characters of a shortened text
 _MAX_REFUSAL = 1 << 20  # bytes
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
@@ -188,7 +188,7 @@ def read_result(job_dir: Path) -> Verdict | None:
 
 
 def _write_aside(job_dir: Path, verdict: Verdict) -> None:
-    # After an error, only connected processes get the verdict.
+    # If this fails too, only processes that are connected now get the verdict.
     with contextlib.suppress(OSError):
         _ASIDE.mkdir(mode=0o700, exist_ok=True)
         if _is_ours(_ASIDE):

@@ -119,8 +119,8 @@ _PATTERNS = [
     (meaning, re.compile(pattern, re.IGNORECASE | re.MULTILINE)) for meaning, pattern, _ in _RULES
 ]
 
-# The first frame inside torch names the function that the script called, except torch's wrapper
-# for logs.
+# The first frame in these files of torch names the function that the script called. torch's wrapper
+# for logs is in another file.
 _COLLECTIVE = re.compile(
     r'File ".*/torch/(?:distributed/distributed_c10d|_tensor|autograd/__init__)\.py",'
     r" line \d+, in (\w+)"

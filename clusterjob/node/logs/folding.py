@@ -72,11 +72,10 @@ class Folder:
     """Fold a stream of lines; hold a line back until no equal line within `WINDOW` can follow.
 
     The oldest waiting line is shown once, for all ranks that write the same line within `WINDOW`.
-    The earlier lines of these ranks are shown before it. A rank is left out if the first rank later
-    writes one of these earlier lines too.
+    The earlier lines of these ranks are shown before it. A rank is left out if the first rank will
+    also write one of that rank's earlier lines.
 
-    Most lines of a large output are written by one rank only. The work per such line determines
-    the time for a large output.
+    Only one rank writes most lines of a large output, so such a line must cost little time.
     """
 
     def __init__(self) -> None:

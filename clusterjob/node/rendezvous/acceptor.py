@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from clusterjob.node.rendezvous import protocol
 
-MAX_WAITING = 128  # unauthenticated connections beyond the agents that have not joined
+MAX_WAITING = 128  # unauthenticated connections, besides one for each agent that has not joined
 _PAUSE = 0.1  # seconds after a failed accept(2), for example without free descriptors
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -25,8 +25,8 @@ class Acceptor:
     Args:
         listener: a listening socket.
         handle: serves a connection until its end.
-        max_waiting: returns how many connections may be unauthenticated now. Beyond it the
-            oldest is closed: an agent authenticates in milliseconds, and retries.
+        max_waiting: returns how many connections may be unauthenticated now. If there are more,
+            the oldest is closed: an agent authenticates in milliseconds, and retries.
         dropped: called with the address and the reason when a connection is closed.
     """
 
@@ -47,7 +47,7 @@ class Acceptor:
         self._all: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Accept until cancelled."""
+        """Accept connections until this task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -35,7 +35,7 @@ class Peer:
     pid: int
     nproc: int
     send: Callable[[Any], None]
-    heard_at: float  # monotonic
+    heard_at: float  # monotonic seconds
     endpoints: tuple[str, ...] = ()
     wants_endpoints: bool = False
     lost: bool = False

@@ -68,7 +68,7 @@ class StopRequests:
         if self._options.lifeline:
             try:
                 loop.add_reader(0, self._on_lifeline)
-            except PermissionError:  # epoll refuses files and /dev/null: stdin is at its end
+            except PermissionError:  # epoll refuses a file or /dev/null, which counts as ended
                 self._on_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
             _set(self.warned, f"a warning on {scheduler.node_name()}, while the job was starting")

@@ -122,10 +122,10 @@ def kill_descendants() -> None:
 
 
 def terminal_reader(above: int, terminal: int = 0) -> int | None:
-    """Return the descendant of a process that waits for terminal input, or None.
+    """Return the pid of a descendant that waits for terminal input, or None.
 
-    It waits in read(2) on the terminal. Only main threads count: a background thread that reads
-    keys is not a prompt.
+    Its main thread is in read(2) on the terminal. A background thread that reads keys does not
+    count: it is not a prompt.
 
     Args:
         above: pid of the process whose descendants are searched.

@@ -335,7 +335,8 @@ class Forkserver:
             self._warning = None
         due = time.monotonic() + grace
         self._stopping = due if self._stopping is None else min(due, self._stopping)
-        # As Ctrl-C in a terminal does: a shell would not forward the signal to its children.
+        # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
+        # would not forward it.
         below = []
         if number == signal.SIGINT and not self._options.program.is_python:
             below = [child for pid in self._running for child in processes.descendants(pid)]
