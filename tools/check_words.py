@@ -39,7 +39,7 @@ RETIRED = {
     "whoever|whomever": "the process that, the user who",
     "such a one|as it stands|what is there": "say what you mean",
 }
-# A word begins and ends at a change from letters to anything else, or from lower to upper case.
+# A word is a run of letters; `_NAME_PARTS` splits CamelCase before.
 _WORDS = re.compile(
     "|".join(
         f"(?P<w{number}>(?<![a-z])(?:{word})(?![a-z]))" for number, word in enumerate(RETIRED)

@@ -161,7 +161,7 @@ class Interrupter(Protocol):
     def interrupt(self, record: Record) -> bool:
         """Request an interrupt of the workers, and a stop after the job's grace; return at once.
 
-        Returns False if the job can only be cancelled because no agent runs workers of it yet.
+        Returns False if no agent runs the job's workers yet, so that it can only be cancelled.
         """
 
 

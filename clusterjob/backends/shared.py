@@ -262,7 +262,7 @@ def nothing_to_fetch(record: Record) -> ClusterJobError:
 
 
 def request_cancel(record: Record) -> None:
-    """Record a request to cancel a job in its directory.
+    """Write a cancel request into a job's directory.
 
     An array element that has not started has no directory yet; this function creates it.
     """

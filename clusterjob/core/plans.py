@@ -213,7 +213,7 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
 
 
 def token_file(job_dir: Path) -> Path:
-    """Return the path of the job's token, which agents authenticate with."""
+    """Return the path of the job's token, with which agents authenticate."""
     return job_dir / TOKEN
 
 

@@ -170,7 +170,7 @@ class Record:
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of records and jobs: CLUSTERJOB_HOME, else in the user's state."""
+    """Return the directory of records and jobs: CLUSTERJOB_HOME, else a state directory."""
     if environ.get("CLUSTERJOB_HOME"):
         return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
     import platformdirs
@@ -192,7 +192,7 @@ def secure_home() -> None:
         for folder in own if os.environ.get("CLUSTERJOB_HOME") else (*own, place):
             status = folder.stat()
             if status.st_uid == os.geteuid() and status.st_mode & 0o022:
-                # A permissive umask has let the group or all users write to it.
+                # Under a permissive umask, the group or all users got write permission: remove it.
                 folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
         for folder in (*own, place):
             if why := private_dirs.other_writers(folder):

@@ -17,7 +17,7 @@ class CheckState(str, Enum):
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
-    UNKNOWN = "unknown"  # not checked, or only a running job can find out
+    UNKNOWN = "unknown"  # not checked, or only a running job can show the result
 
     def __str__(self) -> str:
         return self.value

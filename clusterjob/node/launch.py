@@ -82,10 +82,11 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
         | contract.read_secrets(environ)
     )
-    os.environ.pop(contract.SECRETS_FILE, None)  # a worker may start another job
+    os.environ.pop(contract.SECRETS_FILE, None)  # another job in a worker must not inherit it
     job = _identity(environ, topology, finding=finding, insecure=options.insecure_no_token)
     job_dir, temporary = _job_directory(environ, topology, attempt=job.attempt)
-    numbered = os.environ.pop(contract.STREAM, "") == "1"  # a worker may start another job
+    # Remove the variable: another job in a worker must not inherit it.
+    numbered = os.environ.pop(contract.STREAM, "") == "1"
 
     stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
 

@@ -210,5 +210,5 @@ def _fresh_main(path: str, loader: object) -> types.ModuleType:
 
 
 def _prepend_to_path(directory: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):  # python -P, PYTHONSAFEPATH
+    if not getattr(sys.flags, "safe_path", False):  # not with python -P or PYTHONSAFEPATH
         sys.path.insert(0, directory)

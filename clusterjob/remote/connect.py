@@ -36,7 +36,7 @@ _TRIES = 6  # attempts to connect to a server that drops connections (MaxStartup
 _FIRST_PAUSE = 0.15  # seconds before the second try; doubled, with jitter, for each later one
 # Milliseconds without an acknowledgement after which the kernel closes a connection.
 _TCP_USER_TIMEOUT = 8000
-_MAX_UNREAD = 2 * DEFAULT_WINDOW_SIZE  # bytes of one channel
+_MAX_UNREAD = 2 * DEFAULT_WINDOW_SIZE  # maximum unread bytes of one channel
 
 
 class _DroppedError(Exception):

@@ -31,7 +31,7 @@ MAX_TOTAL_BYTES = 16 << 30  # maximum bytes of mirrored files, for one host or o
 MAX_REPLACED_BYTES = 64 << 20
 _HINT = "this host is not to be trusted"
 
-MAX_EVENTS_BYTES = 64 << 20  # the whole file is read into memory
+MAX_EVENTS_BYTES = 64 << 20  # the file is read into memory as a whole
 
 
 def contents(

@@ -81,7 +81,7 @@ class Preemptible:
             SystemExit: always.
         """
         descriptor = process.report_pipe()
-        if descriptor is not None:  # before this process leaves: peers may fail when it has left
+        if descriptor is not None:  # report first: peers may fail as soon as this process leaves
             report.report(
                 descriptor,
                 self.local_rank,

@@ -54,7 +54,7 @@ def end_process(exit_code: int) -> None:
     finalisation aborts the process with SIGABRT ("terminate called without an active exception"),
     which then hides the real failure (pytorch#179291; with torch 2.13 in 1 of 15 runs).
     """
-    atexit.unregister(end_process)  # it may run as an exit function itself
+    atexit.unregister(end_process)  # this call may itself be an exit function
     try:
         getattr(threading, "_shutdown", lambda: None)()  # waits for the non-daemon threads
         atexit._run_exitfuncs()

@@ -140,7 +140,7 @@ def _check_launcher(finding: Finding) -> None:
 
 
 def prepare(finding: Finding) -> None:
-    """Set unset environment defaults for torch in a process without a clusterjob agent.
+    """Set default variables for torch in a process without an agent, unless they are set.
 
     These are the network interface, the timeout of the resolver, and this process's share of the
     cores (OMP_NUM_THREADS). Child processes inherit all of them.

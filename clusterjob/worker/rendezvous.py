@@ -35,9 +35,10 @@ DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
 _GRACE = 5.0  # seconds that the other ranks wait for rank 0 after their own timeout
 _FARTHEST_CLOCK = 60.0  # seconds; a larger difference of two hosts' clocks is reported
 _QUICK = 3.0  # maximum seconds of a normal start
-# Seconds between two polls of the overseeing rank.
+# Seconds between two polls of the overseeing rank: the first pause and the longest.
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.01
-_EAGER_PAUSE = 0.002  # maximum pause in a normal start, in which all ranks wait for the poll
+# The longest pause in a normal start, when all ranks wait for the poll.
+_EAGER_PAUSE = 0.002
 _MAX_ANSWER = 4000
 Ask = Callable[..., None]  # (missing ranks, final=whether the caller gives up)
 
@@ -237,7 +238,8 @@ def _answer_all(call: _Call, seconds: float) -> None:
     store, ranks = call.store, range(call.worker.world_size)
     everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in ranks])]
     took = max(each.time for each in everybody) - min(each.time for each in everybody)
-    if store.check(["end_wait"]) or took > _QUICK:  # wrong clocks only cause one more confirmation
+    # If the clocks of the machines differ, this only causes an unneeded confirmation.
+    if store.check(["end_wait"]) or took > _QUICK:
         _await_confirmations(call, seconds)
     _answer(store, nodes=_machines(everybody))
 

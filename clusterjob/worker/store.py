@@ -226,9 +226,8 @@ def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> Non
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
-                silent = isinstance(
-                    error, network.NoNameServerError
-                )  # after the resolver's timeout
+                # The resolver has waited for its own timeout.
+                silent = isinstance(error, network.NoNameServerError)
                 lost = (
                     isinstance(error, (socket.gaierror, _ForeignListenerError))
                     or error.errno in _NO_ROUTE

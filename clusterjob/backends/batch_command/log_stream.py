@@ -295,7 +295,7 @@ def _first_new_bare(
     if last is not None and last.number == taken.next - 1:
         return min(first, run + taken.bare)
     if last is not None and first == len(items):
-        return first  # all lines of the piece are before the newest known line
+        return first  # all lines of the piece are older than the newest known line
     follower = items[first][1] if first < len(items) else None
     if follower is not None and follower.number > taken.next and last is None:
         return run  # the lines follow a gap

@@ -47,7 +47,8 @@ def submit_all(
         _cancel_all(platform, ids)
         raise SubmitError(f"{path} cannot be written: {error.strerror}") from error
     except SubmitInDoubtError:
-        if len(tasks) > 1:  # no part of an array runs; a later status cancels the task in doubt
+        if len(tasks) > 1:
+            # Cancel the whole array; a later status request cancels the task in doubt.
             ends.cancel(plan.job_dir)
             _cancel_all(platform, ids)
         raise

@@ -13,7 +13,7 @@ from msgspec import Meta
 from clusterjob.node.verdict import Verdict
 
 _MAX_KNOWN = 2000  # maximum number of lines without a number to remember
-_MAX_VERDICT = 32 << 20  # characters
+_MAX_VERDICT = 32 << 20  # maximum characters of a verdict's text
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Range = Annotated[list[Count], Meta(min_length=2, max_length=2)]
 _Names = Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=10_000)]

@@ -17,7 +17,7 @@ from clusterjob.node import contract
 CODE_PATH = "/root/code"  # the default directory of the code in a task
 _ACCESS = ("Public", "Queue", "Private")
 _RETRIES = 5  # default retries of a task whose machines were reclaimed
-_RETRY_INTERVAL = 60  # seconds
+_RETRY_INTERVAL = 60  # default seconds between two retries
 # Seconds added to --time for the platform's limit: the agents end the job at --time and report it.
 _SLACK = 60
 

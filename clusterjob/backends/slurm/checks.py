@@ -337,7 +337,7 @@ def _script_of(plan: Plan, *, local: bool) -> Iterator[Sequence[str]]:
 
 
 def _partitions(text: str) -> dict[str, _Partition]:
-    """Return the partitions by name; sinfo prints a line for each state and kind of node."""
+    """Return the partitions by name; sinfo prints several lines for a partition."""
     found: dict[str, _Partition] = {}
     for line in text.splitlines():
         cells = line.split("|")

@@ -99,7 +99,7 @@ def adopt(record: Record, snapshot: QueueSnapshot, wholes: dict[str, Record]) ->
     Args:
         record: the job.
         snapshot: the queue.
-        wholes: cache of the arrays found so far, by id, for their other elements.
+        wholes: the arrays found so far, by id; a cache for calls with other elements.
     """
     if record.index is None:
         return _adopted(record, snapshot).handle

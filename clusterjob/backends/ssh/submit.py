@@ -39,7 +39,7 @@ from clusterjob.remote.sessions import Place, Sessions
 
 _SLOW = 600.0  # maximum seconds for slow requests: setup lines, a large copy on a slow disk
 _FIRST_PAUSE = 0.02  # seconds between the first two requests for the state of a started script
-_WITHDRAW_TIMEOUT = 10.0  # seconds
+_WITHDRAW_TIMEOUT = 10.0  # seconds for a host to stop or remove a job that failed to start
 _PROBE_TIMEOUT = 3.0  # seconds to reach node 0 at an address
 _LOOPBACK = "127.0.0.1"
 

@@ -119,7 +119,7 @@ def excludes_file(root: Path) -> Path | None:
 
 
 def _make_empty(place: Path, revision: str, object_format: str, git_dir: Path) -> None:
-    """Create a .git directory at a revision, with a copy of the index.
+    """Create a .git directory with a revision as HEAD and a copy of the repository's index.
 
     Its configuration contains only the format of the objects.
     """

@@ -86,7 +86,7 @@ class Agent:
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
         self._requests.listen(self._forkserver.early)
         if self._supervisor is not None and self._topology.node_rank == 0:
-            self._requests.poll_job_dir()  # the coordinator then informs the other nodes
+            self._requests.poll_job_dir()  # node 0's coordinator informs the other nodes
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
         try:
@@ -160,7 +160,7 @@ class Agent:
         ordering.cancel()
         task = self._coordinator_task
         if task is not None and task.done() and task.exception() is not None:
-            task.result()  # raises
+            task.result()  # raises the coordinator's error
         self._send_stop_requests()
         return None
 

@@ -62,7 +62,7 @@ class NodeWorkers:
         self._console = console
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
-        self._running: set[int] = set()  # local ranks
+        self._running: set[int] = set()  # local ranks of the workers that run
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
         self.failures = Failures(

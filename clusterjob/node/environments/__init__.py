@@ -51,7 +51,7 @@ FAMILIES: tuple[Detector, ...] = (
     flux_env.detect,
     # mpirun's processes inherit the variables of the platform and of the Slurm step of its daemons.
     openmpi_env.detect,
-    # MVAPICH2's launchers are related to Hydra and set PMI_RANK too.
+    # MVAPICH2's launchers also set Hydra's PMI_RANK. Their own variables say more.
     mvapich_env.detect,
     hydra_env.detect,
     # Paddle's launcher starts a node's processes, inside the platform that started the node.

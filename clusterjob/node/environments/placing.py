@@ -197,7 +197,7 @@ def process_master(
         alone: whether all processes run on one node.
         fallback: the host to use if MASTER_ADDR is not set; None if there is no such host.
         fallback_port: the port to use if MASTER_PORT is not set.
-        key: text that only the processes of this start share. If no variable gives a port, it is
+        key: text that only the processes of this launch share. If no variable gives a port, it is
             computed from this text. Empty if there is no such text.
         key_variable: the variable that contains the key. If empty, MASTER_PORT is required.
     """

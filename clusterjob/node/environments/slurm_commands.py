@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 
 # Inside a job all of Slurm's variables belong to that job, except these, which locate the cluster.
-# In a login shell they are the user's own defaults, such as SBATCH_ACCOUNT.
+# In a login shell Slurm's variables are the user's defaults, such as SBATCH_ACCOUNT.
 _KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
 _NAMES_OF_A_JOB = (

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from clusterjob.errors import PlacementError
 
 _MAX_NAMES = 65536  # the limit of Slurm's own tools
-_MAX_NAME = 255  # characters, as for any host name
-_MAX_LIST = 1 << 22  # characters
+_MAX_NAME = 255  # maximum characters of a host name
+_MAX_LIST = 1 << 22  # maximum characters of a host list
 _TOO_MANY = f"it names more than {_MAX_NAMES} hosts"
 _IN_A_NAME = "._-:%@+"
 

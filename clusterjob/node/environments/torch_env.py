@@ -63,7 +63,8 @@ def read(environ: Mapping[str, str]) -> Finding:
         )
         return reading.finding(None)
     if local_world_size is None and nnodes in (None, 1) and rank != local_rank:
-        # On a single node RANK equals LOCAL_RANK. So there are several nodes, of unknown sizes.
+        # On a single node RANK would equal LOCAL_RANK. So the job has several nodes, and the number
+        # of workers on each is unknown.
         reading.conflicts.append(
             "LOCAL_WORLD_SIZE is not set (local_world_size), and RANK differs from LOCAL_RANK"
         )

@@ -21,7 +21,8 @@ def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) ->
     # torch's TCPStore does a reverse DNS query per connection, which takes seconds if no resolver
     # answers.
     wanted = {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"}
-    named = environ.get("MLP_IFNAME", "").strip().strip("'\"")  # the platform's choice
+    # The interface that the platform chose.
+    named = environ.get("MLP_IFNAME", "").strip().strip("'\"")
     interface = (
         named
         if named and network.has_interface(named)

@@ -32,12 +32,13 @@ from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, FailureKind, Verdict
 
-# It is used only if it belongs to this user and no other user has access.
+# Directory for verdicts that cannot be written to the job's directory. It is used only if it
+# belongs to this user and no other user has access.
 _ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
 _KEPT_ASIDE = 30 * 86400.0  # seconds until a verdict in `_ASIDE` is removed
 _INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
 _SHORT_TEXT = 4000  # characters of a shortened text
-_MAX_REFUSAL = 1 << 20  # bytes
+_MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
@@ -87,21 +88,21 @@ def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
 
 
 def warned(job_dir: Path, attempt: int) -> bool:
-    """Return whether this start of the job has a preemption warning."""
+    """Return whether this attempt of the job has a preemption warning."""
     return warning_file(job_dir, attempt).exists()
 
 
 def warn(job_dir: Path, attempt: int) -> None:
     """Write a preemption warning for this attempt, for processes that no forkserver started.
 
-    They poll the file. An error in writing is ignored.
+    These processes poll the file. A write error is ignored.
     """
     with contextlib.suppress(OSError):
         warning_file(job_dir, attempt).touch(0o600)
 
 
 def warning_file(job_dir: Path, attempt: int) -> Path:
-    """Return the file that marks a preemption warning for this start of the job."""
+    """Return the file that marks a preemption warning for this attempt of the job."""
     return directory(job_dir) / f"warned.{attempt}"
 
 
@@ -122,7 +123,7 @@ def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
 
 
 def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
-    """Return the ends that agents wrote for one start of the job, in the order of nodes."""
+    """Return the ends that agents wrote for one attempt of the job, in the order of nodes."""
     found = []
     for path in _glob(directory(job_dir), "node*.json"):
         end = files.read_json(path)
@@ -217,14 +218,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def has_result(job_dir: Path, attempt: int) -> bool:
-    """Return whether the verdict of this start of the job, or of a later start, is recorded."""
+    """Return whether the verdict of this attempt, or of a later attempt, is recorded."""
     return _attempt_of(job_dir / RESULT) >= attempt
 
 
 def put_aside_result(job_dir: Path, attempt: int) -> None:
-    """Move the verdict of an older start to ``ends/result.attempt<n>.json``.
+    """Move the verdict of an older attempt to ``ends/result.attempt<n>.json``.
 
-    A job that runs again must have no verdict.
+    While an attempt runs, its job must have no verdict.
 
     Raises:
         OSError: the file cannot be moved.

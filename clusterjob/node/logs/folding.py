@@ -75,7 +75,7 @@ class Folder:
     The earlier lines of these ranks are shown before it. A rank is left out if the first rank will
     also write one of that rank's earlier lines.
 
-    Only one rank writes most lines of a large output, so such a line must cost little time.
+    In a large output, most lines occur on one rank only, so such a line must cost little time.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Folder:
             yield Folded(writer.label, line.stream, text=line.text, ended=line.ended)
 
     def _together(self, writer: _Writer, line: LogLine, places: _Often) -> Iterator[Folded]:
-        """Yield a line that other ranks may write too, after the earlier lines of those ranks."""
+        """Yield a line, folded with the ranks that also write it, after their earlier lines."""
         until = line.seconds + WINDOW
         for other, place in sorted(
             self._others(writer, places, until=until), key=lambda pair: pair[0].key

@@ -160,7 +160,7 @@ class LogReader:
         job_dir: the job's directory.
         rank: return only this worker's lines.
         node: return only this node's lines.
-        attempt: return only the lines of this start of the job.
+        attempt: return only the lines of this attempt of the job.
         raw: return each line's bytes unchanged (decoded with ``surrogateescape``), including
             carriage returns.
     """

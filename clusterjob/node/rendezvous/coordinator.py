@@ -27,7 +27,7 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 # Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
 _FAILURE_GRACE = 0.5
 _NOTICE_INTERVAL = 5.0  # seconds between two notices about missing nodes
-_STOP_TIMEOUT = 5.0  # seconds after the grace; then an agent must have answered the stop order
+_STOP_TIMEOUT = 5.0  # seconds for an agent to answer the stop order, after the grace
 _REFUSALS_INTERVAL = 0.25  # seconds between two checks for a node that cannot start
 
 

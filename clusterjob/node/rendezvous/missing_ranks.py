@@ -24,7 +24,7 @@ class MissingRanks:
     def __init__(self, first_ranks: Sequence[int] = (), world_size: int = 0) -> None:
         self._first_ranks = first_ranks
         self._world_size = world_size
-        self._waiting: tuple[int, int] | None = None  # node_rank and local rank that asked
+        self._waiting: tuple[int, int] | None = None  # node_rank and local rank of the worker
         self._unanswered: set[int] = set()  # nodes that must still answer since a rank gave up
         self._stuck: list[Failure] = []
         self._gave_up = False

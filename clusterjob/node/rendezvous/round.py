@@ -25,7 +25,7 @@ from clusterjob.node.verdict import Failure
 # `stacks.ANSWER_SECONDS` and of the network.
 _ANSWER_TIMEOUT = 3.0
 _MAX_SHOWN = 8  # maximum stacks to show of workers that still run, per node
-# The answers that a verdict may have to wait for: of a probe, and of a poll.
+# Names of the sources for which a verdict may wait (`RootCause.wait_for_cause`): a probe, a poll.
 _PROBE, _POLL = "missing ranks", "all nodes"
 
 
@@ -187,7 +187,7 @@ def plan_round(
         RendezvousError: no port for the store is free.
     """
     candidates = [0]
-    if not serve_store:  # a worker binds the port later: no ephemeral ports
+    if not serve_store:  # a worker binds the port later, so it must not be ephemeral
         candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
     store = ports.listen(topology.master_addr, candidates, alone=topology.nnodes == 1)
     port = int(store.getsockname()[1])

@@ -29,7 +29,8 @@ _READ_LATER = re.compile(
     r"TORCH_(NCCL|FR|GLOO)_\w+|TORCH_HOME|TORCH_EXTENSIONS_DIR|TORCH_CUDA_ARCH_LIST"
     r"|KMP_DUPLICATE_LIB_OK"
 )
-_READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # in `_apply`
+# `_apply` makes torch read these variables again.
+_READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _MAX_BYTES = 1 << 20  # maximum bytes of a script to parse
 
 

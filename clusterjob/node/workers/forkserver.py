@@ -121,9 +121,9 @@ class Forkserver:
         processes.die_with_parent(self._agent_pid, signal.SIGKILL)
         processes.adopt_orphans()
         self._agent_group = os.getpgid(0)
-        # Only the agent receives Ctrl-C; it stops the workers in order. A worker that reads the
-        # terminal needs a session of its own: the kernel stops background processes of the
-        # terminal's session that read from it (SIGTTIN).
+        # Leave the agent's process group, so that only the agent receives Ctrl-C. If a worker reads
+        # the terminal, leave its session too: in that session the kernel would stop a background
+        # process that reads (SIGTTIN).
         if self._stdin is not None and os.isatty(self._stdin):
             os.setsid()
         else:
@@ -173,8 +173,8 @@ class Forkserver:
         self._selector = selectors.PollSelector()
         for descriptor in (self._control.fileno(), self._wake_read, self._reports.read_end):
             self._selector.register(descriptor, selectors.EVENT_READ)
-        # From here on, EOF on the control socket reports the agent's death. This process ignores
-        # SIGTERM: it must stay alive to stop the workers.
+        # Replace SIGKILL by SIGTERM, which this process ignores. From here on, EOF on the control
+        # socket reports the agent's death, and this process lives on to stop the workers.
         processes.die_with_parent(self._agent_pid, signal.SIGTERM)
 
     def _select_timeout(self) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterjob.node.workers import forkserver_messages as messages
 
-# The longest write to a pipe that is atomic (pipe(7): 4096 bytes on Linux).
+# Maximum bytes of an atomic write to a pipe (pipe(7): 4096 on Linux).
 _ATOMIC_WRITE = 4096
 _SHORT_MESSAGE = 300  # characters of a message that does not fit
 _MAX_MESSAGE = 4096  # characters of a worker's message

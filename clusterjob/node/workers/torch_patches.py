@@ -35,7 +35,7 @@ _GLOO_TIMEOUT = 2.0
 _DESTROYED: list[Any] = []  # gloo backends of process groups that must not be freed yet
 # Gloo backends of this process's ancestors: their threads do not exist in this process.
 _INHERITED: list[Any] = []
-# .counter: the (store, key) that counts the group which this thread forms; see _separate_store.
+# .counter: the (store, key) to increase when this thread has formed its group; see _separate_store.
 _FORMING = threading.local()
 
 
