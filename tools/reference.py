@@ -18,7 +18,7 @@ from clusterjob.node import options as node_options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-# The options of `launch` come from the node's own parser.
+# The options of a job are the options that `submit` and `render` share.
 _OF_A_JOB = {
     param.name for param in COMMANDS["submit"].params if param.name in {
         param.name for param in COMMANDS["render"].params

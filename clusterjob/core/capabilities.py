@@ -17,7 +17,7 @@ class Capability(enum.Enum):
     GPU_LIST = "gpu_list"  # the user lists the GPUs of each host
     GPU_TYPES = "gpu_types"
     SHARED_DIRECTORY = "shared_directory"  # the working directory is on the hosts already
-    BACKEND_OPTIONS = "backend_options"  # --set
+    BACKEND_OPTIONS = "backend_options"  # the backend's own options, given with --set
     CONTAINERS = "containers"
     ARRAYS = "arrays"
     ARRAY_LIMITS = "array_limits"  # a maximum of running elements

@@ -191,10 +191,10 @@ def answer_schema(request: HostRequest) -> AnswerSchema:
 
 
 def check(data: Any, schema: Any) -> Any:
-    """Check parsed JSON against the type that describes it, and return it as that type.
+    """Convert parsed JSON to a type that describes the allowed values, and return the result.
 
     Raises:
-        SchemaError: it does not match.
+        SchemaError: the JSON does not match the type.
     """
     try:
         return msgspec.convert(data, schema)

@@ -1,7 +1,7 @@
 """A session with a host: start its host server over SSH and send requests to it.
 
-`clusterjob.node.host_server` is the server. It runs from the node zip, which the host stores under
-its digest, so that it is sent only once.
+`clusterjob.node.host_server` is the server. It runs from the node zip. The host stores the zip
+under the zip's digest, so the zip is sent only once.
 """
 
 from __future__ import annotations

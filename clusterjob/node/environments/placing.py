@@ -270,7 +270,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def ignore(reading: Reading, why: str, *variables: str) -> None:
-    """Add those of the variables that are set to the reading's ignored variables."""
+    """Record as ignored each of these variables that is set."""
     reading.ignored += [
         Ignored(variable, why) for variable in variables if reading.is_set(variable)
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterjob.node.logs.log_files import open_regular
 
-_MAX_LINE, _MAX_FILE = 1 << 20, 256 << 20  # maximum bytes to read
+_MAX_LINE, _MAX_FILE = 1 << 20, 256 << 20  # maximum bytes to read of a line, of a file
 # Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
 _MAX_TEXT, _MAX_ITEM = 4000, 1000
 

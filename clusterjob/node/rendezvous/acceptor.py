@@ -18,9 +18,9 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 class Acceptor:
     """Accept connections one by one and serve each in its own task.
 
-    asyncio.start_server sets the backlog to 100, and accepts all waiting connections before the
-    first handler runs: a thousand idle connections would take every descriptor of this process.
-    No error of accept(2) ends the job.
+    It replaces asyncio.start_server, which sets the backlog to 100 and accepts all waiting
+    connections before the first handler runs: a thousand idle connections would take every
+    descriptor of this process. No error of accept(2) ends the job.
 
     Args:
         listener: a listening socket.
