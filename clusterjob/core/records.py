@@ -170,7 +170,10 @@ class Record:
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of records and jobs: CLUSTERJOB_HOME, else a state directory."""
+    """Return the directory of records and jobs.
+
+    It is CLUSTERJOB_HOME, else ``clusterjob`` in the user's state directory (~/.local/state).
+    """
     if environ.get("CLUSTERJOB_HOME"):
         return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
     import platformdirs

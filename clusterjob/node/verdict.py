@@ -38,7 +38,7 @@ class JobState(str, Enum):
         return self.value
 
 
-_MAX_REASONS = 5  # maximum lines for failures that have their own cause
+_MAX_REASONS = 5  # maximum lines about failures that are not effects
 
 
 class FailureKind(str, Enum):

@@ -146,7 +146,7 @@ def _public(path: Path) -> bytes | None:
 def _load(path: Path, problems: list[str]) -> paramiko.PKey | None:
     try:
         return paramiko.PKey.from_path(path)
-    except (paramiko.PasswordRequiredException, TypeError):  # cryptography raises TypeError
+    except (paramiko.PasswordRequiredException, TypeError):  # TypeError: raised by cryptography
         problems.append(f"{path} has a passphrase and no agent holds it (ssh-add)")
     except (OSError, ValueError, paramiko.SSHException) as error:
         problems.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")

@@ -61,8 +61,8 @@ class Preemptible:
 
         Functions are called in the order of registration. They run on the main thread as soon as
         that thread runs Python code, so a training step may be half done. An exception of a
-        function is raised there and may end the script. A function registered on another thread
-        runs on a separate thread. A function registered after the warning runs at once.
+        function is raised on that thread and may end the script. A function registered on another
+        thread runs on a separate thread. A function registered after the warning runs at once.
 
         Args:
             callback: a function without arguments.

@@ -233,7 +233,7 @@ def _await_good_start(store: Any, seconds: float) -> None:
 def _answer_all(call: _Call, seconds: float) -> None:
     """Give rank 0's answer once all ranks have joined.
 
-    After a slow start, all ranks first have to confirm within the remaining seconds.
+    After a slow start, all ranks must first confirm within `seconds` that they still run.
     """
     store, ranks = call.store, range(call.worker.world_size)
     everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in ranks])]

@@ -123,7 +123,7 @@ class LogStream:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """The (first, last) numbers of missing lines; they are added if they arrive later."""
+        """The (first, last) numbers of missing lines; a line that arrives later is still added."""
         return [(first, last) for first, last in self._taken().missing]
 
     def joins(self, lines: Sequence[str]) -> bool:

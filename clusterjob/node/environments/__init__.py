@@ -41,7 +41,7 @@ Detector = Callable[[Mapping[str, str]], Finding | None]
 
 # The first family that applies wins. The launcher nearest to the process comes first.
 FAMILIES: tuple[Detector, ...] = (
-    # torchrun may run inside clusterjob, Slurm, MPI or a platform; then its variables count.
+    # torchrun may run inside clusterjob, Slurm, MPI or a platform; then its variables apply.
     torch_env.detect,
     # The rendered script sets more values for this job than the platform that runs the script.
     clusterjob_env.detect,

@@ -45,7 +45,7 @@ class Console:
         self._thread.start()
 
     def print(self, text: str) -> None:
-        """Write a message; a submitted job has it in agent.log."""
+        """Write a message for the user; the messages of a submitted job are in agent.log."""
         self._actions.put(functools.partial(self._print_message, text))
 
     def print_verdict(self, verdict: Verdict) -> None:

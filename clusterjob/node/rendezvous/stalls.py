@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Stalls:
-    """Measure the times for which a process that calls `tick` regularly did not run.
+    """Measure for how long a process did not run; the process must call `tick` regularly.
 
     Args:
         interval: seconds between two calls; a call that is more than one interval late ends
