@@ -18,6 +18,7 @@ from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
+from clusterjob.node import contract
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
 from clusterjob.node.logs.job_dir import EVENTS, SPEC
@@ -106,6 +107,20 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         "setup": list(spec.setup),
         "python": spec.python,
     }
+
+
+def private_variables(plan: plans.Plan) -> dict[str, str]:
+    """Return the variables that a backend adds at submission: the job's token and ``--secret``.
+
+    Their values must be in no plan, record, argument or log.
+
+    Raises:
+        SpecError: a secret has no value.
+    """
+    values = {contract.TOKEN: plans.token_file(plan.job_dir).read_text()}
+    for secret in plan.spec.secret:
+        values[secret.name] = os.fsdecode(secret.value(os.environ))
+    return values
 
 
 def element_program(spec: JobSpec, array: arrays.Array | None) -> Program:

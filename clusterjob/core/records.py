@@ -149,6 +149,11 @@ class Record:
         """The job's directory; for an element of an array, the array's directory."""
         return self.job_dir if self.index is None else self.job_dir.parent.parent
 
+    @property
+    def directory_name(self) -> str:
+        """The name of the job's directory inside the directory of all jobs."""
+        return self.job_id if self.index is None else f"{self.whole_id}/elements/{self.index}"
+
     def element(self, index: int) -> Record:
         """Return one element of this array as a job with its own directory, state and logs."""
         assert self.array is not None

@@ -22,7 +22,6 @@ from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.options import OPTIONS, Target
 from clusterjob.errors import SpecError, did_you_mean
-from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
 
@@ -350,6 +349,8 @@ def _check_variable(name: str, value: str, flag: str = "--env") -> None:
             f"{name} is a variable of bash: the script on the node cannot set it",
             f"leave it out of {flag}",
         )
+    from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
+
     if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
         raise SpecError(f"{name} is set by the launcher for each worker", f"leave it out of {flag}")
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
@@ -20,7 +20,9 @@ from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import MAX_FILES
 from clusterjob.remote.protocol import Exchange
-from clusterjob.remote.session import Session
+
+if TYPE_CHECKING:
+    from clusterjob.remote.session import Session
 
 PollAnswer = dict[str, Any]
 STATUS_BYTES = 1 << 18  # bytes per request for a job's status

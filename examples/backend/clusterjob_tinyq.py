@@ -18,7 +18,7 @@ from clusterjob.backends.batch_command.backend import Account, PlatformBackend
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task
 from clusterjob.core import node_zip
 from clusterjob.core.capabilities import Capability
-from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile, token_file
+from clusterjob.core.plans import Plan, PlannedCommand, PlannedFile
 from clusterjob.core.records import Handle
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
@@ -147,14 +147,14 @@ class TinyqBackend(PlatformBackend):
                 shared.script_file(job_dir / upload.ENTRY, entry),
             ),
             commands=(PlannedCommand(("tinyq", "submit", str(path))),),
+            sends_code=spec.sync,
         )
 
     def submit(self, plan: Plan) -> Handle:
         """Submit the planned task with the code and the node half."""
         planned = {file.path.name: file for file in plan.files}
         task = json.loads(planned[_TASK].data)
-        # The token is a secret: it must not be in a plan or a record.
-        task["env"] = {"CLUSTERJOB_TOKEN": token_file(plan.job_dir).read_text()}
+        task["env"] = shared.private_variables(plan)
         sent = upload.stage(
             plan.spec, plan.job_dir, [planned[node_zip.NAME], planned[upload.ENTRY]]
         )

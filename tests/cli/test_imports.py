@@ -130,6 +130,21 @@ def test_submit_loads_no_torch_and_no_ssh(startup_modules: set[str], tmp_path: P
     assert top_levels(modules) & {"torch", "numpy", "paramiko", "submitit", "rich"} == set()
 
 
+def test_modules_that_submit_to_slurm_here_load_no_ssh(
+    startup_modules: set[str],
+) -> None:
+    names = "clusterjob.backends.slurm.backend, clusterjob.backends.slurm.submit"
+    modules = loaded("-c", f"import {names}, clusterjob.core.jobs\n{REPORT}") - startup_modules
+    assert top_levels(modules) & {"torch", "numpy", "paramiko", "msgspec", "rich"} == set()
+    assert not {name for name in modules if name.startswith("clusterjob.remote")}
+
+
+def test_records_load_no_environment_families(startup_modules: set[str]) -> None:
+    """`list` reads records; each family would make it slower."""
+    modules = loaded("-c", f"import clusterjob.core.records\n{REPORT}") - startup_modules
+    assert not {name for name in modules if name.startswith("clusterjob.node.environments.")}
+
+
 def test_launch_loads_no_submission_modules(startup_modules: set[str]) -> None:
     modules = loaded("-c", after_main("launch", "--no-such-option"), code=2) - startup_modules
     assert third_party(modules) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
 from statistics import median
@@ -65,23 +66,24 @@ def test_torchrun_outcome_equals_record(tmp_path: Path, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp_never_destroyed", "loader-persistent"])
-def test_clusterjob_is_not_slower_than_torchrun(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["sampler_epochs", "loader-persistent"])
+def test_clusterjob_needs_no_more_cpu_than_torchrun(tmp_path: Path, name: str) -> None:
+    """Compare CPU seconds: other tests run at the same time, so wall time shows little."""
     [case] = [case for case in CASES if case.id == name]
     taken: dict[str, list[float]] = {"torchrun": [], "fork": [], "exec": []}
     for turn in range(3):
         for launcher, seconds in taken.items():
             directory = tmp_path / f"{launcher}{turn}"
             directory.mkdir()
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
             outcome = (
                 under_torchrun(case, directory)
                 if launcher == "torchrun"
                 else under_clusterjob(case, directory, launcher)
             )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
             assert outcome.code == case.code, (launcher, outcome.err, outcome.ranks_err)
-            seconds.append(outcome.seconds)
+            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             shutil.rmtree(directory)
-    # On an idle machine clusterjob takes 50% to 100% of torchrun's time. The bound is for a busy
-    # machine.
-    for start in ("fork", "exec"):
-        assert median(taken[start]) < median(taken["torchrun"]) * 1.5 + 1, taken
+    assert median(taken["fork"]) < median(taken["torchrun"]), taken
+    assert median(taken["exec"]) < median(taken["torchrun"]) * 1.25, taken

@@ -128,6 +128,16 @@ def test_job_runs_on_queue(user: User) -> None:
     assert not (folder / "token").exists()
 
 
+def test_secret_reaches_workers_and_no_file_of_job(user: User, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("5ecret")
+    (tmp_path / "work" / "tell.py").write_text("import os; print(os.environ['KEY'][::-1])")
+    options = ("--nproc-per-node", "1", "--nodes", "1", "--start", "exec")
+    ran = user.clusterjob("run", *FLAGS, *options, "--secret", f"KEY={tmp_path / 'key'}", "tell.py")
+    assert (ran.code, ran.out) == (0, "terce5\n"), ran.err
+    files = [path for path in Path(os.environ["CLUSTERJOB_HOME"]).rglob("*") if path.is_file()]
+    assert [path for path in files if b"5ecret" in path.read_bytes()] == []
+
+
 @pytest.mark.slow
 def test_failed_rank_is_named_after_retry_of_queue(user: User) -> None:
     ran = user.clusterjob("run", *FLAGS, "--max-restarts", "1", "train.py", "fail")
@@ -157,6 +167,7 @@ def test_dry_run_shows_task_and_unknown_option_is_refused(user: User) -> None:
     assert ran.code == 0, ran.err
     assert '"workers": 2' in ran.out
     assert "tinyq submit" in ran.out
+    assert "### code: " in ran.out
     assert user.tasks() == []
     ran = user.clusterjob("submit", *FLAGS, "--set", "partition=x", "train.py")
     assert ran.code != 0

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slurm_cluster import SlurmCluster
 
-from clusterjob.node.environments.topology import expand_hostlist
+from clusterjob.node.system.hostlist import expand_hostlist
 
 # Names as sites use them: a stem, one or two numbers, leading zeros, and sometimes a suffix.
 _stems = st.sampled_from(["n", "gpu", "gpu-", "node-a-", "r1c", "cn0", "dgx-h100-"])

@@ -187,7 +187,9 @@ def test_worker_names_in_both_formats_are_read(name: str, volc: Any) -> None:
         )
     )
     assert Volc().instances("t") == [
-        Instance("worker_3", 3, state_text="Failed", exit_code=7, reason='{"Reason": "x"}')
+        Instance(
+            "worker_3", 3, state_text="Failed", exit_code=7, reason='{"Reason": "x"}', failed=True
+        )
     ]
 
 
@@ -308,14 +310,23 @@ def age_task_ends(job: Record, *tasks: Task) -> None:
             JobState.FAILED,
             "Failed",
             {},
-            [Instance("worker_1", 1, state_text="Failed", exit_code=9, reason="OOM")],
+            [Instance("worker_1", 1, state_text="Failed", exit_code=9, reason="OOM", failed=True)],
             ("FAILED", 9, "node 1 (host worker_1)"),
         ),
         (
             JobState.FAILED,
             "Exception",
             {},
-            [Instance("worker_0", 0, state_text="Exception", exit_code=None, reason="NodeLost")],
+            [
+                Instance(
+                    "worker_0",
+                    0,
+                    state_text="Exception",
+                    exit_code=None,
+                    reason="NodeLost",
+                    failed=True,
+                )
+            ],
             ("FAILED", 1, "Exception: NodeLost"),
         ),
         (
@@ -419,7 +430,15 @@ def test_workers_killed_by_platform_signal_are_not_reported_as_failed(
         ends.cancel(job.job_dir)
     found = FixedTasksBackend(
         [ended],
-        [Instance("worker_0", 0, state_text=task_status, exit_code=code)],
+        [
+            Instance(
+                "worker_0",
+                0,
+                state_text=task_status,
+                exit_code=code,
+                failed=task_status == "Failed",
+            )
+        ],
         [f"1 clusterjob-verdict {json.dumps(agent_verdict)}"],
     ).status([job])["a"]
     assert found.verdict is not None
@@ -440,7 +459,11 @@ def test_node_ended_by_platform_in_setup_lines_has_platform_state(
         ended_at=now(),
     )
     age_task_ends(job, ended)
-    ended_all = [Instance("worker_0", 0, state_text=task_status, exit_code=143)]
+    ended_all = [
+        Instance(
+            "worker_0", 0, state_text=task_status, exit_code=143, failed=task_status == "Failed"
+        )
+    ]
     found = FixedTasksBackend(
         [ended], ended_all, ["clusterjob-refused 143 h: a setup line failed: module load"]
     ).status([job])["a"]
@@ -456,7 +479,7 @@ def test_task_to_retry_is_pending_until_last_attempt_or_timeout(tmp_path: Path) 
     ]
     verdict = {"state": "FAILED", "exit_code": 5, "reason": "rank 0 failed"}
     line = f"1 clusterjob-verdict {json.dumps({**verdict, 'consequences': []})}"
-    worker = [Instance("worker_0", 0, state_text="Failed", exit_code=5)]
+    worker = [Instance("worker_0", 0, state_text="Failed", exit_code=5, failed=True)]
     waiting = FixedTasksBackend(ended[:1], worker, [line]).status([job])["a"]
     assert (waiting.state, waiting.verdict) == (JobState.PENDING, None)
     assert (

@@ -218,7 +218,7 @@ def reason(seen: Seen, platform: Platform, *, cancelled: bool, detailed: bool) -
         detailed: whether to query the reasons of the workers.
     """
     task = seen.task
-    if cancelled and task.state_text != "Killing":
+    if cancelled and not task.ending:
         platform.cancel(task.id)
     if cancelled or task.state is JobState.RUNNING:
         return "it is being cancelled" if cancelled else ""
@@ -303,16 +303,14 @@ def _shows_only_stop(own: Verdict, task: Task, *, cancelled: bool) -> bool:
 def _failed(instances: Sequence[Instance]) -> Failure | None:
     """Return the failure of one node; a failed node takes precedence over a stopped node."""
     bad = [
-        instance
-        for instance in instances
-        if instance.exit_code not in (None, 0) or instance.state_text in ("Failed", "Exception")
+        instance for instance in instances if instance.failed or instance.exit_code not in (None, 0)
     ]
     if not bad:
         return None
     worst = min(
         bad,
         key=lambda instance: (
-            instance.state_text not in ("Exception", "Failed"),
+            not instance.failed,
             instance.exit_code == CANCELLED_EXIT_CODE,
             instance.node_rank,
         ),

@@ -21,14 +21,16 @@ class Task:
     """One attempt of a job on the platform. A retry is another task with the same name.
 
     Attributes:
-        id: the platform's id of the task.
+        id: the platform's id of the task; the platform gives it to no other task.
         name: the name with which it was submitted.
         state: its state.
         state_text: the platform's name of that state.
         created_at: the submission time, RFC 3339, UTC; None if the platform does not report it.
-        started_at: the start time of its workers; None before.
+        started_at: the start time of its workers; None before. A cancelled task without it has no
+            logs.
         ended_at: the end time; None before.
         reason: the platform's explanation of the state, one line.
+        ending: whether the platform is stopping the task already, so that it needs no `cancel`.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Task:
     started_at: str | None = None
     ended_at: str | None = None
     reason: str = ""
+    ending: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Instance:
         state_text: the platform's name of its state.
         exit_code: the exit code of its entry command; None before the end.
         reason: the platform's explanation of the state, one line.
+        failed: whether the platform counts it as failed; it needs no exit code then.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Instance:
     state_text: str
     exit_code: int | None = None
     reason: str = ""
+    failed: bool = False
 
 
 class Platform(Protocol):
@@ -102,7 +107,7 @@ class Platform(Protocol):
         """
 
     def cancel(self, task_id: str) -> None:
-        """Cancel a task; do nothing if it has ended.
+        """Cancel a task; do nothing if it has ended. The call is repeated until the task ends.
 
         Raises:
             ClusterJobError: the platform does not answer, or refuses the login.

@@ -86,6 +86,7 @@ def parse_task(row: Mapping[str, Any]) -> Task | None:
         started_at=_moment(_get(row, "LaunchTime", "Start", "StartTime")),
         ended_at=_moment(_get(row, "FinishTime", "End", "EndTime")),
         reason=_line(_get(row, "DiagInfo", "Message", "Reason")),
+        ending=state_text == "Killing",
     )
 
 
@@ -95,12 +96,14 @@ def parse_instance(row: Mapping[str, Any], index: int) -> Instance:
     match = re.search(r"(\w+)[_-](\d+)$", name.replace("-", "_")) or re.search(r"()(\d+)$", name)
     node_rank = int(match[2]) if match else index
     code = _get(row, "ExitCode")
+    state_text = str(_get(row, "State", "Status") or "")
     return Instance(
         name=f"worker_{node_rank}",  # `logs` needs this form; answers may have another form
         node_rank=node_rank,
-        state_text=str(_get(row, "State", "Status") or ""),
+        state_text=state_text,
         exit_code=int(code) if re.fullmatch(r"-?\d+", str(code)) else None,
         reason=_line(_get(row, "DiagInfo", "Message", "Reason")),
+        failed=state_text in ("Failed", "Exception"),
     )
 
 

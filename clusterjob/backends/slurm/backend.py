@@ -14,7 +14,6 @@ from clusterjob.backends.base import FetchLimits, Status
 from clusterjob.backends.slurm import planning, status, submit
 from clusterjob.backends.slurm.accounting import Accounting, explained
 from clusterjob.backends.slurm.client import Client, SlurmOutput
-from clusterjob.backends.slurm.mirror import directory_name
 from clusterjob.backends.slurm.queue import Queue
 from clusterjob.backends.slurm.squeue import QueueSnapshot
 from clusterjob.backends.slurm.status import NAME, Cluster
@@ -268,7 +267,7 @@ class SlurmBackend:
             return False
         ends.cancel(record.job_dir, interrupt=True)
         if (login := status.cluster_of(record).login) is not None:
-            self._logins.host(login).request_cancel([directory_name(record)], interrupt=True)
+            self._logins.host(login).request_cancel([record.directory_name], interrupt=True)
         return True
 
     def cancel(self, records: Sequence[Record]) -> None:
@@ -290,7 +289,7 @@ class SlurmBackend:
             if (login := status.cluster_of(record).login) is not None:
                 distant.setdefault(login, []).append(record)
         for login, group in distant.items():
-            self._logins.host(login).request_cancel([directory_name(record) for record in group])
+            self._logins.host(login).request_cancel([record.directory_name for record in group])
         for record in records:
             cluster = status.cluster_of(record)
             snapshot = self._at(cluster)[1].poll(urgent=True)

@@ -5,25 +5,21 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from clusterjob.errors import HostError, SubmitError
+from clusterjob.errors import SubmitError
 from clusterjob.node.environments.slurm_commands import slurm_environment
-from clusterjob.node.host_server.requests import DropCommand, ReapCommand, RunCommand
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
-    from clusterjob.remote.session import Session
+    from clusterjob.backends.slurm.remote_command import RemoteCommand
 
 UNREACHED = -1000  # exit code of a command whose result the login host did not send
 # Timeout in seconds of `scontrol ping` if no cluster is named. Without a configuration, the command
 # takes 0.06 s.
 _PING = 3.0
-# Seconds in which the start request waits for the command's end, to save a second request.
-_AT_ONCE = 0.3
 _MAX_MESSAGE = 2000  # maximum characters of an error message
 TIMEOUT = 60.0  # seconds for one command; Slurm's commands have their own timeout of 10 to 30 s
 
@@ -98,99 +94,6 @@ class SlurmOutput:
     def in_doubt(self) -> bool:
         """Whether the controller may have executed the command although it failed."""
         return self.code != 0 and (self.code < 0 or _IN_DOUBT.search(self.err) is not None)
-
-
-class RemoteCommand:
-    """A command on a login host, with the interface of `subprocess.Popen`.
-
-    If the connection breaks, its return code is UNREACHED.
-
-    Args:
-        host: the host.
-        argv: the command line.
-        more: variables added to its environment.
-        job_id: the job whose directory it runs in; empty for none.
-
-    Raises:
-        SubmitError: the command is not installed on the host.
-    """
-
-    def __init__(
-        self, host: LoginHost, argv: Sequence[str], more: Mapping[str, str], job_id: str
-    ) -> None:
-        self._host = host
-        self._session: Session | None = None
-        self._number = 0
-        self._output = ("", "")
-        self._ended = False
-        self.args = list(argv)
-        self.returncode: int = 0
-        answer = self._ask(RunCommand(tuple(argv), dict(more), job_id, wait=_AT_ONCE))
-        if "absent" in answer:
-            raise SubmitError(
-                f"{host.label}: {argv[0]} cannot be run: {answer['absent']}",
-                "add Slurm's commands to PATH on the login host",
-            )
-
-    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """Return stdout and stderr once the command has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it did not end within timeout (seconds).
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while not self._ended:
-            begin = time.monotonic()
-            left = 60.0 if end is None else max(0.0, end - begin)
-            self._ask(ReapCommand(self._number, wait=left), left)
-            if not self._ended and left > 1.0 and time.monotonic() - begin < left / 2:
-                # The host answers before the wait is over: the loop would repeat the request
-                # without a pause.
-                self._end(
-                    UNREACHED,
-                    "",
-                    f"ssh: {self._host.label}: it answered before the end of {self.args[0]}",
-                )
-            if not self._ended and end is not None and time.monotonic() >= end:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self._output
-
-    def kill(self) -> None:
-        """Kill the command if the host is reachable."""
-        if not self._ended:
-            self._ask(DropCommand(self._number))
-            self._end(-9, "", "")
-
-    def _ask(
-        self, request: RunCommand | ReapCommand | DropCommand, wait: float = 0.0
-    ) -> dict[str, Any]:
-        try:
-            session = self._host.session()
-            if not isinstance(request, RunCommand) and session is not self._session:
-                self._end(UNREACHED, "", f"ssh: {self._host.label}: the connection broke")
-                return {}
-            self._session = session
-            answer, data = session.ask(request, timeout=self._host.timeout + wait)
-        except HostError as error:
-            self._end(UNREACHED, "", f"ssh: {error.message}")
-            return {}
-        if "number" in answer:
-            self._number = answer["number"]
-        elif "code" in answer and "out" in answer:
-            out, err = data[: answer["out"]], data[answer["out"] :]
-            self._end(
-                answer["code"], *(text.decode("utf-8", "surrogateescape") for text in (out, err))
-            )
-        elif not isinstance(request, DropCommand) and "absent" not in answer:
-            self._end(
-                UNREACHED,
-                "",
-                f"ssh: {self._host.label}: it sends a malformed answer about {self.args[0]}",
-            )
-        return answer
-
-    def _end(self, code: int, out: str, err: str) -> None:
-        self._ended, self.returncode, self._output = True, code, (out, err)
 
 
 @dataclass(frozen=True)

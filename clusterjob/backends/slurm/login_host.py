@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.backends import shared
-from clusterjob.backends.slurm.client import RemoteCommand
 from clusterjob.backends.slurm.mirror import ClusterMirror
+from clusterjob.backends.slurm.remote_command import RemoteCommand
 from clusterjob.core import snapshot
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan

@@ -27,11 +27,6 @@ _GROWN = {
 }
 
 
-def directory_name(record: Record) -> str:
-    """Return the name of a job's directory inside the directory of all jobs."""
-    return record.job_id if record.index is None else f"{record.whole_id}/elements/{record.index}"
-
-
 class ClusterMirror:
     """Local copies of the job directories of one cluster.
 
@@ -103,7 +98,7 @@ class ClusterMirror:
             return {str(path.relative_to(record.job_dir)): path for path in paths if path.exists()}
 
         return JobToPoll(
-            directory_name(record),
+            record.directory_name,
             mode,
             sizes={name: path.stat().st_size for name, path in by_name(grown).items()},
             stamps={name: known.get(name, "") for name in by_name(replaced)},

@@ -16,11 +16,14 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends.slurm.client import Client, RemoteCommand, SlurmOutput
+from clusterjob.backends.slurm.client import Client, SlurmOutput
 from clusterjob.backends.slurm.squeue import EPOCH_TIMES, QueueSnapshot, command, new_mark, split
 from clusterjob.node.system import files, private_dirs
+
+if TYPE_CHECKING:
+    from clusterjob.backends.slurm.remote_command import RemoteCommand
 
 INTERVAL = 5.0  # minimum seconds between two calls to one cluster
 _SLOWEST = 30.0  # maximum seconds between two calls while the followed jobs do not change

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from clusterjob.errors import PlacementError
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.reading import Finding, Reading
-from clusterjob.node.environments.topology import expand_hostlist
+from clusterjob.node.system.hostlist import expand_hostlist
 
 # Key under which `lookups.look_up` stores the output of `flux hostlist local`.
 HOSTLIST = "flux hostlist local"

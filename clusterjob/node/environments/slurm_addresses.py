@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist
+from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.system import network
+from clusterjob.node.system.hostlist import expand_hostlist
 from clusterjob.node.system.network import is_loopback
 
 _TIMEOUT = 4.0  # seconds for one scontrol command

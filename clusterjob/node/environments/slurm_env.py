@@ -21,7 +21,8 @@ from clusterjob.node.environments import placing
 from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.placing import Master, Ranks
 from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, whole_number
-from clusterjob.node.environments.topology import Topology, Worker, expand_hostlist
+from clusterjob.node.environments.topology import Topology, Worker
+from clusterjob.node.system.hostlist import expand_hostlist
 from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
