@@ -28,7 +28,7 @@ from test_rank_rendezvous import SIMULATED
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import detect
+from clusterjob.node.environments.detection import detect
 
 PARTS = ("detect", "import", "init", "roll")
 DETECT_TARGET = 1.0  # milliseconds

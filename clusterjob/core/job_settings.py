@@ -18,7 +18,7 @@ from clusterjob.core.records import home, secure_home
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.core.trust import LOOK, Usage
 from clusterjob.errors import OTHER_HOME, PlacementError, RecordError, SpecError
-from clusterjob.node import environments
+from clusterjob.node.environments import detection
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 
@@ -103,7 +103,7 @@ def _refuse_inside_a_job() -> None:
     Raises:
         PlacementError: the environment is that of a job's node.
     """
-    finding = environments.detect(os.environ)
+    finding = detection.detect(os.environ)
     if finding.source == "none":
         return
     variables = ", ".join(sorted(set(finding.evidence.values()))) or "its variables"

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
-from clusterjob.node.environments import Finding, scheduler, this_node, worker_defaults
+from clusterjob.node.environments import scheduler, this_node, worker_defaults
+from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.log_protocol import refusal

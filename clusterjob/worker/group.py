@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from clusterjob.errors import RendezvousError, UsageError
-from clusterjob.node.environments import Finding
+from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import network, processes
 from clusterjob.worker import ending, process, rank_assignment, rank_facts, rendezvous, siblings

@@ -7,15 +7,16 @@ import sys
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError, UsageError
-from clusterjob.node import environments
 from clusterjob.node.environments import (
-    Finding,
+    detection,
+    lookups,
     openmpi_env,
     slurm_addresses,
     slurm_env,
     torch_env,
     worker_defaults,
 )
+from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
@@ -54,7 +55,7 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
     finding = (
         torch_env.read(os.environ | variables)
         if variables
-        else environments.detect(environments.look_up(os.environ))
+        else detection.detect(lookups.look_up(os.environ))
     )
     if not checked:
         return finding

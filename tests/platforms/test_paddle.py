@@ -17,7 +17,8 @@ from procs import Job
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import detect, paddle_env, worker_endpoints
+from clusterjob.node.environments import paddle_env, worker_endpoints
+from clusterjob.node.environments.detection import detect
 from clusterjob.node.environments.topology import Worker
 
 VENV = ROOT / ".venv-paddle"
@@ -154,7 +155,8 @@ def test_endpoint_list_too_long_for_environment_is_left_out() -> None:
 
 SHOW = """
     import json, os, pathlib
-    from clusterjob.node.environments import detect, look_up
+    from clusterjob.node.environments.detection import detect
+    from clusterjob.node.environments.lookups import look_up
     found = detect(look_up(os.environ))
     own = {name: value for name, value in os.environ.items() if name.startswith("PADDLE_")}
     report = json.dumps([own, found.source, list(found.conflicts)])
@@ -254,7 +256,8 @@ TRAIN = """
     from pathlib import Path
     import paddle
     import paddle.distributed as dist
-    from clusterjob.node.environments import detect, look_up
+    from clusterjob.node.environments.detection import detect
+    from clusterjob.node.environments.lookups import look_up
 
     dist.init_parallel_env()
     rank = dist.get_rank()

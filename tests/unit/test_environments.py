@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from clusterjob.errors import PlacementError
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import detect
+from clusterjob.node.environments.detection import detect
 from clusterjob.node.environments.topology import Topology, Worker
 
 TORCHRUN = {

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from job_variables import is_job_variable
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import FAMILIES, detect, flux_env, hydra_env, lsf_env, pals_env
+from clusterjob.node.environments import flux_env, hydra_env, lsf_env, pals_env
 from clusterjob.node.environments.conflicts import PLATFORMS
+from clusterjob.node.environments.detection import FAMILIES, detect
 from clusterjob.node.environments.topology import Topology, Worker
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterjob.node.environments import detect
+from clusterjob.node.environments.detection import detect
 from clusterjob.node.environments.this_node import find_node
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import detect, scheduler, slurm_env, this_node
+from clusterjob.node.environments import scheduler, slurm_env, this_node
+from clusterjob.node.environments.detection import detect
 from clusterjob.node.environments.topology import Topology, Worker
 
 # The job has four nodes and the step uses two of them, so the job's lists are wrong for the step.

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from clusterjob.node import environments
+from clusterjob.node.environments import detection, lookups
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.system.sanitize import sanitize
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 def show(*, as_json: bool) -> int:
     """Print the detected environment; return the exit code: 1 if there is a conflict, else 0."""
-    found = describe(environments.detect(environments.look_up(os.environ)))
+    found = describe(detection.detect(lookups.look_up(os.environ)))
     if as_json:
         # ASCII only, so that any encoding of stdout can represent it.
         print(json.dumps({"schema": SCHEMA, **found}, indent=1))

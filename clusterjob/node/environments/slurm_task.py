@@ -12,8 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import environments
-from clusterjob.node.environments import slurm_addresses, slurm_env, worker_defaults
+from clusterjob.node.environments import (
+    detection,
+    lookups,
+    slurm_addresses,
+    slurm_env,
+    worker_defaults,
+)
 from clusterjob.node.environments.topology import Worker
 
 
@@ -52,7 +57,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         PlacementError: the step's variables contradict each other, or node 0 has no address.
     """
-    finding = environments.detect(environments.look_up(environ)).check()
+    finding = detection.detect(lookups.look_up(environ)).check()
     placement = finding.placement
     if finding.source != slurm_env.SOURCE or placement is None:
         return {}

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import Finding, detect, look_up, slurm_addresses, slurm_env
+from clusterjob.node.environments import slurm_addresses, slurm_env
+from clusterjob.node.environments.detection import detect
+from clusterjob.node.environments.lookups import look_up
+from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
 
 
