@@ -523,7 +523,7 @@ def test_root_cause_is_rank_that_failed_first_in_ten_runs(
         check_root_cause(make_job(2), how, run % 4, "--start", start)
 
 
-@pytest.mark.parametrize("launcher", ["agent", "torchrun"])
+@pytest.mark.parametrize("launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_all_reduce_over_two_nodes_succeeds(make_job: MakeJob, launcher: str) -> None:
     job = make_job(2)
     job.start_all(

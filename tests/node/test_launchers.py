@@ -192,6 +192,7 @@ def test_bootstrap_under_accelerate_launch_trains_all_ranks(tmp_path: Path) -> N
     check_ranks(tmp_path, 2, "torchrun")
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_bootstrap_under_accelerate_launch_with_mpirun_trains_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
@@ -240,6 +241,7 @@ TORCHRUNX = """
 """
 
 
+@pytest.mark.slow
 def test_bootstrap_under_torchrunx_trains_all_ranks(tmp_path: Path) -> None:
     """torchrunx releases its port before its workers bind it.
 

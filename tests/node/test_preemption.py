@@ -451,7 +451,7 @@ def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
     assert (job.result["state"], job.result["restarts"]) == ("PREEMPTED", 1)
 
 
-@pytest.mark.parametrize("target", ["agent", "all processes"])
+@pytest.mark.parametrize("target", ["agent", pytest.param("all processes", marks=pytest.mark.slow)])
 def test_workers_under_torchrun_see_warning_file(make_job: MakeJob, target: str) -> None:
     """torchrun does not pass the pipe on.
 

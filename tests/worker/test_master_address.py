@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hooked import MODES
 from launching import free_port, launch, script
 
 from clusterjob.node.workers import torch_patches
@@ -74,7 +73,7 @@ def group_script(directory: Path, last: str) -> Path:
     return script(directory, f"{FUNCTIONS}\nif __name__ == '__main__':\n{main}\n")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("nproc", FORMS)
 def test_script_with_own_address_or_file_forms_process_groups(
     tmp_path: Path, nproc: int, mode: str
@@ -87,6 +86,7 @@ def test_script_with_own_address_or_file_forms_process_groups(
     assert not (tmp_path / "meeting").exists()  # an old file would block the next run
 
 
+@pytest.mark.slow
 def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
     inner = group_script(tmp_path, "meet('inner')")
     torchrun = [
