@@ -147,5 +147,5 @@ def logs(
 
     job = watch.Watch(Records().find(job_id), rank, node=node, raw=raw)
     if tail is not None or not follow:
-        job.so_far(tail)
+        job.so_far(tail, follow=follow)
     return job.to_the_end() if follow else 0

@@ -51,15 +51,18 @@ class Watch:
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
         self._progress = Progress()
 
-    def so_far(self, tail: int | None) -> None:
-        """Show the output so far, or its last `tail` lines."""
+    def so_far(self, tail: int | None, *, follow: bool) -> None:
+        """Show the output so far, or its last `tail` lines.
+
+        If `to_the_end` follows, it shows a last line that has no newline yet.
+        """
         polling.collect(self._record)
         if tail is None:
-            self._printer.show_all(self._reader.batches(end=True))
+            self._printer.show_all(self._reader.batches(end=not follow))
             return
         self._reader.skip_to_tail(tail)
         last: deque[LogLine] = deque(maxlen=tail)
-        for lines in self._reader.batches(end=True):
+        for lines in self._reader.batches(end=not follow):
             last.extend(lines)
         self._printer.show_all([list(last)])
 

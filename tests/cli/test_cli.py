@@ -551,6 +551,26 @@ def test_logs_filters_by_rank_node_and_tail(terminal: Terminal) -> None:
     assert terminal("logs", "--tail", "1000", job_id).stdout == terminal("logs", job_id).stdout
 
 
+def test_logs_follow_with_tail_shows_unfinished_line_whole(terminal: Terminal) -> None:
+    job_id = terminal.submit(
+        """
+        import os, pathlib, time
+        print("whole line", flush=True)
+        print("first half", end=" ", flush=True)
+        pathlib.Path("up").touch()
+        while not os.path.exists("leave"):
+            time.sleep(0.01)
+        print("second half")
+        """
+    )
+    terminal.wait_for("up")
+    following = terminal.start("logs", "-f", "--tail", "5", job_id)
+    wait_until(lambda: "whole line" in terminal.output(following)[0], TEST_TIMEOUT)
+    terminal.path("leave").touch()
+    assert following.wait(TEST_TIMEOUT) == 0
+    assert terminal.output(following)[0] == "whole line\nfirst half second half\n"
+
+
 def test_logs_follow_works_from_another_terminal(terminal: Terminal) -> None:
     job_id = terminal.submit(WAITER + "    raise SystemExit(5)\n", "--nodes", "2")
     following = terminal.start("logs", "-f", job_id)
