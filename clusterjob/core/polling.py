@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from clusterjob.backends import base
+from clusterjob.backends import base, shared
 from clusterjob.backends.base import Status
 from clusterjob.core.listing import Listing, place_in_list, row_of
 from clusterjob.core.records import Handle, Record, Records
@@ -31,7 +31,7 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     asked: dict[str, list[Record]] = {}
     for record in wanted:
         if record.verdict is not None and not record.may_be_corrected:
-            found[record.job_id] = _from_end(record.verdict)
+            found[record.job_id] = shared.ended(record.verdict)
         else:
             asked.setdefault(record.backend, []).append(record)
     for name, group in asked.items():
@@ -41,7 +41,9 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
         if record.verdict is not None and (status.provisional or status.state is JobState.UNKNOWN):
-            status = _from_end(record.verdict)  # keep the recorded end, although it is provisional
+            status = shared.ended(
+                record.verdict
+            )  # keep the recorded end, although it is provisional
         if status.handle is not None and record.handle is None and record.index is None:
             record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job
         elif status.handle is not None and record.handle is None:
@@ -121,16 +123,6 @@ def unfinished() -> list[tuple[Record, Status]]:
     return sorted(
         [(record, status) for record, status in pairs if not status.state.final],
         key=lambda pair: place_in_list(row_of(*pair)),
-    )
-
-
-def _from_end(verdict: Verdict) -> Status:
-    return Status(
-        verdict.state,
-        verdict.reason,
-        verdict=verdict,
-        started_at=verdict.started_at,
-        restarts=verdict.restarts,
     )
 
 
