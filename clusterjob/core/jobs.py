@@ -68,10 +68,17 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
     _remove_leftovers(records)
     values = job_secrets.packed(plan.spec.secret, os.environ)
     record = Record(
-        plan.job_id, plan.spec.name, cluster=cluster, backend=plan.backend, job_dir=plan.job_dir,
-        nodes=plan.spec.resources.nodes, submitted_at=events.now(), spec=plan.spec.to_json(),
-        submitter=processes.ProcessIdentity.of_this_process(), array=plan.array,
-    )  # fmt: skip
+        plan.job_id,
+        plan.spec.name,
+        cluster=cluster,
+        backend=plan.backend,
+        job_dir=plan.job_dir,
+        nodes=plan.spec.resources.nodes,
+        submitted_at=events.now(),
+        spec=plan.spec.to_json(),
+        submitter=processes.ProcessIdentity.of_this_process(),
+        array=plan.array,
+    )
     try:
         # Save the record first: a killed submit then leaves no job directory without a record.
         records.save(record)

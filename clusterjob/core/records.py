@@ -158,10 +158,13 @@ class Record:
         """Return one element of this array as a job with its own directory, state and logs."""
         assert self.array is not None
         return replace(
-            self, job_id=f"{self.job_id}{SEPARATOR}{index}",
-            job_dir=self.job_dir / ELEMENTS / str(index), array=None, index=index,
+            self,
+            job_id=f"{self.job_id}{SEPARATOR}{index}",
+            job_dir=self.job_dir / ELEMENTS / str(index),
+            array=None,
+            index=index,
             handle=self._element_handle(index),
-        )  # fmt: skip
+        )
 
     def _element_handle(self, index: int) -> Handle | None:
         if self.handle is None or self.array is None:

@@ -235,9 +235,12 @@ def _revocation_by_krl(path: Path, kind: str, shown: bytes) -> str:
         stream.flush()
         try:
             asked = subprocess.run(
-                ["ssh-keygen", "-Q", "-f", str(path), stream.name], capture_output=True,
-                stdin=subprocess.DEVNULL, timeout=_TIMEOUT, check=False,
-            )  # fmt: skip
+                ["ssh-keygen", "-Q", "-f", str(path), stream.name],
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=_TIMEOUT,
+                check=False,
+            )
         except (OSError, subprocess.TimeoutExpired):
             return f"ssh-keygen cannot be run to check the revoked keys in {path}"
     if asked.returncode == 0:

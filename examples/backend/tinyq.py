@@ -66,9 +66,13 @@ def submit(task: dict[str, Any]) -> str:
     )
     save(folder / "task.json", task | {"code": str(folder / "code")})
     subprocess.Popen(
-        [sys.executable, os.path.abspath(__file__), "keep", folder.name], stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd=folder,
-    )  # fmt: skip
+        [sys.executable, os.path.abspath(__file__), "keep", folder.name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd=folder,
+    )
     return folder.name
 
 

@@ -33,9 +33,11 @@ class ResNet34(nn.Module):
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False), nn.BatchNorm2d(64),
-            nn.ReLU(inplace=True), nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-        )  # fmt: skip
+            nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+        )
         blocks: list[nn.Module] = []
         inputs = 64
         for outputs, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):

@@ -444,13 +444,27 @@ def test_status_and_list_show_jobs_in_all_states(terminal: Terminal) -> None:
     listed = json.loads(terminal("list", "--json").stdout)
     assert listed["schema"] == 1
     assert [(job["id"], job["state"], job["exit_code"]) for job in listed["jobs"]] == [
-        (good, "SUCCEEDED", 0), (bad, "FAILED", 3), (running, "RUNNING", None),
-    ]  # fmt: skip
+        (good, "SUCCEEDED", 0),
+        (bad, "FAILED", 3),
+        (running, "RUNNING", None),
+    ]
     for job in listed["jobs"]:
         assert job.keys() >= {
-            "id", "name", "cluster", "backend", "backend_id", "state", "exit_code", "nodes",
-            "submitted_at", "started_at", "ended_at", "reason", "restarts", "failure",
-        }  # fmt: skip
+            "id",
+            "name",
+            "cluster",
+            "backend",
+            "backend_id",
+            "state",
+            "exit_code",
+            "nodes",
+            "submitted_at",
+            "started_at",
+            "ended_at",
+            "reason",
+            "restarts",
+            "failure",
+        }
         assert (
             job["cluster"],
             job["backend"],
@@ -534,8 +548,11 @@ def test_logs_filters_by_rank_node_and_tail(terminal: Terminal) -> None:
             print("line", number, "of", os.environ["RANK"])
         print("error of", os.environ["RANK"], file=sys.stderr)
         """,
-        "--nodes", "2", "--nproc-per-node", "2",
-    )  # fmt: skip
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+    )
     terminal("wait", job_id)
     done = terminal("logs", job_id)
     assert len(done.stdout.splitlines()) == 12

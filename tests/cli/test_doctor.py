@@ -314,8 +314,11 @@ def test_doctor_json_is_one_document(light: list[str]) -> None:
         ).stdout
     )
     assert {key: document[key] for key in ("schema", "cluster", "backend", "fit")} == {
-        "schema": 1, "cluster": "local", "backend": "local", "fit": True,
-    }  # fmt: skip
+        "schema": 1,
+        "cluster": "local",
+        "backend": "local",
+        "fit": True,
+    }
     assert {frozenset(check) for check in document["checks"]} == {
         frozenset(["name", "state", "message", "hint"])
     }

@@ -282,10 +282,15 @@ def test_job_submitted_inside_job_ignores_variables_of_outer_job(
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
     seen = json.loads((record.job_dir / "logs" / "node1" / "rank1.out").read_text())
     assert seen == {
-        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "CLUSTERJOB_JOB_ID": record.job_id, "CLUSTERJOB_ATTEMPT": "0",
-        "TORCHELASTIC_RUN_ID": record.job_id, "TORCHELASTIC_ERROR_FILE": None,
-    }  # fmt: skip
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "CLUSTERJOB_JOB_ID": record.job_id,
+        "CLUSTERJOB_ATTEMPT": "0",
+        "TORCHELASTIC_RUN_ID": record.job_id,
+        "TORCHELASTIC_ERROR_FILE": None,
+    }
 
 
 def test_hostile_names_arguments_and_variables_arrive_unchanged(

@@ -139,15 +139,27 @@ def test_nodes_of_different_size_get_consecutive_ranks(
             seen = json.loads(job.log(node_rank, f"rank{rank}.attempt7.out"))
             ports.add(seen.pop("MASTER_PORT"))
             assert seen.pop("CLUSTERJOB_REPORT_FD")
-            assert seen.items() >= {
-                "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "6",
-                "LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": str(node_rank),
-                "GROUP_WORLD_SIZE": "3", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "6",
-                "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": job.id,
-                "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "4",
-                "CLUSTERJOB_JOB_ID": job.id, "CLUSTERJOB_JOB_DIR": str(job.dir),
-                "CLUSTERJOB_ATTEMPT": "7",
-            }.items()  # fmt: skip
+            assert (
+                seen.items()
+                >= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(local_rank),
+                    "WORLD_SIZE": "6",
+                    "LOCAL_WORLD_SIZE": str(size),
+                    "GROUP_RANK": str(node_rank),
+                    "GROUP_WORLD_SIZE": "3",
+                    "ROLE_RANK": str(rank),
+                    "ROLE_WORLD_SIZE": "6",
+                    "ROLE_NAME": "default",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "TORCHELASTIC_RUN_ID": job.id,
+                    "TORCHELASTIC_RESTART_COUNT": "0",
+                    "TORCHELASTIC_MAX_RESTARTS": "4",
+                    "CLUSTERJOB_JOB_ID": job.id,
+                    "CLUSTERJOB_JOB_DIR": str(job.dir),
+                    "CLUSTERJOB_ATTEMPT": "7",
+                }.items()
+            )
             rank += 1
     assert len(ports) == 1
     assert job.result["attempt"] == 7

@@ -49,7 +49,9 @@ def test_models_freed_after_their_groups_neither_hang_nor_abort(tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_ddp_script_succeeds_in_ten_runs(tmp_path: Path, mode: str) -> None:
-    ddp_script = script(tmp_path, """
+    ddp_script = script(
+        tmp_path,
+        """
         import torch, torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -61,7 +63,8 @@ def test_ddp_script_succeeds_in_ten_runs(tmp_path: Path, mode: str) -> None:
             dist.destroy_process_group()
 
         main()
-    """)  # fmt: skip
+    """,
+    )
     ended = [launch(mode, 4, [ddp_script], tmp_path) for _ in range(10)]
     assert [each.code for each in ended] == [0] * 10, [each.err for each in ended if each.code]
 
@@ -211,7 +214,9 @@ def run_one_process(path: str, code: str) -> list[str]:
 
     SIGALRM kills a program that hangs.
     """
-    completed = python(path, f"""
+    completed = python(
+        path,
+        f"""
         import gc, os, signal, sys
         signal.alarm(60)
         import torch, torch.distributed as dist
@@ -227,13 +232,16 @@ def run_one_process(path: str, code: str) -> list[str]:
             parts = [type(part).__name__ for part in destroyed]
             return parts, any("gloo" in thread for thread in threads)
 {textwrap.indent(textwrap.dedent(code), " " * 8)}
-    """)  # fmt: skip
+    """,
+    )
     assert completed.returncode == 0, completed.stderr
     return completed.stdout.splitlines()
 
 
 def test_forked_child_does_not_free_groups_of_parent(path: str) -> None:
-    lines = run_one_process(path, """
+    lines = run_one_process(
+        path,
+        """
         make()
         dist.destroy_process_group()
         make()  # the child has a copy of this group
@@ -248,12 +256,15 @@ def test_forked_child_does_not_free_groups_of_parent(path: str) -> None:
         if child == 0:
             sys.exit(7)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """)  # fmt: skip
+    """,
+    )
     assert lines == ["7"]
 
 
 def test_only_gloo_backend_is_kept_when_group_is_destroyed(path: str) -> None:
-    lines = run_one_process(path, """
+    lines = run_one_process(
+        path,
+        """
         # A backend beside gloo, like NCCL.
         from torch.testing._internal.distributed import fake_pg
 
@@ -261,16 +272,20 @@ def test_only_gloo_backend_is_kept_when_group_is_destroyed(path: str) -> None:
             make(backend)
             dist.destroy_process_group()
             print(kept())
-    """)  # fmt: skip
+    """,
+    )
     assert lines == ["(['ProcessGroupGloo'], True)", "([], False)"]
 
 
 def test_debug_wrapper_of_gloo_group_is_kept_when_group_is_destroyed(path: str) -> None:
-    lines = run_one_process(path, """
+    lines = run_one_process(
+        path,
+        """
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
         make()
         dist.destroy_process_group()
         print(kept())
-    """)  # fmt: skip
+    """,
+    )
     assert lines == ["(['_ProcessGroupWrapper'], True)"]

@@ -24,12 +24,15 @@ def path(tmp_path: Path) -> str:
 
 
 def test_sitecustomize_of_user_runs_and_hook_directory_is_not_on_sys_path(path: str) -> None:
-    completed = python(path, f"""
+    completed = python(
+        path,
+        f"""
         import sitecustomize
         {LOADED}
         print(sys.from_site, sitecustomize.__file__.endswith("own/sitecustomize.py"),
               {path.partition(os.pathsep)[0]!r} in sys.path)
-    """)  # fmt: skip
+    """,
+    )
     assert (completed.stdout, completed.stderr) == ("1 False\nTrue True False\n", "")
 
 
@@ -112,7 +115,9 @@ def test_missing_hook_directory_is_no_error(tmp_path: Path) -> None:
 
 
 def test_process_outside_job_keeps_behaviour_of_torch(path: str) -> None:
-    completed = python(path, """
+    completed = python(
+        path,
+        """
         import os
         os.environ |= {
             "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "1",
@@ -123,12 +128,15 @@ def test_process_outside_job_keeps_behaviour_of_torch(path: str) -> None:
         rendezvous = sys.modules['torch.distributed.rendezvous']
         wrapped = hasattr(rendezvous._create_c10d_store, "__wrapped__")
         print(rendezvous._torchelastic_use_agent_store(), wrapped)
-    """)  # fmt: skip
+    """,
+    )
     assert completed.stdout == "True True\n", completed.stderr
 
 
 def test_torch_is_patched_once_beside_other_import_finders(path: str) -> None:
-    completed = python(path, """
+    completed = python(
+        path,
+        """
         import sys
 
         class Old:
@@ -155,7 +163,8 @@ def test_torch_is_patched_once_beside_other_import_finders(path: str) -> None:
         import torch.distributed
         create = sys.modules["torch.distributed.rendezvous"]._create_c10d_store
         print(hasattr(create, "__wrapped__"), hasattr(create.__wrapped__, "__wrapped__"))
-    """)  # fmt: skip
+    """,
+    )
     assert completed.stdout == "True False\n", completed.stderr
 
 

@@ -253,7 +253,9 @@ def test_signal_to_all_processes_of_job_ends_none_of_them(
     By default, a worker's own children are not protected from SIGTERM.
     """
     job = make_job(2)
-    script = write_scripts(job, """
+    script = write_scripts(
+        job,
+        """
         import subprocess
         from place import *
         children = []
@@ -272,7 +274,8 @@ def test_signal_to_all_processes_of_job_ends_none_of_them(
             os.kill(child, signal.SIGKILL)
         print("saved")
         ctx.requeue()
-    """)  # fmt: skip
+    """,
+    )
     if number == signal.SIGUSR1:
         job.path("usr1").touch()
     job.start_all(*WARNING, "--start", mode, "--nproc-per-node", "2", script, python=WITH_TORCH)
@@ -299,13 +302,16 @@ def test_workers_that_ignore_warning_are_stopped_before_deadline(make_job: MakeJ
 
 def test_job_that_completes_after_warning_has_succeeded(make_job: MakeJob) -> None:
     job = make_job(2)
-    script = write_scripts(job, """
+    script = write_scripts(
+        job,
+        """
         from place import *
         tell("up")
         while not ctx.preempted:
             time.sleep(0.01)
         print("done anyway")
-    """)  # fmt: skip
+    """,
+    )
     job.start_all(*WARNING, script)
     up(job, 2)
     job.agents[1].send_signal(signal.SIGUSR1)
@@ -315,7 +321,9 @@ def test_job_that_completes_after_warning_has_succeeded(make_job: MakeJob) -> No
 
 def test_worker_that_exits_early_does_not_stop_other_workers(make_job: MakeJob) -> None:
     job = make_job(2)
-    script = write_scripts(job, """
+    script = write_scripts(
+        job,
+        """
         import atexit
         from place import *
         tell("up")
@@ -331,7 +339,8 @@ def test_worker_that_exits_early_does_not_stop_other_workers(make_job: MakeJob) 
         if rank == "0":
             atexit.register(lambda: tell("left"))
         ctx.requeue()
-    """)  # fmt: skip
+    """,
+    )
     job.start_all(*WARNING, "--nproc-per-node", "2", script)
     up(job, 4)
     job.agents[0].send_signal(signal.SIGUSR1)
@@ -342,7 +351,9 @@ def test_worker_that_exits_early_does_not_stop_other_workers(make_job: MakeJob) 
 
 def test_worker_failure_after_warning_fails_job(make_job: MakeJob) -> None:
     job = make_job(2)
-    script = write_scripts(job, """
+    script = write_scripts(
+        job,
+        """
         from place import *
         tell("up")
         while not ctx.preempted:
@@ -350,7 +361,8 @@ def test_worker_failure_after_warning_fails_job(make_job: MakeJob) -> None:
         if rank == "1":
             raise ValueError("the checkpoint cannot be written")
         ctx.requeue()
-    """)  # fmt: skip
+    """,
+    )
     job.start_all(*WARNING, script)
     up(job, 2)
     job.agents[0].send_signal(signal.SIGUSR1)
@@ -361,7 +373,9 @@ def test_worker_failure_after_warning_fails_job(make_job: MakeJob) -> None:
 
 def test_exception_in_callback_ends_script(make_job: MakeJob) -> None:
     job = make_job()
-    script = write_scripts(job, """
+    script = write_scripts(
+        job,
+        """
         from place import *
         def save():
             raise OSError("no space left")
@@ -372,7 +386,8 @@ def test_exception_in_callback_ends_script(make_job: MakeJob) -> None:
             time.sleep(1000)
         finally:
             tell("finally")
-    """)  # fmt: skip
+    """,
+    )
     job.start(0, *WARNING, script)
     up(job, 1)
     job.agents[0].send_signal(signal.SIGUSR1)
@@ -435,7 +450,9 @@ def test_agent_lost_after_warning_preempts_job(make_job: MakeJob) -> None:
 def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
     """After a failure with restarts left, the new workers see the warning from the start."""
     job = make_job()
-    script = write_scripts(job, """
+    script = write_scripts(
+        job,
+        """
         from place import *
         tell("up")
         while not ctx.preempted:
@@ -443,7 +460,8 @@ def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise ValueError("the first time")
         ctx.requeue()
-    """)  # fmt: skip
+    """,
+    )
     job.start(0, *WARNING, "--max-restarts", "1", script)
     up(job, 1)
     job.agents[0].send_signal(signal.SIGUSR1)
@@ -532,9 +550,14 @@ def run_alone(
     (directory / "alone.py").write_text(textwrap.dedent(text))
     environ = os.environ | {"RANK": "0", "LOCAL_RANK": "0"} | extra
     return subprocess.Popen(
-        [sys.executable, "-S", "alone.py"], cwd=directory, env=environ, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=() if fd is None else (fd,),
-    )  # fmt: skip
+        [sys.executable, "-S", "alone.py"],
+        cwd=directory,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=() if fd is None else (fd,),
+    )
 
 
 def result_of(process: subprocess.Popen[str]) -> tuple[int, str]:

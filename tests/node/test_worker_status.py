@@ -309,7 +309,9 @@ def test_process_without_stack_handler_is_not_signalled(tmp_path: Path, text: st
 
 
 def test_process_reports_stack_repeatedly_and_continues_to_sleep(tmp_path: Path) -> None:
-    process = child(tmp_path, """
+    process = child(
+        tmp_path,
+        """
         def inner():
             pathlib.Path('up').touch()
             begin = time.monotonic()
@@ -317,7 +319,8 @@ def test_process_reports_stack_repeatedly_and_continues_to_sleep(tmp_path: Path)
             sys.exit(0 if time.monotonic() - begin >= 4 else 3)
         stacks.offer()
         inner()
-    """)  # fmt: skip
+    """,
+    )
     try:
         wait_until(lambda: stacks.kernel_text(process.pid).startswith("it sleeps"), 10)
         for _ in range(2):

@@ -78,12 +78,20 @@ def node_world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
         for node, size in enumerate(sizes)
     ]
     return World(
-        0, "10.0.0.0", master_port=29500, agent_store=True, node_rank=node_rank,
-        nnodes=len(sizes), nproc=sizes[node_rank], first_rank=sum(sizes[:node_rank]),
-        world_size=sum(sizes), gpus=gpus, endpoints_master="10.0.0.0:5000",
+        0,
+        "10.0.0.0",
+        master_port=29500,
+        agent_store=True,
+        node_rank=node_rank,
+        nnodes=len(sizes),
+        nproc=sizes[node_rank],
+        first_rank=sum(sizes[:node_rank]),
+        world_size=sum(sizes),
+        gpus=gpus,
+        endpoints_master="10.0.0.0:5000",
         endpoints=worker_endpoints.listed([item for node in endpoints for item in node]),
         own_endpoints=",".join(endpoints[node_rank]),
-    )  # fmt: skip
+    )
 
 
 def worker_variables(of: World, local_rank: int) -> dict[str, str]:

@@ -112,10 +112,14 @@ def submit(two_machines: list[Machine], tmp_path: Path) -> Iterator[Callable[...
             argv = machine.command("bash", code / "clusterjob-entry" / "entry.sh")
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    argv, cwd=node_root, env=environment(node_root, platform),
-                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    argv,
+                    cwd=node_root,
+                    env=environment(node_root, platform),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
-                )  # fmt: skip
+                )
             task.processes.append(process)
             task.logs.append(log)
         staged.remove()

@@ -220,9 +220,14 @@ def test_entry_script_runs_in_uploaded_code_directory(
     )
     assert ran.code == 0, ran.err + ran.out
     assert printed(job_dir, ran.out) == {
-        "at": str(special_path / "code"), "argv": ["train.py"], "token": "secret:t-1",
-        "job": "job-abc", "stream": None, "index": None, "word": "it's\n$HOME",
-    }  # fmt: skip
+        "at": str(special_path / "code"),
+        "argv": ["train.py"],
+        "token": "secret:t-1",
+        "job": "job-abc",
+        "stream": None,
+        "index": None,
+        "word": "it's\n$HOME",
+    }
 
 
 def test_job_without_sync_runs_in_its_workdir(work: Path, job_dir: Path, tmp_path: Path) -> None:

@@ -45,11 +45,19 @@ HANDLE = Handle(
     },
 )
 RECORD = Record(
-    "x-222222", "x", cluster="local", backend="local", job_dir=Path("/nowhere/x-222222"),
-    nodes=2, submitted_at="2026-01-01T00:00:00.000Z",
-    spec={"nproc_per_node": 2, "env": {"A": "b"}}, handle=HANDLE, end=VERDICT.to_json(),
-    array={"indices": [0, 1], "pieces": [0]}, index=3,
-)  # fmt: skip
+    "x-222222",
+    "x",
+    cluster="local",
+    backend="local",
+    job_dir=Path("/nowhere/x-222222"),
+    nodes=2,
+    submitted_at="2026-01-01T00:00:00.000Z",
+    spec={"nproc_per_node": 2, "env": {"A": "b"}},
+    handle=HANDLE,
+    end=VERDICT.to_json(),
+    array={"indices": [0, 1], "pieces": [0]},
+    index=3,
+)
 
 
 def listed_job_ids() -> list[str]:
@@ -335,5 +343,7 @@ def test_broken_record_is_named_and_other_records_are_listed(tmp_path: Path) -> 
             assert "bad-222222.json" in done.stderr
             assert "dir-222222.json" in done.stderr
             assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
-                ["bare-222222", "UNKNOWN"], ["gone-222222", "UNKNOWN"], ["good-222222", "UNKNOWN"],
-            ]  # fmt: skip
+                ["bare-222222", "UNKNOWN"],
+                ["gone-222222", "UNKNOWN"],
+                ["good-222222", "UNKNOWN"],
+            ]

@@ -206,9 +206,14 @@ def test_memory_is_bounded_while_host_sends_without_end(site: Site, record: Reco
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=site.directory, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=TEST_TIMEOUT, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            cwd=site.directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TEST_TIMEOUT,
+            check=False,
+        )
         assert why in done.stdout, done.stderr
         return int(done.stderr.split()[-1]) * 1024
 

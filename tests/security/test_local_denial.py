@@ -155,9 +155,13 @@ def test_siblings_find_port_despite_socket_name_with_line_breaks(tmp_path: Path)
     with other_user(BREAK_LINES, tmp_path):
         ended = subprocess.run(
             [sys.executable, str(script(tmp_path, FIND_PORT))],
-            cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-            timeout=TEST_TIMEOUT, check=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=TEST_TIMEOUT,
+            check=False,
+        )
     ports = dict(line.split() for line in ended.stdout.splitlines())
     assert ports.keys() == {"0", "1"}, ended.stderr
     assert ports["0"] == ports["1"]

@@ -78,9 +78,14 @@ def test_all_state_directories_are_private_under_umask_000(
     script = 'for path; do [ -r "$path" ] || [ -w "$path" ] || [ -x "$path" ] && echo "$path"; done'
     as_nobody = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *found, str(reachable)],
-        user=NOBODY, group=NOBODY, extra_groups=[],
-        cwd="/", capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert as_nobody.stdout == f"{reachable}\n", "another user can access one of these"
 
 

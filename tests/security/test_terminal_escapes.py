@@ -219,6 +219,9 @@ def test_env_command_escapes_control_characters_of_variables(tmp_path: Path) -> 
     done = subprocess.run(
         [*CLUSTERJOB, "env"],
         env={"PATH": "/usr/bin:/bin", "RANK": f"0{HOSTILE}", "WORLD_SIZE": "2"},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert_harmless(done.stdout + done.stderr)

@@ -200,8 +200,9 @@ def test_accounting_without_answer_is_warning(user_accounted: User) -> None:
     found = diagnose(user_accounted)
     assert found.fit
     assert (found.state("accounting"), found.message("accounting")) == (
-        "warning", "sacct does not answer: Problem talking to the database",
-    )  # fmt: skip
+        "warning",
+        "sacct does not answer: Problem talking to the database",
+    )
 
 
 def test_slow_controller_is_warning(user: User) -> None:

@@ -129,8 +129,9 @@ def test_array_longer_than_max_array_size_is_split(user: User) -> None:
         ]
         assert [job["backend_id"] for job in user.jobs(job_id)] == [
             *(f"{ids[0]}_{index}" for index in (7, 8, 9)),
-            *(f"{ids[1]}_{index}" for index in (0, 1, 2)), f"{ids[2]}_9",
-        ]  # fmt: skip
+            *(f"{ids[1]}_{index}" for index in (0, 1, 2)),
+            f"{ids[2]}_9",
+        ]
 
         # If the record has no ids, each part of the array is found by its comment.
         held = user.submit(ECHO, "--array", "0-25", "--set", "hold=true")

@@ -138,11 +138,30 @@ def test_torchrun_launcher_runs_on_each_node(user: User) -> None:
 
 def test_requested_options_reach_slurm(user: User) -> None:
     job_id = user.submit(
-        SLEEPER, "--name", "a name", "--time", "30m", "--mem", "3G", "--nproc-per-node", "3",
-        "--cpus-per-task", "2", "--partition", "small", "--gpus-per-node", "4", "--set",
-        "hold=true", "--set", "nice=7", "--set", "comment=my own | words", "--set",
+        SLEEPER,
+        "--name",
+        "a name",
+        "--time",
+        "30m",
+        "--mem",
+        "3G",
+        "--nproc-per-node",
+        "3",
+        "--cpus-per-task",
+        "2",
+        "--partition",
+        "small",
+        "--gpus-per-node",
+        "4",
+        "--set",
+        "hold=true",
+        "--set",
+        "nice=7",
+        "--set",
+        "comment=my own | words",
+        "--set",
         "begin=now+1hour",
-    )  # fmt: skip
+    )
     job = user.slurm_job(job_id)
     assert {
         name: job[name]

@@ -265,8 +265,10 @@ def test_sweep_runs_as_array_and_each_element_has_own_result(laptop: Laptop) -> 
     job_id = laptop.submit(text, "--sweep", "lr=a,b 'c',d")
     done = laptop("wait", job_id, code=5)
     assert sorted(re.findall(r"job (\S+) (\w+)", done.stderr)) == [
-        (f"{job_id}_0", "SUCCEEDED"), (f"{job_id}_1", "FAILED"), (f"{job_id}_2", "SUCCEEDED"),
-    ]  # fmt: skip
+        (f"{job_id}_0", "SUCCEEDED"),
+        (f"{job_id}_1", "FAILED"),
+        (f"{job_id}_2", "SUCCEEDED"),
+    ]
     assert laptop.output(f"{job_id}_2") == "2 --lr=d\n"
     assert laptop.login.connections <= 4
     row = laptop("list").stdout.splitlines()[1]

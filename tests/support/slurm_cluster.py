@@ -110,9 +110,16 @@ class SlurmCluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as a client of this cluster, with text output."""
         done: subprocess.CompletedProcess[str] = subprocess.run(
-            argv, env=os.environ | self.environment, stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, errors="replace", timeout=timeout, check=False, **options,
-        )  # type: ignore[call-overload]  # fmt: skip
+            argv,
+            env=os.environ | self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            **options,
+        )  # type: ignore[call-overload]
         if check and done.returncode:
             raise ClusterError(
                 f"{argv} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
@@ -539,10 +546,16 @@ class SlurmCluster:
     def _call(self, argv: list[str], log: int | None = None) -> None:
         output = subprocess.PIPE if log is None else log
         done = subprocess.run(
-            argv, env=self._daemons_environment, cwd=self.directory, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=output, executable=shutil.which(argv[0], path=_PATH),
-            timeout=TEST_TIMEOUT, check=False,
-        )  # fmt: skip
+            argv,
+            env=self._daemons_environment,
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            executable=shutil.which(argv[0], path=_PATH),
+            timeout=TEST_TIMEOUT,
+            check=False,
+        )
         if done.returncode:
             output_text = (
                 "" if log is not None else (done.stdout + done.stderr).decode(errors="replace")

@@ -28,9 +28,12 @@ def _run_cluster(*options: str) -> Iterator[SlurmCluster]:
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     keeper = subprocess.Popen(
         [sys.executable, str(COMMAND), "--dir", str(directory / "cluster"), *options],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     try:

@@ -139,11 +139,22 @@ def test_every_scalar_setting_is_read_from_environment_variable(project: Path) -
         "CLUSTERJOB_GRACE": "1.5",
     }  # fmt: skip
     assert settings(project, environ=environ).values == {
-        "nodes": 2, "gpus_per_node": 4, "cpus_per_task": 3, "time": 90, "name": "n",
-        "workdir": Path.home() / "x", "python": "py", "start": "exec", "launcher": "torchrun",
-        "require_gpus": True, "template": project / "t.j2", "join_timeout": 9.0, "heartbeat": 0.5,
-        "lease": 5.0, "grace": 1.5,
-    }  # fmt: skip
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "cpus_per_task": 3,
+        "time": 90,
+        "name": "n",
+        "workdir": Path.home() / "x",
+        "python": "py",
+        "start": "exec",
+        "launcher": "torchrun",
+        "require_gpus": True,
+        "template": project / "t.j2",
+        "join_timeout": 9.0,
+        "heartbeat": 0.5,
+        "lease": 5.0,
+        "grace": 1.5,
+    }
 
 
 def test_file_accepts_native_toml_types(project: Path) -> None:
@@ -153,9 +164,15 @@ def test_file_accepts_native_toml_types(project: Path) -> None:
         "setup = []\nenv = {}\nworkdir = '~'\n",
     )
     assert settings(project).values == {
-        "nodes": 2, "mem": 64 * 1024**2, "time": 5400, "require_gpus": False, "grace": 2.0,
-        "setup": (), "env": {}, "workdir": Path.home(),
-    }  # fmt: skip
+        "nodes": 2,
+        "mem": 64 * 1024**2,
+        "time": 5400,
+        "require_gpus": False,
+        "grace": 2.0,
+        "setup": (),
+        "env": {},
+        "workdir": Path.home(),
+    }
 
 
 # -- selection of the cluster ----------------------------------------------------------------------

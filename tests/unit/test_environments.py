@@ -71,10 +71,15 @@ def test_torchrun_worker_is_detected_with_evidence() -> None:
     )
     assert (finding.source, finding.level, finding.conflicts) == ("torchrun", "worker", ())
     assert finding.evidence == {
-        "rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK",
-        "local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "GROUP_RANK",
-        "nnodes": "GROUP_WORLD_SIZE", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
-    }  # fmt: skip
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+        "node_rank": "GROUP_RANK",
+        "nnodes": "GROUP_WORLD_SIZE",
+        "master_addr": "MASTER_ADDR",
+        "master_port": "MASTER_PORT",
+    }
 
 
 def test_worker_of_unknown_launcher_has_source_env() -> None:
@@ -237,10 +242,12 @@ def test_clusterjob_node_is_detected_with_evidence() -> None:
     )
     assert (finding.source, finding.level) == ("clusterjob", "node")
     assert finding.evidence == {
-        "nnodes": "CLUSTERJOB_NNODES", "node_rank": "CLUSTERJOB_NODE_RANK",
-        "nproc_per_node": "CLUSTERJOB_NPROC_PER_NODE", "master_addr": "CLUSTERJOB_MASTER_ADDR",
+        "nnodes": "CLUSTERJOB_NNODES",
+        "node_rank": "CLUSTERJOB_NODE_RANK",
+        "nproc_per_node": "CLUSTERJOB_NPROC_PER_NODE",
+        "master_addr": "CLUSTERJOB_MASTER_ADDR",
         "master_port": "CLUSTERJOB_MASTER_PORT",
-    }  # fmt: skip
+    }
 
 
 def test_clusterjob_node_without_nproc_and_port_is_accepted() -> None:

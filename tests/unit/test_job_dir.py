@@ -10,9 +10,7 @@ from clusterjob.node.logs import job_dir
 
 PACKAGE = Path(clusterjob.__file__).parent
 # Only names with a dot: a name such as "secrets" may also be another word in the code.
-FILE_NAMES = {
-    value for name, value in vars(job_dir).items() if name.isupper() and "." in value
-}  # fmt: skip
+FILE_NAMES = {value for name, value in vars(job_dir).items() if name.isupper() and "." in value}
 
 
 def test_no_other_module_writes_a_file_name_of_a_job_directory() -> None:

@@ -128,18 +128,48 @@ def test_command_inside_job_without_cluster_is_refused(
 def test_settings_are_converted_to_spec(work: Path) -> None:
     (work / "t.j2").touch()
     spec = spec_of(
-        work, nodes=2, gpus_per_node=4, cpus_per_task=3, mem=5, time=6, name="n", env={"A": "b"},
-        workdir=Path("."), python="py", setup=("s",), max_restarts=7, start="exec",
-        launcher="torchrun", require_gpus=True, template=Path("t.j2"), set={"x": "y"},
-        join_timeout=8.0, heartbeat=0.5, lease=9.0, grace=10.0,
-    )  # fmt: skip
-    assert spec == JobSpec(
-        SCRIPT, work, name="n", python="py", env={"A": "b"}, setup=("s",),
-        resources=Resources(2, 4, cpus_per_task=3, mem=5, time_limit=6), nproc_per_node=4,
-        max_restarts=7, start="exec", launcher="torchrun", require_gpus=True,
-        template=work / "t.j2", options={"x": "y"}, join_timeout=8.0, heartbeat=0.5, lease=9.0,
+        work,
+        nodes=2,
+        gpus_per_node=4,
+        cpus_per_task=3,
+        mem=5,
+        time=6,
+        name="n",
+        env={"A": "b"},
+        workdir=Path("."),
+        python="py",
+        setup=("s",),
+        max_restarts=7,
+        start="exec",
+        launcher="torchrun",
+        require_gpus=True,
+        template=Path("t.j2"),
+        set={"x": "y"},
+        join_timeout=8.0,
+        heartbeat=0.5,
+        lease=9.0,
         grace=10.0,
-    )  # fmt: skip
+    )
+    assert spec == JobSpec(
+        SCRIPT,
+        work,
+        name="n",
+        python="py",
+        env={"A": "b"},
+        setup=("s",),
+        resources=Resources(2, 4, cpus_per_task=3, mem=5, time_limit=6),
+        nproc_per_node=4,
+        max_restarts=7,
+        start="exec",
+        launcher="torchrun",
+        require_gpus=True,
+        template=work / "t.j2",
+        options={"x": "y"},
+        join_timeout=8.0,
+        heartbeat=0.5,
+        lease=9.0,
+        grace=10.0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ TEXT = st.one_of(
     st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\r"), max_size=40),
     st.sampled_from(PROTOCOL_LOOKALIKES),
     st.integers(1, 3).map(lambda count: "é☃" * (count * log_protocol.LONGEST // 4)),
-)  # fmt: skip
+)
 
 
 class Printed:

@@ -50,10 +50,12 @@ def test_primary_host_and_index_by_rack_are_preferred() -> None:
         3, 1, nproc_per_node=8, master_addr="10.0.0.1", master_port=2222, source="mlp"
     )
     assert finding.evidence == {
-        "nnodes": "MLP_WORKER_NUM", "node_rank": "MLP_WORKER_RACK_RANK_INDEX",
-        "nproc_per_node": "MLP_WORKER_GPU", "master_addr": "MLP_WORKER_0_PRIMARY_HOST",
+        "nnodes": "MLP_WORKER_NUM",
+        "node_rank": "MLP_WORKER_RACK_RANK_INDEX",
+        "nproc_per_node": "MLP_WORKER_GPU",
+        "master_addr": "MLP_WORKER_0_PRIMARY_HOST",
         "master_port": "MLP_WORKER_0_PORT",
-    }  # fmt: skip
+    }
     ignored = {item.variable: item.why for item in finding.ignored}
     assert "RDMA" in ignored["MLP_WORKER_0_HOST"]
     assert "same index" in ignored["MLP_ROLE_INDEX"]

@@ -105,9 +105,15 @@ def test_hostile_values_stay_data_in_task_and_entry_script(
     printer.write_text('#!/bin/bash\nprintf \'%s\\0\' "$VALUE" "$@"\n')
     printer.chmod(0o700)
     spec = make(
-        tmp_path, python=str(printer), name=name, args=tuple(args), env={"VALUE": value},
-        options=options, resources=Resources(nodes=3), nproc_is_default=True,
-    )  # fmt: skip
+        tmp_path,
+        python=str(printer),
+        name=name,
+        args=tuple(args),
+        env={"VALUE": value},
+        options=options,
+        resources=Resources(nodes=3),
+        nproc_is_default=True,
+    )
     plan = backend.MlpBackend().plan(spec)
     found = planned(plan)
     assert (found["TaskName"], found["Description"], found["ImageUrl"]) == (

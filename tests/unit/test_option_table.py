@@ -96,10 +96,22 @@ def test_flags_and_variables_of_the_table_are_unique() -> None:
 def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) -> None:
     changed = LaunchOptions(
         Program("script", "train.py", args=("a",)),
-        nproc_per_node=3, gpus="0,1", cpus_per_task=2, max_restarts=4, start="fork",
-        launcher="torchrun", time_limit=60.0, join_timeout=7.0, heartbeat=1.5, lease=9.0,
-        grace=4.0, warning=30.0, insecure_no_token=True, lifeline=True, echo=False,
-    )  # fmt: skip
+        nproc_per_node=3,
+        gpus="0,1",
+        cpus_per_task=2,
+        max_restarts=4,
+        start="fork",
+        launcher="torchrun",
+        time_limit=60.0,
+        join_timeout=7.0,
+        heartbeat=1.5,
+        lease=9.0,
+        grace=4.0,
+        warning=30.0,
+        insecure_no_token=True,
+        lifeline=True,
+        echo=False,
+    )
     assert all(
         getattr(changed, field.name) != field.default
         for field in dataclasses.fields(LaunchOptions)

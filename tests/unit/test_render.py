@@ -209,9 +209,15 @@ def test_numbers_and_quoted_values_are_rendered(tmp_path: Path) -> None:
         "{{ launch_arguments|sh_words }} {{ setup[0]|verbatim }}"
     )
     assert shlex.split(render(template(tmp_path, text), VALUES)) == [
-        "2", "16", "/data/my project", "at /data/my project", *VALUES["launch_arguments"], "module",
-        "load", "cuda/12",
-    ]  # fmt: skip
+        "2",
+        "16",
+        "/data/my project",
+        "at /data/my project",
+        *VALUES["launch_arguments"],
+        "module",
+        "load",
+        "cuda/12",
+    ]
 
 
 @pytest.mark.parametrize(

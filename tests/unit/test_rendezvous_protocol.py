@@ -278,12 +278,15 @@ def test_changed_replayed_or_foreign_message_is_refused(tamper: str) -> None:
                 write(first + first)
                 assert await coordinator_channel.receive() == Cancel("first")
             else:
-                write({
-                    "payload": first.replace(b"first", b"fiRst"),
-                    "signature": (b"0" if first[:1] != b"0" else b"1") + first[1:],
-                    "no signature": b'{"type": "Heartbeat"}\n', "reordered": second + first,
-                    "another connection's": foreign,
-                }[tamper])  # fmt: skip
+                write(
+                    {
+                        "payload": first.replace(b"first", b"fiRst"),
+                        "signature": (b"0" if first[:1] != b"0" else b"1") + first[1:],
+                        "no signature": b'{"type": "Heartbeat"}\n',
+                        "reordered": second + first,
+                        "another connection's": foreign,
+                    }[tamper]
+                )
             with pytest.raises(UnauthenticatedError, match="wrong signature"):
                 await coordinator_channel.receive()
 

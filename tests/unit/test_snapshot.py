@@ -64,16 +64,33 @@ def test_snapshot_has_files_links_and_directories(tmp_path: Path) -> None:
 
 
 def test_ignored_files_and_git_directories_are_left_out(tmp_path: Path) -> None:
-    write_tree(tmp_path, **{
-        ".gitignore": "*.log\n/data/\n!keep.log\n", ".clusterjobignore": "!wanted.log\nsecret\n",
-        "x.log": "", "keep.log": "", "wanted.log": "", "secret": "", "data/big": "",
-        "sub/data/small": "", "sub/.gitignore": "local\n", "sub/local": "", "local": "",
-        ".git/config": "", "sub/.git": "",
-    })  # fmt: skip
+    write_tree(
+        tmp_path,
+        **{
+            ".gitignore": "*.log\n/data/\n!keep.log\n",
+            ".clusterjobignore": "!wanted.log\nsecret\n",
+            "x.log": "",
+            "keep.log": "",
+            "wanted.log": "",
+            "secret": "",
+            "data/big": "",
+            "sub/data/small": "",
+            "sub/.gitignore": "local\n",
+            "sub/local": "",
+            "local": "",
+            ".git/config": "",
+            "sub/.git": "",
+        },
+    )
     assert paths(tmp_path) == [
-        ".clusterjobignore", ".gitignore", "keep.log", "local", "sub/.gitignore", "sub/data/small",
+        ".clusterjobignore",
+        ".gitignore",
+        "keep.log",
+        "local",
+        "sub/.gitignore",
+        "sub/data/small",
         "wanted.log",
-    ]  # fmt: skip
+    ]
 
 
 def test_subdirectory_of_repository_follows_ignore_rules_above_it(tmp_path: Path) -> None:

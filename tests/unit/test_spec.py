@@ -206,10 +206,18 @@ def test_spec_is_frozen_and_has_json_form(workdir: Path) -> None:
 def test_launch_options_carry_values_of_spec(workdir: Path) -> None:
     resources = Resources(nodes=2, cpus_per_task=3, time_limit=90)
     spec = JobSpec(
-        Program("script", "train.py", args=("--lr", "0.1")), workdir, resources=resources,
-        nproc_per_node=4, max_restarts=2, start="exec", launcher="torchrun", join_timeout=9.0,
-        heartbeat=0.5, lease=1.5, grace=0.25,
-    )  # fmt: skip
+        Program("script", "train.py", args=("--lr", "0.1")),
+        workdir,
+        resources=resources,
+        nproc_per_node=4,
+        max_restarts=2,
+        start="exec",
+        launcher="torchrun",
+        join_timeout=9.0,
+        heartbeat=0.5,
+        lease=1.5,
+        grace=0.25,
+    )
     parsed = parse(spec.launch_options(lifeline=True, echo=False).arguments())
     assert parsed == spec.launch_options(lifeline=True, echo=False)
     assert (parsed.program, parsed.nproc_per_node, parsed.cpus_per_task, parsed.time_limit) == (

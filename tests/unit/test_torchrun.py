@@ -63,9 +63,14 @@ def test_command_line_of_torchrun_has_placement_and_program(
     assert argv[:3] == [sys.executable, "-m", "torch.distributed.run"]
     options = dict(zip(argv[3 : -len(end) : 2], argv[4 : -len(end) : 2], strict=True))
     assert options == {
-        "--nnodes": "2", "--node-rank": "1", "--nproc-per-node": "4", "--master-addr": "10.0.0.1",
-        "--master-port": "1234", "--rdzv-id": "train-abc", "--max-restarts": "0",
-    }  # fmt: skip
+        "--nnodes": "2",
+        "--node-rank": "1",
+        "--nproc-per-node": "4",
+        "--master-addr": "10.0.0.1",
+        "--master-port": "1234",
+        "--rdzv-id": "train-abc",
+        "--max-restarts": "0",
+    }
     assert argv[-len(end) :] == end
 
 

@@ -41,18 +41,31 @@ NODE_FAILURE = Failure(
 text = st.text(st.characters())
 numbers = st.integers(0, 2**31 - 1)
 failures = st.builds(
-    Failure, rank=st.none() | numbers, local_rank=st.none() | numbers, node_rank=numbers, host=text,
-    exit_code=st.integers(0, 255), signal=st.none() | text, message=text,
-    last_lines=st.lists(text, max_size=3).map(tuple), effect=st.booleans(),
+    Failure,
+    rank=st.none() | numbers,
+    local_rank=st.none() | numbers,
+    node_rank=numbers,
+    host=text,
+    exit_code=st.integers(0, 255),
+    signal=st.none() | text,
+    message=text,
+    last_lines=st.lists(text, max_size=3).map(tuple),
+    effect=st.booleans(),
     kind=st.sampled_from(FailureKind),
-)  # fmt: skip
+)
 ends = st.sampled_from([state for state in JobState if state.final or state is JobState.PREEMPTED])
 verdicts = st.builds(
     lambda state, code, **rest: Verdict(state, 0 if state is JobState.SUCCEEDED else code, **rest),
-    state=ends, code=st.integers(1, 255), reason=text, failure=st.none() | failures,
-    consequences=st.lists(failures, max_size=3).map(tuple), restarts=st.integers(0, 99),
-    attempt=st.integers(0, 99), started_at=st.none() | text, ended_at=st.none() | text,
-)  # fmt: skip
+    state=ends,
+    code=st.integers(1, 255),
+    reason=text,
+    failure=st.none() | failures,
+    consequences=st.lists(failures, max_size=3).map(tuple),
+    restarts=st.integers(0, 99),
+    attempt=st.integers(0, 99),
+    started_at=st.none() | text,
+    ended_at=st.none() | text,
+)
 
 
 def test_final_states_are_listed_and_print_their_names() -> None:
@@ -121,10 +134,18 @@ def test_verdict_json_has_documented_keys() -> None:
         "started_at",
         "ended_at",
     }
-    assert data["failure"].items() >= {
-        "rank": 3, "local_rank": 1, "node_rank": 1, "host": "gpu7", "exit_code": 137,
-        "signal": "SIGKILL", "message": "was killed by SIGKILL",
-    }.items()  # fmt: skip
+    assert (
+        data["failure"].items()
+        >= {
+            "rank": 3,
+            "local_rank": 1,
+            "node_rank": 1,
+            "host": "gpu7",
+            "exit_code": 137,
+            "signal": "SIGKILL",
+            "message": "was killed by SIGKILL",
+        }.items()
+    )
     assert data["failure"]["last_lines"] == ["one", "two"]
 
 

@@ -178,7 +178,13 @@ def test_own_address_is_job_store_if_store_is_at_loopback(
 def test_init_file_removed_by_script_is_not_created_again(
     tmp_path: Path,
 ) -> None:
-    ended = launch("fork", 2, [group_script(tmp_path, """
+    ended = launch(
+        "fork",
+        2,
+        [
+            group_script(
+                tmp_path,
+                """
         url = "file://" + os.path.abspath("meeting")
         dist.init_process_group("gloo", init_method=url, rank=RANK, world_size=WORLD)
         dist.barrier()
@@ -186,7 +192,12 @@ def test_init_file_removed_by_script_is_not_created_again(
             os.unlink("meeting")
         dist.barrier()
         dist.destroy_process_group()
-    """), 0], tmp_path)  # fmt: skip
+    """,
+            ),
+            0,
+        ],
+        tmp_path,
+    )
     assert ended.code == 0, ended.err
     assert not (tmp_path / "meeting").exists()
 

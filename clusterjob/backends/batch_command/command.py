@@ -66,9 +66,15 @@ def run(
     """
     environ = {name: value for name, value in {**os.environ, **more}.items() if value is not None}
     process = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        encoding="utf-8", errors="replace", env=environ, start_new_session=True,
-    )  # fmt: skip
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=environ,
+        start_new_session=True,
+    )
     with process:
         try:
             out, err = process.communicate(timeout=timeout)

@@ -216,10 +216,11 @@ class LogStream:
     def _file_names(self, label: str, kind: str) -> list[str]:
         if (label, kind) not in self._names:
             pairs = [
-                log_files.torchrun_files(self._directory, 0, attempt=self._attempt) if rank is None
+                log_files.torchrun_files(self._directory, 0, attempt=self._attempt)
+                if rank is None
                 else log_files.rank_files(self._directory, rank, restart=0, attempt=self._attempt)
                 for rank in log_protocol.ranks(label)
-            ]  # fmt: skip
+            ]
             names = {pair[kind == "err"].name: None for pair in pairs}
             known = {name for one in self._names.values() for name in one}
             self._names[label, kind] = (

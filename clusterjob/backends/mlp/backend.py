@@ -222,10 +222,12 @@ class MlpBackend(PlatformBackend):
             return Retries(preemptible=preemptible)
         policies = retry.get("PolicySets") or []
         return Retries(
-            int(retry.get("MaxRetryTimes", 0)), float(retry.get("IntervalSeconds", 0)),
-            failures="Failed" in policies, reclaims="InstanceReclaimed" in policies,
+            int(retry.get("MaxRetryTimes", 0)),
+            float(retry.get("IntervalSeconds", 0)),
+            failures="Failed" in policies,
+            reclaims="InstanceReclaimed" in policies,
             preemptible=preemptible,
-        )  # fmt: skip
+        )
 
     def poll(self, options: Mapping[str, str]) -> float:
         """Return the seconds between two polls while a job is followed."""

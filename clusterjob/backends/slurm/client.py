@@ -146,9 +146,14 @@ class Client:
         }
         try:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                encoding="utf-8", env=own | added, errors="surrogateescape",
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                env=own | added,
+                errors="surrogateescape",
+            )
         except OSError as error:
             raise SubmitError(
                 f"{argv[0]} cannot be run: {error.strerror}",

@@ -143,10 +143,13 @@ def _git(root: Path, *words: str, more: dict[str, str] | None = None) -> bytes |
     given = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *_SAFE, *words], capture_output=True, stdin=subprocess.DEVNULL,
-            timeout=_TIMEOUT, env={**given, "GIT_OPTIONAL_LOCKS": "0", **(more or {})},
+            ["git", "-C", str(root), *_SAFE, *words],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_TIMEOUT,
+            env={**given, "GIT_OPTIONAL_LOCKS": "0", **(more or {})},
             check=False,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -96,9 +96,13 @@ def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
     }
     try:
         shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", name], env=kept, stdin=subprocess.DEVNULL,
-            capture_output=True, timeout=_TIMEOUT, check=False,
-        )  # fmt: skip
+            ["scontrol", "--oneliner", "show", "node", name],
+            env=kept,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r"(?:^| )NodeAddr=(\S+)", os.fsdecode(shown.stdout))

@@ -52,9 +52,10 @@ def slurm_environment(environ: Mapping[str, str], command: str) -> dict[str, str
     inside = bool(environ.get("SLURM_JOB_ID"))
     dropped = () if command == "sbatch" else _DEFAULTS_OF_ANSWERS
     return {
-        name: value for name, value in environ.items()
+        name: value
+        for name, value in environ.items()
         if name in _KEEP or not (_of_a_job(name, inside=inside) or name.startswith(dropped))
-    }  # fmt: skip
+    }
 
 
 def _of_a_job(name: str, *, inside: bool) -> bool:

@@ -66,10 +66,15 @@ class Commands:
         out, err = os.memfd_create("out"), os.memfd_create("err")
         try:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=directory,
-                executable=path, env=slurm_environment(environ, name) | request.env,
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=directory,
+                executable=path,
+                env=slurm_environment(environ, name) | request.env,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         except OSError as error:
             os.close(out)
             os.close(err)
@@ -138,9 +143,13 @@ def _login_shell() -> dict[str, str]:
     script = f"printf '%s\\0' {_MARK[:-1].decode()}; exec env -0"
     try:
         asked = subprocess.run(
-            ["bash", "-lc", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, timeout=_LOGIN_SHELL_TIMEOUT, check=False,
-        )  # fmt: skip
+            ["bash", "-lc", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_LOGIN_SHELL_TIMEOUT,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return {}
     pairs = (

@@ -206,9 +206,13 @@ def _ask(
     lines += [*after, f"exec {quoted} -c {shlex.quote(_SKIP_WORKING_DIRECTORY + question)}"]
     try:
         asked = subprocess.run(
-            ["bash", "-c", "\n".join(lines)], capture_output=True, stdin=subprocess.DEVNULL,
-            timeout=_SETUP_TIMEOUT, check=False, env=work_environment(),
-        )  # fmt: skip
+            ["bash", "-c", "\n".join(lines)],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_SETUP_TIMEOUT,
+            check=False,
+            env=work_environment(),
+        )
     except subprocess.TimeoutExpired:
         return _InterpreterOutput({}, f"its setup lines take longer than {_SETUP_TIMEOUT:g} s")
     except OSError as error:

@@ -88,11 +88,15 @@ class RemoteProcesses:
         reserved = self._reserved.pop(request.job, None)
         with log.open("ab") as output:
             agent = subprocess.Popen(
-                ["bash", str(job_dir / request.script)], stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, cwd=job_dir, env=work_environment() | request.env,
+                ["bash", str(job_dir / request.script)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=job_dir,
+                env=work_environment() | request.env,
                 start_new_session=True,
                 pass_fds=reserved.descriptors if reserved is not None else (),
-            )  # fmt: skip
+            )
         if reserved is not None:
             reserved.release()  # the agent and its children hold the locks
         noted = {

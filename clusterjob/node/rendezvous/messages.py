@@ -258,9 +258,22 @@ class ConnectionLost:
 
 
 FROM_AGENT = Codec(
-    Hello, Heartbeat, Running, Done, Stopped, StartedByExec, Cancel, KillNow, PreemptionWarning,
-    CoordinatorLost, Succeeded, Failing, RanksMissing, RanksProbed, FailuresReported,
-)  # fmt: skip
+    Hello,
+    Heartbeat,
+    Running,
+    Done,
+    Stopped,
+    StartedByExec,
+    Cancel,
+    KillNow,
+    PreemptionWarning,
+    CoordinatorLost,
+    Succeeded,
+    Failing,
+    RanksMissing,
+    RanksProbed,
+    FailuresReported,
+)
 FROM_COORDINATOR = Codec(
     Heartbeat, Welcome, Refused, Start, Stop, Warn, ProbeRanks, RanksFound, ReportFailures, End
 )

@@ -164,9 +164,15 @@ class WorkersGone:
 FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit)
 FROM_WORKER = Codec(WorkerFailing, WorkerWaiting)
 FROM_FORKSERVER = Codec(
-    Ready, WorkerExited, StoreExited, WorkersProbed, EndsReported, WorkersGone,
-    WorkerFailing, WorkerWaiting,
-)  # fmt: skip
+    Ready,
+    WorkerExited,
+    StoreExited,
+    WorkersProbed,
+    EndsReported,
+    WorkersGone,
+    WorkerFailing,
+    WorkerWaiting,
+)
 
 
 def encode(codec: Codec, message: Any) -> bytes:
