@@ -41,9 +41,8 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
     for record in wanted:
         status = found.get(record.job_id, Status(JobState.UNKNOWN))
         if record.verdict is not None and (status.provisional or status.state is JobState.UNKNOWN):
-            status = shared.ended(
-                record.verdict
-            )  # keep the recorded end, although it is provisional
+            # Keep the recorded end, although it is provisional.
+            status = shared.ended(record.verdict)
         if status.handle is not None and record.handle is None and record.index is None:
             record = records.with_handle(record, status.handle)  # noqa: PLW2901 - the same job
         elif status.handle is not None and record.handle is None:
