@@ -11,17 +11,22 @@ import typer
 
 from clusterjob import __version__
 from clusterjob.cli import hosts, inspect, manage, start
+from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
 
-app = typer.Typer(
+app = App(
     name="clusterjob",
+    cls=Group,
     help="Write a distributed training script once; one command runs it locally, over SSH, "
     "under Slurm or on a platform.",
     add_completion=False,
     rich_markup_mode=None,  # rich would double the time of --help
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": dashes,  # any option may be written with underscores
+    },
 )
 app.command(cls=ProgramCommand)(with_job_options(start.submit))
 app.command(cls=ProgramCommand)(with_job_options(start.run))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from clusterjob.cli.help import App, Group
 from clusterjob.cli.job_options import Id, Json, flags_given
 from clusterjob.errors import UsageError
 
@@ -25,8 +26,9 @@ Options = Annotated[
     ),
 ]
 
-app = typer.Typer(
+app = App(
     name="hosts",
+    cls=Group,
     help="Check that hosts can run jobs; record host keys as trusted.",
     rich_markup_mode=None,
 )

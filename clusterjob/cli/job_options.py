@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from clusterjob.cli.help import Command, dashes
 from clusterjob.core.options import OPTIONS
 from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
@@ -25,16 +25,24 @@ def _parameters() -> Iterator[inspect.Parameter]:
         str | None,
         "--cluster",
         metavar="NAME",
+        rich_help_panel="cluster",
         help="Profile or backend, such as local (default: the configured one).",
     )
     for option in OPTIONS.values():
         if not option.help:
             continue  # only files and variables can set this option
-        names = [name for name in (option.flag, option.short) if name]
+        names = [name for name in (option.flag, *option.aliases, option.short) if name]
         kind: Any = list[str] | None if option.merge else str | None
         if not option.metavar:
             kind, names[0] = bool | None, f"{option.flag}/--no-{option.flag[2:]}"
-        yield _parameter(option.key, kind, *names, metavar=option.metavar or None, help=option.help)
+        yield _parameter(
+            option.key,
+            kind,
+            *names,
+            metavar=option.metavar or None,
+            help=option.help,
+            rich_help_panel=option.group,
+        )
 
 
 def _parameter(key: str, kind: Any, *names: str, **declaration: Any) -> inspect.Parameter:
@@ -59,7 +67,7 @@ def flags_given(flags: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flags.items() if value is not None and value != []}
 
 
-class ProgramCommand(TyperCommand):
+class ProgramCommand(Command):
     """A command whose line ends in a program: SCRIPT, -m MODULE or -- COMMAND.
 
     All later words belong to the program, even if they begin with a dash.
@@ -88,7 +96,8 @@ class ProgramCommand(TyperCommand):
                 ) else None
             if not word.startswith("-"):
                 return args[:index], Program("script", word, args=tuple(args[index + 1 :]))
-            index += 2 if word in takes_value else 1
+            name = dashes(word) if word.startswith("--") else word
+            index += 2 if name in takes_value else 1
         return args, None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002

@@ -17,6 +17,10 @@ from clusterjob.errors import ConfigError, SpecError
 _GPUS_OF_TYPE = re.compile(r"[A-Za-z][\w.-]*:\d{1,9}", re.ASCII)
 
 
+# The headings of `--help`, in order.
+GROUPS = ("job", "resources", "environment", "code", "cluster", "restart", "output")
+
+
 class Target(enum.Enum):
     """The part of a job that an option sets."""
 
@@ -39,6 +43,8 @@ class Option:
         help: one line for `--help`; empty for an option without a flag.
         metavar: the form of the value in `--help`; empty for a switch, ``--key/--no-key``.
         short: a short flag, such as ``-N``; empty for none.
+        aliases: other long flags of the same option, as torchrun spells it.
+        group: the heading of its flag in `--help`, one of `GROUPS`.
         merge: whether the option is repeatable: a table or a list adds to earlier values.
         target: the part of the job that it sets.
         node: the field of `LaunchOptions` that it sets on each node; empty if the nodes do not
@@ -50,6 +56,8 @@ class Option:
     help: str = ""
     metavar: str = ""
     short: str = ""
+    aliases: tuple[str, ...] = ()
+    group: str = "job"
     merge: bool = False
     target: Target = Target.SPEC
     node: str = ""
@@ -195,33 +203,35 @@ def _cell(value: Any) -> str:
 
 _ROWS = (
     Option("nodes", _whole_number, metavar="N", target=Target.RESOURCES,
+        short="-N", aliases=("--nnodes",), group="resources",
         help="Number of nodes (default: 1)."),
-    Option("gpus_per_node", _gpus_per_node, metavar="N", target=Target.OTHER,
+    Option("gpus_per_node", _gpus_per_node, metavar="N", target=Target.OTHER, group="resources",
         help="GPUs per node (default: none requested)."),
-    Option("nproc_per_node", _whole_number, metavar="N", node="nproc_per_node",
+    Option("nproc_per_node", _whole_number, metavar="N", node="nproc_per_node", group="resources",
         help="Workers per node (default: its GPUs, else 1)."),
     Option("cpus_per_task", _whole_number, metavar="N", target=Target.RESOURCES,
+        short="-c", group="resources",
         node="cpus_per_task",
         help="CPU cores per worker (default: an even share of the node)."),
-    Option("mem", _memory, metavar="SIZE", target=Target.RESOURCES,
+    Option("mem", _memory, metavar="SIZE", target=Target.RESOURCES, group="resources",
         help="Memory per node, such as 64G (default: the cluster's)."),
-    Option("time", _duration, metavar="LIMIT", target=Target.OTHER,
+    Option("time", _duration, metavar="LIMIT", target=Target.OTHER, short="-t", group="resources",
         help="Time limit: 90s, 30m, 2h, HH:MM:SS, or minutes (default: the cluster's)."),
-    Option("name", _text, metavar="NAME",
+    Option("name", _text, metavar="NAME", short="-J",
         help="Job name (default: the script's)."),
-    Option("env", _table, metavar="K=V", merge=True,
+    Option("env", _table, metavar="K=V", merge=True, group="environment",
         help="Public variable for the workers; K alone copies the current value; repeatable "
         "(default: none)."),
-    Option("secret", _secrets, metavar="K[=FILE]", merge=True,
+    Option("secret", _secrets, metavar="K[=FILE]", merge=True, group="environment",
         help="Secret variable: its current value, or FILE's content; never shown; repeatable "
         "(default: none)."),
-    Option("workdir", _path, metavar="DIR", target=Target.OTHER,
+    Option("workdir", _path, metavar="DIR", target=Target.OTHER, group="code",
         help="Working directory of the workers (default: the current directory)."),
-    Option("python", _text, metavar="PATH",
+    Option("python", _text, metavar="PATH", group="environment",
         help="Python interpreter (default: the active environment's)."),
-    Option("setup", _lines, metavar="CMD", merge=True,
+    Option("setup", _lines, metavar="CMD", merge=True, group="environment",
         help="Shell line to run first on each node; repeatable (default: none)."),
-    Option("max_restarts", _whole_number, metavar="N", node="max_restarts",
+    Option("max_restarts", _whole_number, metavar="N", node="max_restarts", group="restart",
         help="Maximum number of restarts of the workers after a failure (default: 0)."),
     Option("start", _text, metavar="MODE", node="start",
         help="Start method of the workers: fork (one torch import per node), exec, or auto "
@@ -229,36 +239,36 @@ _ROWS = (
     Option("launcher", _text, metavar="WHO", node="launcher",
         help="Process that starts the workers: agent, torchrun, or srun on Slurm "
         "(default: agent)."),
-    Option("require_gpus", _switch,
+    Option("require_gpus", _switch, group="resources",
         help="Error instead of a rehearsal on the CPU if GPUs are missing (default: no)."),
     Option("template", _path, metavar="FILE",
         help="Script template file (default: the backend's)."),
-    Option("set", _options, metavar="KEY=VALUE", merge=True, target=Target.OTHER,
+    Option("set", _options, metavar="KEY=VALUE", merge=True, target=Target.OTHER, group="cluster",
         help="Option of the backend; repeatable (default: none)."),
-    Option("hosts", _listed, metavar="LIST", target=Target.OTHER,
+    Option("hosts", _listed, metavar="LIST", target=Target.OTHER, group="cluster",
         help="SSH hosts to run on: a,b[1-4],user@c:2222 (default: none)."),
-    Option("hostfile", _path, metavar="FILE", target=Target.OTHER,
+    Option("hostfile", _path, metavar="FILE", target=Target.OTHER, group="cluster",
         help="File with one host per line, and optional slots=8 (default: none)."),
-    Option("login", _text, metavar="HOST",
+    Option("login", _text, metavar="HOST", group="cluster",
         help="Slurm login host to submit on: user@login1 (default: this machine)."),
-    Option("gpus", _text, metavar="LIST",
+    Option("gpus", _text, metavar="LIST", group="resources",
         help="GPUs to use on each host: 0,1,4, or auto for idle ones (default: all)."),
-    Option("sync", _switch,
+    Option("sync", _switch, group="code",
         help="Copy of the working directory to the hosts; --no-sync for a shared disk "
         "(default: yes)."),
-    Option("include_secrets", _switch,
+    Option("include_secrets", _switch, group="code",
         help="Copy of files that look like secrets, such as .env (default: no)."),
-    Option("account", _text, metavar="NAME", target=Target.BACKEND,
+    Option("account", _text, metavar="NAME", target=Target.BACKEND, short="-A", group="cluster",
         help="Account to charge (default: the cluster's)."),
-    Option("partition", _text, metavar="NAME", target=Target.BACKEND,
+    Option("partition", _text, metavar="NAME", target=Target.BACKEND, short="-p", group="cluster",
         help="Slurm partition (default: the cluster's)."),
-    Option("nodelist", _text, metavar="NODES", target=Target.BACKEND,
+    Option("nodelist", _text, metavar="NODES", target=Target.BACKEND, group="cluster",
         help="Nodes to use, such as gpu[1-4] (default: any)."),
-    Option("exclude", _text, metavar="NODES", target=Target.BACKEND,
+    Option("exclude", _text, metavar="NODES", target=Target.BACKEND, group="cluster",
         help="Nodes to avoid (default: none)."),
-    Option("reservation", _text, metavar="NAME", target=Target.BACKEND,
+    Option("reservation", _text, metavar="NAME", target=Target.BACKEND, group="cluster",
         help="Slurm reservation (default: none)."),
-    Option("container", _text, metavar="IMAGE",
+    Option("container", _text, metavar="IMAGE", group="environment",
         help="Container to run in: pyxis:IMAGE, apptainer:IMAGE, or a .sif file (default: none)."),
     Option("array", _text, metavar="0-99%8",
         help="Indices of a job array; %8 limits how many run at a time; with --sweep, %8 alone "
@@ -268,15 +278,15 @@ _ROWS = (
         "repeatable (default: none)."),
     Option("after", _lines, metavar="ID", merge=True,
         help="Job to wait for: ID, or KIND:ID such as afterany:ID; repeatable (default: none)."),
-    Option("requeue", _switch,
+    Option("requeue", _switch, group="restart",
         help="Requeue after a preemption or the time limit (default: no)."),
-    Option("signal_before", _duration, metavar="TIME",
+    Option("signal_before", _duration, metavar="TIME", group="restart",
         help="Time before the limit to warn the workers, such as 90s (default: none)."),
-    Option("join_timeout", _seconds, metavar="S", node="join_timeout",
+    Option("join_timeout", _seconds, metavar="S", node="join_timeout", group="restart",
         help="Seconds that nodes wait for each other (default: 300)."),
-    Option("heartbeat", _seconds, node="heartbeat"),
-    Option("lease", _seconds, node="lease"),
-    Option("grace", _seconds, metavar="S", node="grace",
+    Option("heartbeat", _seconds, node="heartbeat", group="restart"),
+    Option("lease", _seconds, node="lease", group="restart"),
+    Option("grace", _seconds, metavar="S", node="grace", group="restart",
         help="Seconds between SIGTERM and SIGKILL on cancel (default: 3)."),
 )  # fmt: skip
 OPTIONS: dict[str, Option] = {option.key: option for option in _ROWS}

@@ -61,7 +61,7 @@ def section(text: str, title: str) -> str:
 
 def flags_in(text: str) -> set[str]:
     """Return the options in inline code, with or without a value: `--name NAME`."""
-    return set(re.findall(r"`(--?[a-z][a-z-]*)[^`\n]*`", text))
+    return set(re.findall(r"`(--?[a-zA-Z][a-z-]*)[^`\n]*`", text))
 
 
 def options_of(command: Any) -> set[str]:

@@ -1,0 +1,99 @@
+"""The help of commands: options in groups, and examples at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from clusterjob.core.options import GROUPS
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Command lines of each command, shown at the end of its help.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "submit": (
+        "clusterjob submit train.py --lr 0.1",
+        "clusterjob submit -N 2 --gpus 8 -t 2h -p train train.py",
+        "clusterjob submit --after afterok:JOB -J eval -- bash eval.sh",
+    ),
+    "run": (
+        "clusterjob run train.py",
+        "clusterjob run --hosts gpu1,gpu2 --gpus 8 train.py",
+        "clusterjob run --nproc_per_node 4 -m package.train",
+    ),
+    "render": ("clusterjob render --cluster slurm -N 2 --gpus 8 train.py",),
+    "status": ("clusterjob status", "clusterjob status train-7f3a --json"),
+    "list": ("clusterjob list",),
+    "wait": ("clusterjob wait train-7f3a && bash eval.sh",),
+    "cancel": ("clusterjob cancel train-7f3a",),
+    "logs": ("clusterjob logs -f train-7f3a", "clusterjob logs --rank 3 --tail 50 train-7f3a"),
+    "env": ("clusterjob env", "srun -N 2 clusterjob env --json"),
+    "config": ("clusterjob config --cluster hpc",),
+    "trust": ("clusterjob trust", "clusterjob trust --yes ~/project"),
+    "doctor": ("clusterjob doctor", "clusterjob doctor --cluster slurm -N 2 --gpus 8"),
+    "fetch": ("clusterjob fetch train-7f3a checkpoints --to results",),
+    "hosts": ("clusterjob hosts --hosts gpu[1-4]",),
+    "hosts trust": ("clusterjob hosts trust gpu1 gpu2",),
+}
+
+
+def dashes(name: str) -> str:
+    """Return an option's name with dashes: torchrun's underscores are the same options."""
+    return name.replace("_", "-")
+
+
+class Command(TyperCommand):
+    """A command whose help shows its options in groups, and examples."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then each group of options in the order of `GROUPS`."""
+        arguments: list[tuple[str, str]] = []
+        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        for param in self.get_params(ctx):
+            row = param.get_help_record(ctx)
+            if row is None:
+                continue
+            if param.param_type_name == "argument":
+                arguments.append(row)
+            else:
+                groups[getattr(param, "rich_help_panel", None) or "output"].append(row)
+        used = {group.capitalize(): rows for group, rows in groups.items() if rows}
+        if len(used) == 1:
+            used = {"Options": next(iter(used.values()))}
+        for title, rows in (({"Arguments": arguments} if arguments else {}) | used).items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples of the command."""
+        _write_examples(ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A group of commands whose help shows examples."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples of the group."""
+        _write_examples(ctx, formatter)
+
+
+class App(typer.Typer):
+    """The application, or a group of its commands."""
+
+    def command(self, *args: Any, **rest: Any) -> Callable[[_Function], _Function]:
+        """Add a command whose help shows groups and examples."""
+        return super().command(*args, **{"cls": Command, **rest})
+
+
+def _write_examples(ctx: Any, formatter: Any) -> None:
+    names: list[str] = []
+    while ctx.parent is not None:
+        names.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    if lines := EXAMPLES.get(" ".join(names)):
+        with formatter.section("Examples"):
+            for line in lines:
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
