@@ -8,13 +8,13 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import show_size
-from clusterjob.errors import OTHER_HOME, RecordError
+from clusterjob.errors import OTHER_HOME, RecordError, SubmitError
 from clusterjob.node.logs.job_dir import ENDS, LOGS, SECRETS, TOKEN
 from clusterjob.node.system import private_dirs
 from clusterjob.node.system.files import write_atomic
@@ -217,6 +217,33 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         raise RecordError(
             f"the job directory {plan.job_dir} cannot be written: {error.strerror}", OTHER_HOME
         ) from error
+
+
+def with_recorded_code(plan: Plan, recorded: Mapping[str, Any] | None) -> Plan:
+    """Return a plan that runs the recorded code of an earlier job instead of the current files.
+
+    A plan without a snapshot is returned unchanged.
+
+    Args:
+        plan: the plan of the new job.
+        recorded: `Record.code` of the earlier job.
+
+    Raises:
+        SubmitError: the earlier job had no snapshot, or its directory is another one.
+    """
+    from clusterjob.core.snapshot.source import CodeSource
+
+    if plan.code is None:
+        return plan
+    try:
+        code = CodeSource.again(recorded or {})
+    except KeyError:
+        raise SubmitError(
+            "the earlier job kept no snapshot of its code", "submit the current files instead"
+        ) from None
+    if (code.root, code.top) != (plan.code.root, plan.code.top):
+        raise SubmitError(f"the code of the earlier job was in {code.root} of {code.top}")
+    return replace(plan, code=code)
 
 
 def keep_code(plan: Plan, home: Path) -> dict[str, Any] | None:

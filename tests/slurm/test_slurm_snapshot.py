@@ -78,7 +78,7 @@ def test_held_jobs_run_submitted_script_module_and_shell_script(user: User) -> N
     [kept] = store.unused(fresh=0.0)
     store.remove(kept.name)
     assert store.remove_files(fresh=0.0) > 0
-    assert not [path for path in store.directory.rglob("*-444")]
+    assert list(store.directory.rglob("*-444")) == []
 
 
 @pytest.mark.slow

@@ -263,17 +263,25 @@ class Linked:
     """Links to the current files take the place of files that a snapshot leaves out.
 
     Attributes:
-        only: the path of the only directory to copy, relative to the root; empty for the root.
+        code: path of the directory with the job's code, relative to the root; empty for the root.
+        only: whether only this directory is copied.
+        largest: maximum bytes of a file to copy; a larger file is data, not code.
     """
 
-    only: str = ""
+    code: str = ""
+    only: bool = False
+    largest: int = 32 << 20
 
-    def leaves_out(self, path: str) -> bool:
-        """Return whether a path is neither in the directory to copy nor above it."""
-        return (
-            bool(self.only)
-            and not f"{path}/".startswith(f"{self.only}/")
-            and not (f"{self.only}/".startswith(f"{path}/"))
+    def leads_to_code(self, path: str) -> bool:
+        """Return whether a path is the directory with the code, or is above it."""
+        return f"{self.code}/".startswith(f"{path}/")
+
+    def leaves_out(self, path: str, size: int) -> bool:
+        """Return whether a link takes the place of a path that no pattern excludes."""
+        return size > self.largest or (
+            self.only
+            and not f"{path}/".startswith(f"{self.code}/")
+            and not self.leads_to_code(path)
         )
 
 
@@ -292,26 +300,28 @@ def _walk(
         is_directory = stat.S_ISDIR(status.st_mode)
         if item.name in _NEVER or (linked and item.name == _COMPILED):
             continue
-        if _left_out(path, rules, is_directory=is_directory) or (
-            linked and linked.leaves_out(path)
-        ):
-            if linked:
-                yield SnapshotEntry(path, "link", mode=0, size=0, value=str(root / path))
-            continue
         is_regular = stat.S_ISREG(status.st_mode)
-        if (
-            secrets is not None
+        left_out = _left_out(path, rules, is_directory=is_directory)
+        rules_below = rules
+        if linked and is_directory and linked.leads_to_code(path):
+            # The code is in a directory that the repository ignores: its patterns do not apply.
+            rules_below = [] if left_out else rules
+            left_out = False
+        elif (
+            not left_out
+            and secrets is not None
             and (is_directory or is_regular)
             and looks_secret(root, path, is_directory=is_directory)
         ):
+            left_out = True
             secrets.append(path + "/" * is_directory)
+        mode = stat.S_IMODE(status.st_mode) & 0o777
+        if left_out or (linked and linked.leaves_out(path, status.st_size * is_regular)):
             if linked:
                 yield SnapshotEntry(path, "link", mode=0, size=0, value=str(root / path))
-            continue
-        mode = stat.S_IMODE(status.st_mode) & 0o777
-        if is_directory:
+        elif is_directory:
             yield SnapshotEntry(path, "dir", mode=mode, size=0, value="")
-            yield from _walk(root, f"{path}/", rules=rules, secrets=secrets, linked=linked)
+            yield from _walk(root, f"{path}/", rules=rules_below, secrets=secrets, linked=linked)
         elif stat.S_ISLNK(status.st_mode):
             yield SnapshotEntry(path, "link", mode=0, size=0, value=os.readlink(item.path))
         elif is_regular:

@@ -53,9 +53,9 @@ class CodeSource:
         """
         if program.kind == "module" and program.target.startswith(_OWN_MODULES):
             return None
-        root = Path(os.path.abspath(workdir))
+        root = Path(os.path.realpath(workdir))
         if program.kind == "script":
-            script = Path(os.path.abspath(root / program.target))
+            script = Path(os.path.realpath(root / program.target))
             if not script.is_relative_to(root):
                 root = script.parent
         return cls(root, _top(root), limit)
@@ -88,7 +88,7 @@ class CodeSource:
             index = next(
                 (at for at, word in enumerate(words) if at and not word.startswith("-")), 0
             )
-        path = Path(os.path.abspath(os.path.join(workdir, words[index])))
+        path = Path(os.path.realpath(os.path.join(workdir, words[index])))
         named = program.kind == "script" or os.sep in words[index] or index
         if named and path.is_file() and path.is_relative_to(self.top):
             words[index] = str(job_dir / CODE / path.relative_to(self.top))
@@ -100,7 +100,7 @@ def _top(root: Path) -> Path:
 
     A repository of the home directory does not count: it holds settings, not a project.
     """
-    own = Path.home()
+    own = Path(os.path.realpath(os.path.expanduser("~")))
     for folder in (root, *root.parents):
         if own.is_relative_to(folder):
             return root

@@ -320,7 +320,9 @@ def listed(source: CodeSource) -> Snapshot:
         SubmitError: the code is too large, or a directory cannot be read.
     """
     try:
-        found = _around(source) or snapshot.listed(source.top, linked=Linked(source.below))
+        found = _around(source) or snapshot.listed(
+            source.top, linked=Linked(source.below, only=bool(source.below))
+        )
         if found.size > source.limit:
             raise snapshot.too_large(source.root, found.entries, limit=source.limit)
     except SubmitError as error:
@@ -334,7 +336,7 @@ def _around(source: CodeSource) -> Snapshot | None:
     if not source.below:
         return None
     try:
-        found = snapshot.listed(source.top, linked=Linked())
+        found = snapshot.listed(source.top, linked=Linked(source.below))
     except SubmitError:
         return None
     return found if len(found.entries) <= _MOST_AROUND and found.size <= source.limit else None
