@@ -127,6 +127,13 @@ def code_of(spec: JobSpec) -> CodeSource | None:
     )
 
 
+def code_notes(spec: JobSpec) -> tuple[str, ...]:
+    """Return a note for ``--no-snapshot`` on hosts that run a copy of the code in any case."""
+    if spec.snapshot or not spec.sync:
+        return ()
+    return ("--no-snapshot: the hosts run a copy of the code; --no-sync uses their own files",)
+
+
 def code_values(code: CodeSource | None, job_dir: Path) -> dict[str, str]:
     """Return the variables of a template for the code of a job; empty texts without a snapshot."""
     if code is None:

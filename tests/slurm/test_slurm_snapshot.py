@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from login_user import Laptop
 from procs import wait_until
 from slurm_user import User
 
@@ -142,3 +143,24 @@ def test_dependent_job_keeps_read_only_code(user: User) -> None:
     record = json.loads(user.record_of(second).read_text())
     assert Path(record["code"]["top"]) == user.directory
     wait_until(lambda: user.job(second)["state"] == "CANCELLED", 60.0, "the cancel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("train.py",), ("-m", "pack.main")], ids=" ".join)
+def test_held_job_of_login_host_runs_submitted_code(
+    laptop: Laptop, options: tuple[str, ...]
+) -> None:
+    write_version(laptop, 1)
+    note = "--no-snapshot: the hosts run a copy of the code"
+    done = laptop("submit", "--cluster", "hpc", "--set", "hold=true", "--no-snapshot", *options)
+    assert note in done.stderr
+    job_id = done.stdout.strip()
+    write_version(laptop, 2)
+    laptop.slurm.run("scontrol", "release", laptop.slurm_id(job_id))
+    laptop.wait_for_state(job_id, "SUCCEEDED")
+    assert laptop.output(job_id).splitlines() == [
+        "ran 1 1 1 old",  # the data is sent along
+        f"cwd {laptop.there(job_id) / 'code'}",
+    ]
+    code = laptop.job(job_id)["code"]
+    assert (code["files"], len(code["digest"])) == (7, 64)

@@ -84,7 +84,10 @@ def plan(spec: JobSpec) -> plans.Plan:
             )
             for node, host in enumerate(spec.hosts)
         ),
-        notes=("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else (),
+        notes=(
+            *shared.code_notes(spec),
+            *(("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else ()),
+        ),
         sends_code=spec.sync,
     )
 
