@@ -116,11 +116,11 @@ def code_of(spec: JobSpec) -> CodeSource | None:
     Raises:
         SpecError: the option sync_limit is not a size.
     """
+    if not (spec.snapshot and spec.sync):
+        return None
     from clusterjob.core import snapshot
     from clusterjob.core.snapshot.source import CodeSource
 
-    if not (spec.snapshot and spec.sync):
-        return None
     limit = spec.options.get("sync_limit")
     return CodeSource.of(
         spec.workdir, spec.program, snapshot.LIMIT if limit is None else parse_size(limit)
