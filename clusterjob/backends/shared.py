@@ -16,12 +16,13 @@ from clusterjob.core import arrays, node_zip, plans
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
+from clusterjob.core.units import parse_size
 from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import contract
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
-from clusterjob.node.logs.job_dir import EVENTS, SPEC
+from clusterjob.node.logs.job_dir import CODE, EVENTS, SPEC
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.sanitize import sanitize
@@ -29,10 +30,10 @@ from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 
 if TYPE_CHECKING:
     from clusterjob.core.snapshot import Snapshot
+    from clusterjob.core.snapshot.source import CodeSource
     from clusterjob.remote.fetch import Request
     from clusterjob.remote.sessions import Sessions
 
-CODE = "code"  # the sent working directory, in the job directory of a host
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
 LOG_SPACE = 50_000_000  # free bytes that a host needs for logs, beyond the size of the sent files
 
@@ -106,6 +107,41 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         "workdir": str(spec.workdir),
         "setup": list(spec.setup),
         "python": spec.python,
+    }
+
+
+def code_of(spec: JobSpec) -> CodeSource | None:
+    """Return the code of which a job runs a snapshot; None if it runs the current files.
+
+    Raises:
+        SpecError: the option sync_limit is not a size.
+    """
+    if not (spec.snapshot and spec.sync):
+        return None
+    from clusterjob.core import snapshot
+    from clusterjob.core.snapshot.source import CodeSource
+
+    limit = spec.options.get("sync_limit")
+    return CodeSource.of(
+        spec.workdir, spec.program, snapshot.LIMIT if limit is None else parse_size(limit)
+    )
+
+
+def code_notes(spec: JobSpec) -> tuple[str, ...]:
+    """Return a note for ``--no-snapshot`` on hosts that run a copy of the code in any case."""
+    if spec.snapshot or not spec.sync:
+        return ()
+    return ("--no-snapshot: the hosts run a copy of the code; --no-sync uses their own files",)
+
+
+def code_values(code: CodeSource | None, job_dir: Path) -> dict[str, str]:
+    """Return the variables of a template for the code of a job; empty texts without a snapshot."""
+    if code is None:
+        return {"code_dir": "", "code_tree": "", "code_origin": ""}
+    return {
+        "code_dir": str(code.directory(job_dir)),
+        "code_tree": str(job_dir / CODE),
+        "code_origin": str(code.top),
     }
 
 

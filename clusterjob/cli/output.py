@@ -76,6 +76,7 @@ def job_json(record: Record, status: Status) -> dict[str, Any]:
         "restarts": status.restarts,
         "failure": {key: failure[key] for key in shown} if failure else None,
         "job_dir": str(record.job_dir),
+        "code": record.code,
     }
 
 

@@ -100,7 +100,7 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     from clusterjob.cli import output, watch
     from clusterjob.core import jobs
 
-    plan, cluster = _plan(ctx, flags)
+    plan, cluster = _plan(ctx, flags, foreground=True)
     _print_notes(plan)
     record = _submit(plan, cluster, detach=False, stdin=_own_stdin())
     show = None
@@ -142,7 +142,9 @@ def launch(ctx: typer.Context) -> int:
     return main(ctx.args)
 
 
-def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tuple[Plan, str]:
+def _plan(
+    ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False, foreground: bool = False
+) -> tuple[Plan, str]:
     from clusterjob.core import job_settings, jobs, trust
 
     program = program_of(ctx)
@@ -155,7 +157,7 @@ def _plan(ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False) -> tu
         use=trust.LOOK if dry else trust.Usage(program=program),
     )
     spec = job_settings.make_spec(program, settings, directory=directory)
-    return jobs.plan(spec, settings), settings.cluster
+    return jobs.plan(spec, settings, foreground=foreground), settings.cluster
 
 
 def _print_plan(plan: Plan, *, as_json: bool) -> int:

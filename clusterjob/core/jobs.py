@@ -88,8 +88,12 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
                 node_zip.keep(file.data, node_zip.cache_directory())
         if isinstance(backend, Foreground):
             backend.stdin = stdin
+        if (code := plans.keep_code(plan, home())) is not None:
+            record = replace(record, code=code)
+            records.save(record)
         handle = backend.submit(plan)
         try:
+            record = replace(record, code=handle.data.get("code", record.code))
             record = records.with_handle(record, handle)
         except (ClusterJobError, KeyboardInterrupt):
             # Cancel the job: without a saved handle, no command could find it. The file that
@@ -141,9 +145,18 @@ def _remove_leftovers(records: Records) -> None:
                 shutil.rmtree(job_dir, ignore_errors=True)
 
 
-def plan(spec: JobSpec, settings: config.Settings) -> Plan:
-    """Return the plan of a job; runs no command and contacts no host."""
+def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) -> Plan:
+    """Return the plan of a job; runs no command and contacts no host.
+
+    Args:
+        spec: the job.
+        settings: the job's settings.
+        foreground: whether the caller shows the job until its end. On this machine, such a job runs
+            the current files: it starts at once, and a debugger opens the files by their paths.
+    """
     backend = base.instance(settings.backend)
+    if foreground and isinstance(backend, Foreground):
+        spec = replace(spec, snapshot=False)
     check_capabilities(spec, settings.backend, backend)
     plan = backend.plan(spec)
     job_secrets.packed(spec.secret, os.environ)  # raises if a secret has no value

@@ -24,6 +24,7 @@ LEFT_OUT = (
     "backends/batch_command/",
     "backends/slurm/",
     "backends/ssh/",
+    "core/snapshot/",
 )
 # These modules load all others. The others are in one compressed block, which has half the size of
 # separate entries and loads faster.

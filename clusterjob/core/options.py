@@ -256,6 +256,9 @@ _ROWS = (
     Option("sync", _switch, group="code",
         help="Copy of the working directory to the hosts; --no-sync for a shared disk "
         "(default: yes)."),
+    Option("snapshot", _switch, group="code",
+        help="Code as it is at the submission; --no-snapshot for the current files at the start "
+        "(default: yes)."),
     Option("include_secrets", _switch, group="code",
         help="Copy of files that look like secrets, such as .env (default: no)."),
     Option("account", _text, metavar="NAME", target=Target.BACKEND, short="-A", group="cluster",

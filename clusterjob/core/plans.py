@@ -8,19 +8,20 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import show_size
-from clusterjob.errors import OTHER_HOME, RecordError
+from clusterjob.errors import OTHER_HOME, RecordError, SubmitError
 from clusterjob.node.logs.job_dir import ENDS, LOGS, SECRETS, TOKEN
 from clusterjob.node.system import private_dirs
 from clusterjob.node.system.files import write_atomic
 
 if TYPE_CHECKING:
     from clusterjob.core.snapshot import Snapshot
+    from clusterjob.core.snapshot.source import CodeSource
 
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # no characters that look alike
 
@@ -97,6 +98,8 @@ class Plan:
         notes: messages for the user, such as a warning about too few GPUs.
         array: for an array, the data for its record.
         sends_code: whether the files of the working directory are sent too.
+        code: the code of which the job runs a snapshot; None if the job runs the current files, or
+            a copy on other machines.
     """
 
     job_id: str
@@ -108,11 +111,15 @@ class Plan:
     notes: tuple[str, ...] = ()
     array: Mapping[str, Any] | None = None
     sends_code: bool = False
+    code: CodeSource | None = None
 
     def _code(self) -> Snapshot | None:
-        """Return the current files of the working directory if they are sent, else None."""
+        """Return the current files of the code if they are sent or kept, else None."""
         from clusterjob.core import snapshot
+        from clusterjob.core.snapshot import store
 
+        if self.code is not None:
+            return store.listed(self.code)
         return (
             snapshot.listed(self.spec.workdir, include_secrets=self.spec.include_secrets)
             if self.sends_code
@@ -210,6 +217,64 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         raise RecordError(
             f"the job directory {plan.job_dir} cannot be written: {error.strerror}", OTHER_HOME
         ) from error
+
+
+def with_recorded_code(plan: Plan, recorded: Mapping[str, Any] | None) -> Plan:
+    """Return a plan that runs the recorded code of an earlier job instead of the current files.
+
+    A plan without a snapshot is returned unchanged.
+
+    Args:
+        plan: the plan of the new job.
+        recorded: `Record.code` of the earlier job.
+
+    Raises:
+        SubmitError: the earlier job had no snapshot, or its directory is another one.
+    """
+    from clusterjob.core.snapshot.source import CodeSource
+
+    if plan.code is None:
+        return plan
+    try:
+        code = CodeSource.again(recorded or {})
+    except KeyError:
+        raise SubmitError(
+            "the earlier job kept no snapshot of its code", "submit the current files instead"
+        ) from None
+    if (code.root, code.top) != (plan.code.root, plan.code.top):
+        raise SubmitError(f"the code of the earlier job was in {code.root} of {code.top}")
+    return replace(plan, code=code)
+
+
+def keep_code(plan: Plan, home: Path) -> dict[str, Any] | None:
+    """Keep the code of a job, and link its directory to it; return the data for its record.
+
+    Returns:
+        None if the job runs the current files, or a copy that its backend sends.
+
+    Raises:
+        SubmitError: the code is too large, or cannot be read or kept.
+    """
+    if plan.code is None:
+        return None
+    from clusterjob.core.snapshot import keep_git
+    from clusterjob.core.snapshot.store import SnapshotStore
+
+    source, store = plan.code, SnapshotStore(home)
+    if source.kept is not None:
+        store.link(source.kept["snapshot"], source, job_dir=plan.job_dir)
+        return dict(source.kept)
+    name, found = store.take(source)
+    store.link(name, source, job_dir=plan.job_dir)
+    return {
+        "digest": found.digest,
+        "files": found.files,
+        "bytes": found.size,
+        "git": keep_git(source.top, plan.job_dir),
+        "snapshot": name,
+        "root": str(source.root),
+        "top": str(source.top),
+    }
 
 
 def token_file(job_dir: Path) -> Path:

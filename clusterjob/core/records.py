@@ -63,6 +63,9 @@ class Record:
         array: for an array, ``indices`` (of its elements) and ``pieces`` (the offset of each
             submitted part).
         index: for an element of an array, its index.
+        code: the submitted code: ``digest``, ``files``, ``bytes``, ``git`` (revision, branch,
+            changed files) and, on a shared disk, ``snapshot`` (its name in the store), ``root`` and
+            ``top``; None if it is not known.
     """
 
     job_id: str
@@ -79,6 +82,7 @@ class Record:
     array: Mapping[str, Sequence[int]] | None = None
     index: int | None = None
     provisional: bool = False
+    code: Mapping[str, Any] | None = None
 
     @classmethod
     def from_json(cls, data: Any) -> Record:

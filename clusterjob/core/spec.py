@@ -100,6 +100,8 @@ class JobSpec:
         include_secrets: also send files that look like secrets.
         sync: whether to send the working directory to the hosts or the login host; if not, it must
             exist there under the same path.
+        snapshot: whether the job runs the code as it was when it was submitted, if the nodes share
+            this machine's disk; if not, the files as they are when it starts.
         container: container image in which a node runs the job.
         array, sweep: the elements of the job, if it is an array; see
             `clusterjob.core.arrays.parse`.
@@ -133,6 +135,7 @@ class JobSpec:
     gpus: str = ""
     login: str = ""
     sync: bool = True
+    snapshot: bool = True
     include_secrets: bool = False
     container: str = ""
     array: str = ""

@@ -27,6 +27,9 @@ WARNING_FD = "CLUSTERJOB_WARNING_FD"
 STORE_KEY = "CLUSTERJOB_STORE_KEY"  # signs the data that ranks exchange through torch's store
 STDIN_FD = "CLUSTERJOB_STDIN_FD"  # set for the agent: the descriptor that becomes rank 0's stdin
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
+CODE_DIR = "CLUSTERJOB_CODE_DIR"  # the submitted code of the working directory
+CODE_TREE = "CLUSTERJOB_CODE_TREE"  # the submitted code; empty if there is none
+CODE_ORIGIN = "CLUSTERJOB_CODE_ORIGIN"  # the directory of which CODE_TREE is the copy
 STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `log_protocol`
 
 # Variables set for each worker; a job started inside another job must not inherit them.

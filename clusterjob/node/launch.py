@@ -28,7 +28,7 @@ from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.system import devices, private_dirs, processes, signals
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.node.workers import preload
+from clusterjob.node.workers import preload, snapshot_imports
 from clusterjob.node.workers.forkserver import Forkserver
 from clusterjob.node.workers.report import report
 
@@ -207,9 +207,11 @@ def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
     local_rank = int(os.environ["LOCAL_RANK"])
 
     def on_failure(message: str, exit_code: int, kind: str) -> None:
+        message += snapshot_imports.hint(message, os.environ)
         if os.getpid() == own_pid:  # a child that the program forked returns to this code too
             report(report_fd, local_rank, message=message, exit_code=exit_code, kind=kind)
 
+    snapshot_imports.install(os.environ)
     run_as_main(program, on_failure)
 
 

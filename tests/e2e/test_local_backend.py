@@ -193,7 +193,7 @@ def test_submitted_files_and_commands_equal_plan(project: Project) -> None:
     found = {str(path.relative_to(plan.job_dir)) for path in plan.job_dir.rglob("*")}
     planned = {str(file.path.relative_to(plan.job_dir)) for file in plan.files}
     logs = {f"logs/node{node}{name}" for node in (0, 1) for name in ("", "/agent.log")}
-    assert found == planned | logs | {"token", "logs", "ends", "detached"}
+    assert found == planned | logs | {"token", "logs", "ends", "detached", "code"}
     for pid, command in zip(agents_of(record), plan.commands, strict=True):
         # During exec, after Popen returns, both are empty for a moment.
         wait_until(Path(f"/proc/{pid}/environ").read_bytes, END_TIMEOUT)
@@ -343,7 +343,7 @@ def test_hostile_names_arguments_and_variables_arrive_unchanged(
             (record.job_dir / "logs" / f"node{rank}" / f"rank{rank}.out").read_text()
         )
         assert arguments == hostile
-        assert Path(file) == directory / name
+        assert Path(file) == record.job_dir / "code" / name
         assert cwd == str(directory)
         assert variables == {f"H_{index}": value for index, value in enumerate(hostile)} | {
             "H_SETUP": "a b"
@@ -373,7 +373,12 @@ def test_job_files_are_private_and_token_is_only_in_its_file(
         assert stat.S_IMODE((record.job_dir / "token").stat().st_mode) == 0o600
         for directory in (
             record.job_dir,
-            *(path for path in record.job_dir.rglob("*") if path.is_dir()),
+            record.job_dir.parent.parent / "snapshots",  # `code` is a link to a part of it
+            *(
+                path
+                for path in record.job_dir.rglob("*")
+                if path.is_dir() and not path.is_symlink()
+            ),
         ):
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700, directory
         assert stat.S_IMODE((Records().directory / f"{record.job_id}.json").stat().st_mode) == 0o600
@@ -469,7 +474,7 @@ def test_deleted_workdir_fails_job(project: Project) -> None:
     workdir = project.path("wörk 'dir'\n2")
     workdir.mkdir()
     (workdir / "script.py").touch()
-    plan = project.plan(Program("script", "script.py"), workdir=str(workdir))
+    plan = project.plan(Program("script", "script.py"), workdir=str(workdir), snapshot=False)
     shutil.rmtree(workdir)
     verdict = wait_for_verdict(jobs.submit(plan, "local", detach=True), END_TIMEOUT)
     assert (verdict.state, verdict.exit_code) == (JobState.FAILED, 1)

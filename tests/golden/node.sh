@@ -39,6 +39,7 @@ export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s "$HOME"
 and more'
 cd -- '/data/my project' || refuse 1 'the working directory /data/my project cannot be entered'
+export CLUSTERJOB_CODE_DIR=$PWD
 CLUSTERJOB_DOING='a setup line failed: module load cuda/12'
 { :
 module load cuda/12

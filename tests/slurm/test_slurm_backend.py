@@ -342,7 +342,9 @@ def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
     job_dir = re.search(r"export CLUSTERJOB_JOB_DIR=(\S+)", rendered)
     assert job_dir is not None
     srun = next(line for line in rendered.splitlines() if "CLUSTERJOB_TASK=1 srun" in line)
-    mounts = f"--container-mounts={job_dir[1]}:{job_dir[1]},{user.directory}:{user.directory}"
+    kept = user.home / "snapshots"
+    mounted = (job_dir[1], user.directory, kept)
+    mounts = f"--container-mounts={','.join(f'{path}:{path}' for path in mounted)}"
     for word in (
         "--container-image=nvcr.io/nvidia/pytorch:24.01-py3",
         mounts,
@@ -367,7 +369,8 @@ def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
     assert out == "inside\n"
     [job] = user.jobs()
     job_dir_ = str(user.directory_of(job["id"]))
-    binds = ["--bind", f"{job_dir_}:{job_dir_}", "--bind", f"{user.directory}:{user.directory}"]
+    mounted = (job_dir_, user.directory, kept)
+    binds = [word for path in mounted for word in ("--bind", f"{path}:{path}")]
     image = str(user.directory / "my image.sif")
     assert notes.read_text().splitlines() == [
         "exec",

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from launching import write_tree
 
 from clusterjob.core import snapshot
+from clusterjob.core.snapshot import git_revision
 from clusterjob.errors import SubmitError
 from clusterjob.node.host_server import code_store
 from clusterjob.node.host_server.requests import Install, ReceiveFiles
@@ -205,6 +206,41 @@ def test_git_state_has_revision_branch_and_changes(tmp_path: Path) -> None:
     assert state["branch"] == "work"
     assert b"-old\n+new\n" in state["diff"]
     assert sorted(state["changed"]) == ["a.py", "b.py"]
+
+
+def test_recorded_changes_leave_out_secrets_and_end_at_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(tmp_path, "init", "-q")
+    names = ("a.py", ".env", "old.env", "sub/id_rsa", "we ird\n.env")
+    write_tree(tmp_path, **dict.fromkeys(names, "KEY=old\n"))
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "first")
+    for name in names:
+        (tmp_path / name).write_text("KEY=new PRIVATE KEY\n")
+    (tmp_path / "old.env").unlink()
+    git(tmp_path, "mv", "-f", ".env", "renamed.txt")
+    for root in (tmp_path, tmp_path / "sub"):
+        state = snapshot.git_state(root)
+        assert state is not None
+        shown = state["diff"].decode()
+        assert (root == tmp_path) == ("a/a.py" in shown)
+        assert [name for name in names[1:] if name in shown] == []
+        assert state["complete"] is False
+    assert {"a.py", ".env", "renamed.txt", "sub/id_rsa"} <= set(
+        snapshot.git_state(tmp_path)["changed"]
+    )
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "second")
+    (tmp_path / "a.py").write_text("x\n")
+    state = snapshot.git_state(tmp_path)
+    assert state is not None
+    assert (state["complete"], b"+x" in state["diff"]) == (True, True)
+    monkeypatch.setattr(git_revision, "_MAX_DIFF", 20)
+    kept = snapshot.keep_git(tmp_path, tmp_path)
+    assert kept is not None
+    assert kept["complete"] is False
+    assert (tmp_path / kept["diff"]).stat().st_size == 20
 
 
 def test_file_removed_or_changed_after_snapshot_is_error(tmp_path: Path) -> None:

@@ -68,11 +68,16 @@ class LocalBackend:
     def _plan(self, spec: JobSpec) -> Plan:
         spec = replace(spec, nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
+        code, program = shared.code_of(spec), spec.program
+        if code is not None:
+            program = code.program(program, spec.workdir, job_dir=job_dir)
+        options = spec.launch_options(lifeline=True, echo=False, program=program)
         values = {
             **shared.common_values(spec, job_id, job_dir=job_dir),
+            **shared.code_values(code, job_dir),
             "master_addr": _MASTER_ADDR,
             "lifeline": True,
-            "launch_arguments": spec.launch_options(lifeline=True, echo=False).arguments(),
+            "launch_arguments": options.arguments(),
         }
         devices, notes = _devices(spec)
         return Plan(
@@ -95,6 +100,7 @@ class LocalBackend:
                 for node_rank in range(spec.resources.nodes)
             ),
             notes=tuple(notes),
+            code=code,
         )
 
     def submit(self, plan: Plan) -> Handle:

@@ -15,16 +15,18 @@ from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.status import NAME, by_directory, cluster_of
 from clusterjob.core import arrays
 from clusterjob.core.plans import Plan, PlannedCommand
-from clusterjob.core.records import Record, Records
+from clusterjob.core.records import Record, Records, home
 from clusterjob.core.render import in_shell, render
+from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
-from clusterjob.node.logs.job_dir import SLURM_LOG
+from clusterjob.node.logs.job_dir import CODE, SLURM_LOG
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login
+    from clusterjob.core.snapshot.source import CodeSource
 
 _SCRIPT = "slurm.sh"
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
@@ -54,6 +56,7 @@ def plan(spec: JobSpec) -> Plan:
     """
     flags.check_warning(spec.resources, spec.signal_before)
     login, spec = login_of(spec), replace(spec, nproc_is_default=False)
+    code = None if login is not None else shared.code_of(spec)
     job_id, job_dir = shared.new_directory(spec.name)
     array = spec.elements()
     pieces = _pieces(array, spec)
@@ -63,7 +66,8 @@ def plan(spec: JobSpec) -> Plan:
     if login is None:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
-        values = _values(spec, job_id, job_dir=job_dir, array=array)
+        values = _values(spec, job_id, job_dir=job_dir, array=array, code=code)
+        own |= {"sync_limit"}
     else:  # the host's home directory is not known yet: sbatch runs in the job's directory
         from clusterjob.backends.slurm.login_host import OPTIONS
 
@@ -108,12 +112,14 @@ def plan(spec: JobSpec) -> Plan:
         ),
         notes=(
             *flags.notes(spec),
+            *(() if login is None else shared.code_notes(spec)),
             *(
                 f"--{name} is not an option of sbatch: Slurm refuses it unless a plug-in has it"
                 for name in unknown
             ),
         ),
         sends_code=login is not None and spec.sync,
+        code=code,
         array={
             "indices": list(array.indices),
             "pieces": [piece.offset for piece in pieces if piece],
@@ -219,13 +225,17 @@ def _values(
     job_dir: Path,
     array: arrays.Array | None,
     workdir: Path | None = None,
+    code: CodeSource | None = None,
 ) -> dict[str, Any]:
     workdir = workdir or spec.workdir
     program = shared.element_program(spec, array)
+    if code is not None:
+        program = code.program(program, spec.workdir, job_dir=job_dir)
     by_srun = spec.launcher == "srun"
-    container = container_options(spec, job_dir, workdir=workdir)
+    container = container_options(spec, job_dir, workdir=workdir, code=code)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
+        **shared.code_values(code, job_dir),
         "workdir": str(workdir),
         "script": str(job_dir / _SCRIPT),
         "launcher": spec.launcher,
@@ -251,7 +261,7 @@ def _values_there(spec: JobSpec, job_id: str, array: arrays.Array | None) -> dic
         job_id,
         job_dir=place,
         array=array,
-        workdir=place / shared.CODE if spec.sync else None,
+        workdir=place / CODE if spec.sync else None,
     )
     return {
         key: in_shell(value, str(place), variable='"$SLURM_SUBMIT_DIR"')
@@ -298,17 +308,20 @@ class Container:
     prefix: tuple[str, ...] = ()
 
 
-def container_options(spec: JobSpec, job_dir: Path, workdir: Path | None = None) -> Container:
+def container_options(
+    spec: JobSpec, job_dir: Path, workdir: Path | None = None, code: CodeSource | None = None
+) -> Container:
     """Return the options that run the nodes in a container; empty without ``--container``.
 
     ``pyxis:IMAGE`` and ``apptainer:IMAGE`` name the engine. Otherwise apptainer runs a .sif file, a
     directory and a source such as ``docker://``, and Pyxis runs any other image. The container
-    mounts the job's directory and the working directory.
+    mounts the job's directory, the working directory and the code.
 
     Args:
         spec: the job.
         job_dir: path of the job's directory on the nodes.
         workdir: path of the working directory on the nodes; None for the one in the spec.
+        code: the code of which the job runs a snapshot; None without a snapshot.
 
     Raises:
         SpecError: ``--container`` names no image, or a directory cannot be mounted.
@@ -326,7 +339,8 @@ def container_options(spec: JobSpec, job_dir: Path, workdir: Path | None = None)
             f"--container {spec.container!r} names no image",
             "write it as pyxis:IMAGE, apptainer:IMAGE or FILE.sif",
         )
-    mounts = list(dict.fromkeys((str(job_dir), str(workdir))))
+    snapshots = () if code is None else (str(code.top), str(SnapshotStore(home()).directory))
+    mounts = list(dict.fromkeys((str(job_dir), str(workdir), *snapshots)))
     for path in mounts:
         if "," in path or ":" in path or '"' in path:
             raise SpecError(

@@ -13,6 +13,7 @@ from clusterjob.core import plans
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
+from clusterjob.node.logs.job_dir import CODE
 
 if TYPE_CHECKING:
     from clusterjob.remote import ssh_options
@@ -83,7 +84,10 @@ def plan(spec: JobSpec) -> plans.Plan:
             )
             for node, host in enumerate(spec.hosts)
         ),
-        notes=("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else (),
+        notes=(
+            *shared.code_notes(spec),
+            *(("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else ()),
+        ),
         sends_code=spec.sync,
     )
 
@@ -95,7 +99,7 @@ def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
         "token_file": plans.token_file(Path()).name,
-        "workdir": shared.CODE if spec.sync else str(spec.workdir),
+        "workdir": CODE if spec.sync else str(spec.workdir),
         "launch_arguments": options.arguments(),
     }
 

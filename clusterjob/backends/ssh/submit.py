@@ -32,6 +32,7 @@ from clusterjob.node.host_server.requests import (
     Up,
 )
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.job_dir import CODE
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
@@ -201,7 +202,7 @@ class Submission:
             self._plan.job_id,
             self._place.python,
             setup=tuple(self._place.setup),
-            workdir=shared.CODE if spec.sync else str(spec.workdir),
+            workdir=CODE if spec.sync else str(spec.workdir),
             torch=self._needs_torch,
         )
         answer, _ = session.ask(request, timeout=_SLOW)

@@ -27,6 +27,7 @@ LIMIT = 512 * 1024**2  # bytes; prevents sending data to every host by mistake
 MOST_ENTRIES = 100_000  # prevents sending a home directory by mistake
 OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
+_COMPILED = "__pycache__"  # Python would replace the files in it through a link
 _CHUNK = 1 << 18
 _KEPT = "code.list"
 git_state, keep_git = git_revision.git_state, git_revision.keep_git
@@ -186,7 +187,7 @@ def take(
     """
     found = listed(root, include_secrets=include_secrets)
     if found.size > limit:
-        raise _too_large(root, found.entries, limit=limit)
+        raise too_large(root, found.entries, limit=limit)
     if found.secrets:
         logging.getLogger("clusterjob").warning("clusterjob: %s", found.left_out())
     try:
@@ -194,12 +195,17 @@ def take(
             _hashed(root, entry) if entry.kind == "file" else entry for entry in found.entries
         )
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
     return replace(found, entries=entries)
 
 
-def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
+def listed(root: Path, *, include_secrets: bool = False, linked: Linked | None = None) -> Snapshot:
     """Return a snapshot like `take`, without digests and without a limit of the total size.
+
+    Args:
+        root: the directory.
+        include_secrets: whether to include files that look like secrets.
+        linked: how files that are left out become links to the current ones; None for no links.
 
     Raises:
         SubmitError: the directory holds too many files, or a directory cannot be read.
@@ -208,11 +214,12 @@ def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
     try:
         entries = tuple(
             itertools.islice(
-                _walk(root, "", rules=_rules_above(root), secrets=secrets), MOST_ENTRIES + 1
+                _walk(root, "", rules=_rules_above(root), secrets=secrets, linked=linked),
+                MOST_ENTRIES + 1,
             )
         )
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
     if len(entries) > MOST_ENTRIES:
         raise SubmitError(
             f"{root} holds more than {MOST_ENTRIES:,} files",
@@ -221,7 +228,8 @@ def listed(root: Path, *, include_secrets: bool = False) -> Snapshot:
     return Snapshot(root, entries, secrets=tuple(secrets or ()))
 
 
-def _unreadable(error: OSError) -> SubmitError:
+def unreadable(error: OSError) -> SubmitError:
+    """Return the error for a file or directory of the snapshot that cannot be read."""
     return SubmitError(
         f"{error.filename} cannot be read: {error.strerror}", f"leave it out in {OWN_IGNORE}"
     )
@@ -250,8 +258,39 @@ class _Rules:
         )
 
 
+@dataclass(frozen=True)
+class Linked:
+    """Links to the current files take the place of files that a snapshot leaves out.
+
+    Attributes:
+        code: path of the directory with the job's code, relative to the root; empty for the root.
+        only: whether only this directory is copied.
+        largest: maximum bytes of a file to copy; a larger file is data, not code.
+    """
+
+    code: str = ""
+    only: bool = False
+    largest: int = 32 << 20
+
+    def leads_to_code(self, path: str) -> bool:
+        """Return whether a path is the directory with the code, or is above it."""
+        return f"{self.code}/".startswith(f"{path}/")
+
+    def leaves_out(self, path: str, size: int) -> bool:
+        """Return whether a link takes the place of a path that no pattern excludes."""
+        return size > self.largest or (
+            self.only
+            and not f"{path}/".startswith(f"{self.code}/")
+            and not self.leads_to_code(path)
+        )
+
+
 def _walk(
-    root: Path, below: str, rules: list[_Rules], secrets: list[str] | None
+    root: Path,
+    below: str,
+    rules: list[_Rules],
+    secrets: list[str] | None,
+    linked: Linked | None = None,
 ) -> Iterator[SnapshotEntry]:
     directory = root / below
     rules = [*rules, *_rules_of(directory, below)]
@@ -259,20 +298,30 @@ def _walk(
         path = below + item.name
         status = item.stat(follow_symlinks=False)
         is_directory = stat.S_ISDIR(status.st_mode)
-        if item.name in _NEVER or _left_out(path, rules, is_directory=is_directory):
+        if item.name in _NEVER or (linked and item.name == _COMPILED):
             continue
         is_regular = stat.S_ISREG(status.st_mode)
-        if (
-            secrets is not None
+        left_out = _left_out(path, rules, is_directory=is_directory)
+        rules_below = rules
+        if linked and is_directory and linked.leads_to_code(path):
+            # The code is in a directory that the repository ignores: its patterns do not apply.
+            rules_below = [] if left_out else rules
+            left_out = False
+        elif (
+            not left_out
+            and secrets is not None
             and (is_directory or is_regular)
             and looks_secret(root, path, is_directory=is_directory)
         ):
+            left_out = True
             secrets.append(path + "/" * is_directory)
-            continue
         mode = stat.S_IMODE(status.st_mode) & 0o777
-        if is_directory:
+        if left_out or (linked and linked.leaves_out(path, status.st_size * is_regular)):
+            if linked:
+                yield SnapshotEntry(path, "link", mode=0, size=0, value=str(root / path))
+        elif is_directory:
             yield SnapshotEntry(path, "dir", mode=mode, size=0, value="")
-            yield from _walk(root, f"{path}/", rules=rules, secrets=secrets)
+            yield from _walk(root, f"{path}/", rules=rules_below, secrets=secrets, linked=linked)
         elif stat.S_ISLNK(status.st_mode):
             yield SnapshotEntry(path, "link", mode=0, size=0, value=os.readlink(item.path))
         elif is_regular:
@@ -332,7 +381,8 @@ def _rules_above(root: Path) -> list[_Rules]:
     return found
 
 
-def _too_large(root: Path, entries: Iterable[SnapshotEntry], limit: int) -> SubmitError:
+def too_large(root: Path, entries: Iterable[SnapshotEntry], limit: int) -> SubmitError:
+    """Return the error for a directory that is larger than the limit, with its largest entries."""
     sizes: Counter[str] = Counter()
     for entry in entries:
         sizes[entry.path.partition("/")[0]] += entry.size

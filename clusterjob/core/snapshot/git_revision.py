@@ -11,13 +11,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
+from clusterjob.core.snapshot.secret_files import looks_secret
 from clusterjob.node.system import files
 
 _MAX_DIFF = 4 << 20  # maximum bytes of uncommitted changes to keep
 _MAX_CHANGED = 1000  # maximum number of names of changed files to keep
+_MAX_OUTPUT = 64 << 20  # maximum bytes of the output of other commands
 _TIMEOUT = 30.0  # maximum seconds for one command
 _SAFE = (
     "-c",
@@ -35,6 +38,9 @@ _ELSEWHERE = (
 
 def git_state(root: Path) -> dict[str, Any] | None:
     """Return a directory's revision, branch, changed files and uncommitted changes (``diff``).
+
+    The changes leave out files that look like secrets, and end after 4 MiB; ``complete`` is then
+    False.
 
     Returns None if the directory is not in a git repository, or if git does not trust the
     repository.
@@ -60,35 +66,55 @@ def git_state(root: Path) -> dict[str, Any] | None:
         try:
             _make_empty(Path(folder), revision, object_format=object_format, git_dir=Path(git_dir))
         except OSError:
-            return {"revision": revision, "branch": branch, "changed": [], "diff": b""}
+            return {
+                "revision": revision,
+                "branch": branch,
+                "changed": [],
+                "diff": b"",
+                "complete": False,
+            }
         more = {
             "GIT_DIR": folder, "GIT_WORK_TREE": top, "GIT_OBJECT_DIRECTORY": str(root / objects),
             "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1",
             "GIT_NO_LAZY_FETCH": "1",
         }  # fmt: skip
         common = ("--ignore-submodules=dirty", "--", ".")
-        diff = (
-            _git(
-                root,
-                "diff",
-                "HEAD",
-                "--binary",
-                "--no-ext-diff",
-                "--no-textconv",
-                *common,
-                more=more,
-            )
-            or b""
-        )
-        status = _git(root, "status", "--porcelain", *common, more=more) or b""
+        status = _git(root, "status", "--porcelain", "-z", *common, more=more) or b""
+        changed = _changed(os.fsdecode(status))
+        secret = [path for path in changed if _is_secret(Path(top), path)]
+        diff: bytes | None = b""
+        if len(secret) <= _MAX_CHANGED:
+            safe = ("diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
+            without = [f":(top,exclude,literal){path}" for path in secret]
+            diff = _git(root, *safe, *common, *without, more=more, limit=_MAX_DIFF + 1)
     return {
         "revision": revision,
         "branch": branch,
-        "changed": [line[3:] for line in status.decode(errors="replace").splitlines()][
-            :_MAX_CHANGED
+        "changed": [
+            path.encode(errors="surrogateescape").decode(errors="replace")
+            for path in changed[:_MAX_CHANGED]
         ],
-        "diff": diff[:_MAX_DIFF],
+        "diff": (diff or b"")[:_MAX_DIFF],
+        "complete": diff is not None and len(diff) <= _MAX_DIFF and not secret,
     }
+
+
+def _changed(status: str) -> list[str]:
+    """Return the paths in the output of ``git status --porcelain -z``, old names included."""
+    fields = iter(status.split("\0"))
+    found = []
+    for field in fields:
+        found += [field[3:]] if field else []
+        if field[:1] in ("R", "C"):  # the next field is the old name
+            found.append(next(fields, ""))
+    return found
+
+
+def _is_secret(top: Path, path: str) -> bool:
+    try:
+        return looks_secret(top, path.rstrip("/"), is_directory=path.endswith("/"))
+    except OSError:
+        return True  # a removed file: only its name is known
 
 
 def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
@@ -139,17 +165,27 @@ def _make_empty(place: Path, revision: str, object_format: str, git_dir: Path) -
         shutil.copyfile(exclude, place / "info" / "exclude")
 
 
-def _git(root: Path, *words: str, more: dict[str, str] | None = None) -> bytes | None:
+def _git(
+    root: Path, *words: str, more: dict[str, str] | None = None, limit: int = _MAX_OUTPUT
+) -> bytes | None:
+    """Return the first `limit` bytes of a git command's output; None if it fails."""
     given = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             ["git", "-C", str(root), *_SAFE, *words],
-            capture_output=True,
             stdin=subprocess.DEVNULL,
-            timeout=_TIMEOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             env={**given, "GIT_OPTIONAL_LOCKS": "0", **(more or {})},
-            check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    timer = threading.Timer(_TIMEOUT, process.kill)
+    timer.start()
+    with process:
+        assert process.stdout is not None
+        output = process.stdout.read(limit)
+        if len(output) == limit:
+            process.kill()
+    timer.cancel()
+    return output if process.returncode == 0 or len(output) == limit else None

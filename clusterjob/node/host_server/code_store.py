@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.host_server import requests
+from clusterjob.node.logs.job_dir import CODE
 from clusterjob.node.system import private_dirs
 
 _CHUNK = 1 << 20
-CODE = "code"
 
 
 def _blob(home: Path, digest: str) -> Path:

@@ -10,6 +10,7 @@ SPEC = "spec.json"  # the job as it was submitted
 RESULT = "result.json"  # the verdict of the coordinator
 EVENTS = "events.jsonl"  # the coordinator's record, one event per line
 TOKEN = "token"
+CODE = "code"  # the submitted code: a link to its snapshot; on a host, the sent files
 SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled

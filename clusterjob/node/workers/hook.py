@@ -1,4 +1,4 @@
-"""Apply `torch_patches` to torch.distributed when a Python process of a job imports it.
+"""Apply `torch_patches` and `snapshot_imports` in every Python process of a job.
 
 Forked workers inherit the hook from the forkserver. Every other Python process of a job loads a
 copy of this file as ``sitecustomize`` (`hook_directory`). So this file is short and imports only
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-PATCHES_FILE = "clusterjob_torch_patches.py"  # in the same directory as the copy of this file
+# In the same directory as the copy of this file.
+PATCHES_FILE = "clusterjob_torch_patches.py"
+SNAPSHOT_FILE = "clusterjob_snapshot_imports.py"
 _CHANGED = {
     "torch.distributed.distributed_c10d": "keep_groups",
     "torch.distributed.rendezvous": "choose_store",
@@ -86,11 +88,17 @@ def _changes():
         from clusterjob.node.workers import torch_patches
 
         return torch_patches
-    name = PATCHES_FILE[: -len(".py")]
+    return _load(PATCHES_FILE)
+
+
+def _load(file):
+    # type: (str) -> Any
+    """Return the module of a file beside this one; None if the job's directory was removed."""
+    name = file[: -len(".py")]
     if name not in sys.modules:
         from importlib.util import module_from_spec, spec_from_file_location
 
-        spec = spec_from_file_location(name, os.path.join(_HERE, PATCHES_FILE))
+        spec = spec_from_file_location(name, os.path.join(_HERE, file))
         assert spec is not None
         assert spec.loader is not None
         module = module_from_spec(spec)
@@ -100,6 +108,14 @@ def _changes():
             return None
         sys.modules[name] = module
     return sys.modules[name]
+
+
+def _use_snapshot():
+    # type: () -> None
+    imports = _load(SNAPSHOT_FILE) if os.environ.get("CLUSTERJOB_CODE_TREE") else None
+    if imports is not None:
+        imports.run_kept_script(os.environ)
+        imports.install(os.environ)
 
 
 def _run_hidden_sitecustomize():
@@ -119,5 +135,7 @@ def _run_hidden_sitecustomize():
 if __name__ == "sitecustomize":
     _HERE = os.path.dirname(os.path.abspath(__file__))
     if sys.version_info >= (3, 7):  # every torch version that needs the patches requires 3.7
-        install()
+        _use_snapshot()
+        if "CLUSTERJOB_STORE" in os.environ:  # not with --launcher srun
+            install()
     _run_hidden_sitecustomize()

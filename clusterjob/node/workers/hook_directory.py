@@ -7,11 +7,15 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from clusterjob.node.workers import hook, torch_patches
+from clusterjob.node.workers import hook, snapshot_imports, torch_patches
 
 _NAME = "python"
 # Python's site module imports sitecustomize (docs.python.org/3/library/site.html).
-_FILES = {hook.PATCHES_FILE: torch_patches, "sitecustomize.py": hook}
+_FILES = {
+    hook.PATCHES_FILE: torch_patches,
+    hook.SNAPSHOT_FILE: snapshot_imports,
+    "sitecustomize.py": hook,
+}
 
 
 def write(job_dir: Path) -> Path | None:

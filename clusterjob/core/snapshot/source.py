@@ -1,0 +1,109 @@
+"""Decide which directory holds a job's code, and where the job finds the snapshot of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.logs.job_dir import CODE
+from clusterjob.node.program import Program
+
+_OWN_MODULES = "clusterjob."  # modules of the node zip: Python functions as jobs
+_SHELL = re.compile(r"(ba|da|z|k|fi)?sh")
+
+
+@dataclass(frozen=True)
+class CodeSource:
+    """The directory with a job's code.
+
+    Attributes:
+        root: the working directory; the script's directory if the script is outside of it.
+        top: top directory of the git repository around the root; else the root. Imports and paths
+            that begin at ``__file__`` may leave the root, but seldom the repository.
+        limit: maximum bytes of the snapshot.
+        kept: the recorded code of an earlier job, to run it again; None for a new snapshot.
+    """
+
+    root: Path
+    top: Path
+    limit: int
+    kept: Mapping[str, Any] | None = None
+
+    @classmethod
+    def again(cls, recorded: Mapping[str, Any]) -> CodeSource:
+        """Return the code of an earlier job from the data in its record, `Record.code`.
+
+        Raises:
+            KeyError: the job had no snapshot.
+        """
+        return cls(Path(recorded["root"]), Path(recorded["top"]), 0, kept=recorded)
+
+    @classmethod
+    def of(cls, workdir: Path, program: Program, limit: int) -> CodeSource | None:
+        """Return the code of a program; None for clusterjob's own modules, which are no code of it.
+
+        Args:
+            workdir: the job's working directory, an absolute path.
+            program: the job's program.
+            limit: maximum bytes of the snapshot.
+        """
+        if program.kind == "module" and program.target.startswith(_OWN_MODULES):
+            return None
+        root = Path(os.path.realpath(workdir))
+        if program.kind == "script":
+            script = Path(os.path.realpath(root / program.target))
+            if not script.is_relative_to(root):
+                root = script.parent
+        return cls(root, _top(root), limit)
+
+    @property
+    def below(self) -> str:
+        """The path of the root, relative to the top; empty if both are the same."""
+        return "" if self.root == self.top else self.root.relative_to(self.top).as_posix()
+
+    def directory(self, job_dir: Path) -> Path:
+        """Return the root's path in the snapshot, below a job's directory."""
+        return job_dir / CODE / self.below
+
+    def program(self, program: Program, workdir: Path, job_dir: Path) -> Program:
+        """Return the program with its script's path in the snapshot.
+
+        A command comes from the snapshot if it is a file of the top directory, or if it is a shell
+        and its first word that is no option is such a file.
+
+        Args:
+            program: the program, with paths relative to the working directory.
+            workdir: the job's working directory.
+            job_dir: the job's directory, as the nodes see it.
+        """
+        if program.kind == "module":
+            return program
+        words = [program.target, *program.args]
+        index = 0
+        if program.kind == "command" and _SHELL.fullmatch(os.path.basename(words[0])):
+            index = next(
+                (at for at, word in enumerate(words) if at and not word.startswith("-")), 0
+            )
+        path = Path(os.path.realpath(os.path.join(workdir, words[index])))
+        named = program.kind == "script" or os.sep in words[index] or index
+        if named and path.is_file() and path.is_relative_to(self.top):
+            words[index] = str(job_dir / CODE / path.relative_to(self.top))
+        return Program(program.kind, words[0], args=tuple(words[1:]))
+
+
+def _top(root: Path) -> Path:
+    """Return the top directory of the repository around a directory; else the directory itself.
+
+    A repository of the home directory does not count: it holds settings, not a project.
+    """
+    own = Path(os.path.realpath(os.path.expanduser("~")))
+    for folder in (root, *root.parents):
+        if own.is_relative_to(folder):
+            return root
+        if (folder / ".git").exists():
+            return folder
+    return root

@@ -1,0 +1,404 @@
+"""Keep the code of submitted jobs: one read-only directory for each content.
+
+    snapshots/<name>/<directory's name>/...   a snapshot; its name is a digest of its content
+    snapshots/files/<xx>/<digest>-<mode>      its files; equal files of all snapshots are hard links
+    snapshots/stat/<digest of path>           digests of a directory's files by their status
+
+A job's directory has a link ``code`` to its snapshot. A snapshot without a job is unused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from clusterjob.core import snapshot
+from clusterjob.core.snapshot import Linked, Snapshot, SnapshotEntry
+from clusterjob.core.snapshot.source import CodeSource
+from clusterjob.core.snapshot.stat_cache import StatCache
+from clusterjob.errors import SubmitError
+from clusterjob.node.logs.job_dir import CODE
+from clusterjob.node.system import files, private_dirs
+
+_DIRECTORY = "snapshots"
+_NAME = re.compile(r"[0-9a-f]{20}")
+_PART = ".new-"  # begin of the name of an incomplete snapshot
+_CHUNK = 1 << 20
+_TRIES = 3  # maximum number of times to read a directory whose files change meanwhile
+# Maximum number of entries of a repository to copy as a whole; of a larger repository, only the
+# working directory is copied.
+_MOST_AROUND = 20_000
+# Seconds after its last submission for which a snapshot counts as used: the submission may not have
+# written the job's link yet.
+FRESH = 3600.0
+_NO_SNAPSHOT = "--no-snapshot runs the current files"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A snapshot in the store.
+
+    Attributes:
+        name: its name.
+        path: its directory.
+        used_at: time of the last submission that used it, in seconds since the epoch.
+    """
+
+    name: str
+    path: Path
+    used_at: float
+
+
+class SnapshotStore:
+    """The snapshots of one user.
+
+    Args:
+        home: clusterjob's directory, in which ``jobs`` and ``snapshots`` are.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self.directory = home / _DIRECTORY
+
+    # -- submitting --------------------------------------------------------------------------------
+
+    def take(self, source: CodeSource) -> tuple[str, Snapshot]:
+        """Copy the code of a job into the store; return the snapshot's name and its entries.
+
+        Files that are unchanged since an earlier snapshot are not read.
+
+        Raises:
+            SubmitError: the code is too large, cannot be read, or cannot be written to the store.
+        """
+        try:
+            private_dirs.make(self.directory / "files")
+            self._remove_leftovers()
+            cache = StatCache(self._stat_file(source.top))
+            for _ in range(_TRIES):
+                found = self._read(listed(source), cache)
+                name = _name(found)
+                missing = self._build(name, found)
+                if not missing:
+                    with contextlib.suppress(OSError):  # the next submission reads the files again
+                        cache.save()
+                    return name, found
+                cache.forget(missing)
+        except OSError as error:
+            raise SubmitError(
+                f"the code cannot be copied to {self.directory}: {error.strerror}", _NO_SNAPSHOT
+            ) from error
+        raise SubmitError(f"files of {source.top} change all the time", _NO_SNAPSHOT)
+
+    def link(self, name: str, source: CodeSource, job_dir: Path) -> None:
+        """Link a job to its snapshot.
+
+        Raises:
+            SubmitError: the snapshot was removed, or the link cannot be written.
+        """
+        place = self.path(name)
+        tree = place / _tree_name(source.top)
+        try:
+            os.utime(place)
+            os.symlink(os.path.relpath(tree, job_dir), job_dir / CODE)
+        except FileNotFoundError as error:
+            raise SubmitError(
+                f"the code of the job is not kept any more: {place} was removed"
+            ) from error
+        except OSError as error:
+            raise SubmitError(f"{job_dir / CODE} cannot be written: {error.strerror}") from error
+
+    def _stat_file(self, top: Path) -> Path:
+        return self.directory / "stat" / hashlib.sha256(os.fsencode(top)).hexdigest()[:32]
+
+    def _read(self, listed: Snapshot, cache: StatCache) -> Snapshot:
+        """Return the snapshot with the digest of each file; copy new files into the store.
+
+        Raises:
+            SubmitError: a file cannot be read.
+            OSError: the store cannot be written.
+        """
+        entries = []
+        for entry in listed.entries:
+            if entry.kind != "file":
+                entries.append(entry)
+                continue
+            path = os.path.join(listed.root, entry.path)
+            mode = 0o555 if entry.mode & 0o100 else 0o444
+            try:
+                status = os.lstat(path)
+                digest = cache.digest(entry.path, status)
+                size = entry.size if digest is None else status.st_size
+                if digest is None:
+                    with open(path, "rb") as stream:
+                        digest, size = self._keep(stream, mode, modified_ns=status.st_mtime_ns)
+                    if size == status.st_size:
+                        cache.keep(entry.path, status, digest)
+            except FileNotFoundError:
+                continue  # it was removed since the directory was listed
+            entries.append(replace(entry, mode=mode, size=size, value=digest))
+        return replace(listed, entries=tuple(entries))
+
+    def _keep(self, stream: BinaryIO, mode: int, modified_ns: int) -> tuple[str, int]:
+        """Copy one file into the store; return its digest and size.
+
+        The digest is that of the copy, so a file that changes meanwhile does no harm.
+        """
+        first = stream.read(_CHUNK)
+        if len(first) < _CHUNK and self._file(hashlib.sha256(first).hexdigest(), mode).exists():
+            return hashlib.sha256(first).hexdigest(), len(first)
+        handle, temporary = tempfile.mkstemp(prefix=".", dir=self.directory / "files")
+        found, size = hashlib.sha256(), 0
+        try:
+            with os.fdopen(handle, "wb") as copy:
+                piece = first
+                while piece:
+                    found.update(piece)
+                    size += len(piece)
+                    copy.write(piece)
+                    piece = stream.read(_CHUNK)
+                copy.flush()
+                os.fchmod(copy.fileno(), mode)
+                os.utime(copy.fileno(), ns=(modified_ns, modified_ns))
+            kept = self._file(found.hexdigest(), mode)
+            private_dirs.make(kept.parent)
+            os.replace(temporary, kept)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return found.hexdigest(), size
+
+    def _file(self, digest: str, mode: int) -> Path:
+        return self.directory / "files" / digest[:2] / f"{digest}-{mode:o}"
+
+    def _build(self, name: str, found: Snapshot) -> list[str]:
+        """Make a snapshot's directory unless it exists; return the files that the store lacks.
+
+        Raises:
+            OSError: the directory cannot be written; no part of it is left.
+        """
+        place = self.path(name)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(place)
+            return []
+        part = self.directory / f"{_PART}{secrets.token_hex(8)}"
+        tree = os.path.join(part, _tree_name(found.root))
+        made = [tree]
+        missing = []
+        try:
+            os.makedirs(tree, mode=0o700)
+            for entry in found.entries:
+                target = os.path.join(tree, entry.path)
+                if entry.kind == "dir":
+                    os.mkdir(target, 0o700)
+                    made.append(target)
+                elif entry.kind == "link":
+                    os.symlink(_link_target(found.root, entry), target)
+                elif not _link_or_copy(self._file(entry.value, entry.mode), target):
+                    missing.append(entry.path)
+            if missing:
+                return missing
+            for folder in _with_modules(found):  # Python may keep its compiled files
+                os.mkdir(os.path.join(tree, folder, "__pycache__"), 0o700)
+            for folder in reversed(made):
+                os.chmod(folder, 0o555)  # noqa: S103
+            part.rename(place)
+        except OSError:
+            if not place.exists():  # otherwise another submission has made it meanwhile
+                raise
+        finally:
+            _remove(part)
+        return []
+
+    def _remove_leftovers(self) -> None:
+        """Remove the incomplete snapshots of submissions that were killed."""
+        for entry in os.scandir(self.directory):
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(_PART) and files.is_old(Path(entry.path)):
+                    _remove(Path(entry.path))
+
+    # -- removing ----------------------------------------------------------------------------------
+
+    def path(self, name: str) -> Path:
+        """Return the directory of a snapshot."""
+        return self.directory / name
+
+    def exists(self, name: str) -> bool:
+        """Return whether a snapshot is in the store."""
+        return _NAME.fullmatch(name) is not None and self.path(name).is_dir()
+
+    def unused(self, fresh: float = FRESH) -> list[Kept]:
+        """Return the snapshots that no job directory links to.
+
+        Args:
+            fresh: seconds after its last submission for which a snapshot counts as used.
+
+        Raises:
+            OSError: the job directories or the snapshots cannot be listed.
+        """
+        linked = set(self._linked())
+        found = []
+        try:
+            entries = list(os.scandir(self.directory))
+        except FileNotFoundError:
+            return []
+        for entry in entries:
+            if _NAME.fullmatch(entry.name) and entry.name not in linked:
+                with contextlib.suppress(FileNotFoundError):
+                    used_at = entry.stat(follow_symlinks=False).st_mtime
+                    if time.time() - used_at >= fresh:
+                        found.append(Kept(entry.name, Path(entry.path), used_at))
+        return found
+
+    def _linked(self) -> Iterator[str]:
+        """Yield the name of each job's snapshot."""
+        for job in os.scandir(self._home / "jobs"):
+            with contextlib.suppress(OSError):  # jobs without a snapshot have no such link
+                yield Path(os.readlink(os.path.join(job.path, CODE))).parent.name
+
+    def size(self, name: str) -> int:
+        """Return the bytes that the removal of a snapshot would free.
+
+        Files that other snapshots share are not counted.
+        """
+        total = 0
+        for folder, _, names in os.walk(self.path(name)):
+            for each in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(folder, each))
+                    # Two links: this snapshot and `files`.
+                    total += status.st_size if status.st_nlink <= 2 else 0
+        return total
+
+    def remove(self, name: str) -> None:
+        """Remove a snapshot; a submission that uses it just now keeps it.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        place = self.path(name)
+        before = place.stat().st_mtime
+        aside = self.directory / f"{_PART}{secrets.token_hex(8)}"
+        place.rename(aside)
+        if aside.stat().st_mtime != before or name in set(self._linked()):
+            aside.rename(place)
+            return
+        _remove(aside)
+
+    def remove_files(self, fresh: float = FRESH) -> int:
+        """Remove the files that no snapshot has; return their bytes.
+
+        Args:
+            fresh: seconds for which a new file is kept: a submission may be about to use it.
+        """
+        freed = 0
+        for folder, _, names in os.walk(self.directory / "files"):
+            for each in names:
+                path = os.path.join(folder, each)
+                with contextlib.suppress(OSError):
+                    status = os.lstat(path)
+                    if status.st_nlink == 1 and time.time() - status.st_ctime >= fresh:
+                        os.unlink(path)
+                        freed += status.st_size
+        return freed
+
+
+def listed(source: CodeSource) -> Snapshot:
+    """Return the list of a job's code.
+
+    Raises:
+        SubmitError: the code is too large, or a directory cannot be read.
+    """
+    try:
+        found = _around(source) or snapshot.listed(
+            source.top, linked=Linked(source.below, only=bool(source.below))
+        )
+        if found.size > source.limit:
+            raise snapshot.too_large(source.root, found.entries, limit=source.limit)
+    except SubmitError as error:
+        error.hint = f"{error.hint}; {_NO_SNAPSHOT}" if error.hint else _NO_SNAPSHOT
+        raise
+    return replace(found, secrets=())  # they are links
+
+
+def _around(source: CodeSource) -> Snapshot | None:
+    """Return the list of the whole repository around the code; None if it is too large."""
+    if not source.below:
+        return None
+    try:
+        found = snapshot.listed(source.top, linked=Linked(source.below))
+    except SubmitError:
+        return None
+    return found if len(found.entries) <= _MOST_AROUND and found.size <= source.limit else None
+
+
+def _name(found: Snapshot) -> str:
+    """Return the name of a snapshot: a digest of its directory's name and content."""
+    named = replace(
+        found,
+        entries=(
+            SnapshotEntry(_tree_name(found.root), "dir", mode=0, size=0, value=""),
+            *(
+                replace(entry, value=_link_target(found.root, entry))
+                if entry.kind == "link"
+                else entry
+                for entry in found.entries
+            ),
+        ),
+    )
+    return named.digest[:20]
+
+
+def _tree_name(top: Path) -> str:
+    return top.name or "root"
+
+
+def _link_target(root: Path, entry: SnapshotEntry) -> str:
+    """Return the target of a link in a snapshot: absolute if it leaves the directory."""
+    place = os.path.join(root, os.path.dirname(entry.path))
+    target = os.path.normpath(os.path.join(place, entry.value))
+    inside = os.path.isabs(entry.value) or f"{target}/".startswith(f"{root}/")
+    return entry.value if inside else target
+
+
+def _with_modules(found: Snapshot) -> list[str]:
+    """Return the directories with Python modules."""
+    return sorted(
+        {
+            os.path.dirname(entry.path)
+            for entry in found.entries
+            if entry.kind == "file" and entry.path.endswith(".py")
+        }
+    )
+
+
+def _link_or_copy(kept: Path, target: str) -> bool:
+    """Make a hard link to a file of the store; return False if the store lacks it."""
+    try:
+        os.link(kept, target)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        # Too many links, such as to an empty __init__.py, or a file system without hard links.
+        if error.errno not in (errno.EMLINK, errno.EPERM, errno.ENOTSUP, errno.EXDEV):
+            raise
+        shutil.copy2(kept, target)
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove a snapshot's directory with its read-only directories."""
+    for place, _, _ in os.walk(folder):
+        with contextlib.suppress(OSError):
+            os.chmod(place, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,166 @@
+"""Queued Slurm jobs run the code that was submitted, whatever happens to the files meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from login_user import Laptop
+from procs import wait_until
+from slurm_user import User
+
+from clusterjob.core.snapshot.store import SnapshotStore
+
+TRAIN = """
+import os, sys, helper, pack.part
+print("ran", {version!r}, helper.VERSION, pack.part.VERSION, open("data.txt").read(), flush=True)
+print("cwd", os.getcwd(), flush=True)
+"""
+SUBMITTED = "ran 1 1 1 new"  # data is read from the working directory when the job runs
+CURRENT = "ran 2 2 2 new"
+
+
+def write_version(user: User, version: int) -> None:
+    pack = user.path("pack")
+    pack.mkdir(exist_ok=True)
+    user.path("train.py").write_text(TRAIN.format(version=version))
+    user.path("helper.py").write_text(f"VERSION = {version}\n")
+    (pack / "__init__.py").touch()
+    (pack / "part.py").write_text(f"VERSION = {version}\n")
+    (pack / "main.py").write_text(TRAIN.format(version=version))
+    user.path("run.sh").write_text(
+        f'echo "shell {version}"; {shlex.quote(sys.executable)} train.py'
+    )
+    user.path("data.txt").write_text("old" if version == 1 else "new")
+
+
+def submit(user: User, *words: str) -> str:
+    return user("submit", "--cluster", "slurm", "--set", "hold=true", *words).stdout.strip()
+
+
+def outputs_after_edit(user: User, *forms: tuple[str, ...]) -> dict[str, list[str]]:
+    """Submit held jobs, edit all files, release the jobs; return the lines of each job."""
+    write_version(user, 1)
+    ids = [submit(user, *form) for form in forms]
+    write_version(user, 2)
+    user.slurm.run("scontrol", "release", *map(user.slurm_id, ids))
+    for job_id in ids:
+        user.wait_for_state(job_id, "SUCCEEDED")
+    return {job_id: user.output(job_id).splitlines() for job_id in ids}
+
+
+def test_held_jobs_run_submitted_script_module_and_shell_script(user: User) -> None:
+    outputs = outputs_after_edit(
+        user,
+        ("train.py",),
+        ("-m", "pack.main"),
+        ("--", "bash", "run.sh"),
+        ("--no-snapshot", "train.py"),
+    )
+    script, module, shell, current = outputs.values()
+    here = f"cwd {user.directory}"
+    assert script == [SUBMITTED, here]
+    assert module == [SUBMITTED, here]
+    assert shell == ["shell 1", SUBMITTED, here]
+    assert current == [CURRENT, here]
+    ids = list(outputs)
+    codes = [user.job(job_id)["code"] for job_id in ids]
+    assert codes[3] is None
+    assert codes[0]["snapshot"] == codes[1]["snapshot"] == codes[2]["snapshot"]
+    assert len(codes[0]["digest"]) == 64
+    assert codes[0]["git"] is None
+    store = SnapshotStore(user.home)
+    assert store.unused(fresh=0.0) == []
+    for job_id in ids:
+        (user.directory_of(job_id) / "code").unlink(missing_ok=True)
+    [kept] = store.unused(fresh=0.0)
+    store.remove(kept.name)
+    assert store.remove_files(fresh=0.0) > 0
+    assert list(store.directory.rglob("*-444")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--launcher", "srun", "train.py"),
+        ("--launcher", "srun", "-m", "pack.main"),
+        ("--launcher", "torchrun", "train.py"),
+        ("--launcher", "torchrun", "-m", "pack.main"),
+        ("--start", "exec", "-m", "pack.main"),
+        ("--", sys.executable, "train.py"),
+    ],
+    ids=lambda options: "-".join(options[:3]),
+)
+def test_held_job_of_other_launcher_runs_submitted_code(
+    user: User, options: tuple[str, ...]
+) -> None:
+    [lines] = outputs_after_edit(user, ("--python", sys.executable, *options)).values()
+    assert lines == [SUBMITTED, f"cwd {user.directory}"]
+
+
+@pytest.mark.slow
+def test_array_and_requeued_job_run_submitted_code(user: User) -> None:
+    write_version(user, 1)
+    waits = user.script(
+        """
+        import os, time, helper
+        print("ran", os.environ["CLUSTERJOB_ATTEMPT"], helper.VERSION, flush=True)
+        open("up", "w").close()
+        while os.environ["CLUSTERJOB_ATTEMPT"] == "0":
+            time.sleep(0.05)
+        """,
+        "waits.py",
+    )
+    array = submit(user, "--sweep", "lr=1,2", "train.py")
+    requeued = user("submit", "--cluster", "slurm", "--requeue", waits).stdout.strip()
+    user.wait_for("up")
+    write_version(user, 2)
+    user.slurm.run("scontrol", "requeue", user.slurm_id(requeued))
+    user.slurm.run("scontrol", "release", user.slurm_id(array))
+    for element in (f"{array}_0", f"{array}_1"):
+        user.wait_for_state(element, "SUCCEEDED")
+        assert user.output(element).splitlines()[0] == SUBMITTED
+    user.wait_for_state(requeued, "SUCCEEDED")
+    assert "ran 1 1" in user.output(requeued)
+
+
+@pytest.mark.slow
+def test_dependent_job_keeps_read_only_code(user: User) -> None:
+    write_version(user, 1)
+    first = submit(user, "-m", "pack.main")
+    second = user(
+        "submit", "--cluster", "slurm", "--after", f"afterany:{first}", "train.py"
+    ).stdout.strip()
+    link = user.directory_of(second) / "code"
+    tree = link.resolve()
+    assert (tree / "train.py").read_text() == user.path("train.py").read_text()
+    assert (tree / "train.py").stat().st_mode & 0o222 == 0
+    user("cancel", first, second)
+    record = json.loads(user.record_of(second).read_text())
+    assert Path(record["code"]["top"]) == user.directory
+    wait_until(lambda: user.job(second)["state"] == "CANCELLED", 60.0, "the cancel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("train.py",), ("-m", "pack.main")], ids=" ".join)
+def test_held_job_of_login_host_runs_submitted_code(
+    laptop: Laptop, options: tuple[str, ...]
+) -> None:
+    write_version(laptop, 1)
+    note = "--no-snapshot: the hosts run a copy of the code"
+    done = laptop("submit", "--cluster", "hpc", "--set", "hold=true", "--no-snapshot", *options)
+    assert note in done.stderr
+    job_id = done.stdout.strip()
+    write_version(laptop, 2)
+    laptop.slurm.run("scontrol", "release", laptop.slurm_id(job_id))
+    laptop.wait_for_state(job_id, "SUCCEEDED")
+    assert laptop.output(job_id).splitlines() == [
+        "ran 1 1 1 old",  # the data is sent along
+        f"cwd {laptop.there(job_id) / 'code'}",
+    ]
+    code = laptop.job(job_id)["code"]
+    assert (code["files"], len(code["digest"])) == (7, 64)

@@ -1,0 +1,447 @@
+"""The snapshots of submitted code: their content, the cost of unchanged files, their removal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from launching import write_tree
+
+from clusterjob.core import snapshot
+from clusterjob.core.snapshot import stat_cache, store
+from clusterjob.core.snapshot.source import CodeSource
+from clusterjob.core.snapshot.store import SnapshotStore
+from clusterjob.errors import SubmitError
+from clusterjob.node.program import Program
+
+SCRIPT = Program("script", "train.py")
+
+
+class Project:
+    """A directory with code, and a store of snapshots."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "project"
+        self.home = tmp_path / "home"
+        (self.home / "jobs").mkdir(parents=True)
+        self.store = SnapshotStore(self.home)
+        self.write(**{"train.py": "1", "pkg/a.py": "a", "run.sh": "#!/bin/sh\n", "data.txt": "d"})
+        (self.root / "run.sh").chmod(0o755)
+
+    def write(self, **files: str) -> None:
+        self.root.mkdir(exist_ok=True)
+        write_tree(self.root, **files)
+
+    def source(self, below: str = "", limit: int = 1 << 20) -> CodeSource:
+        code = CodeSource.of(self.root / below, SCRIPT, limit)
+        assert code is not None
+        return code
+
+    def take(self, below: str = "", limit: int = 1 << 20) -> Path:
+        """Take a snapshot; return the directory that stands for the project's."""
+        source = self.source(below, limit)
+        name, _ = self.store.take(source)
+        return self.store.path(name) / source.top.name
+
+    def job(self, tree: Path, job_id: str = "job-1") -> Path:
+        job_dir = self.home / "jobs" / job_id
+        job_dir.mkdir()
+        self.store.link(tree.parent.name, self.source(), job_dir)
+        return job_dir
+
+    def names(self) -> list[str]:
+        """Return the names in the directory of the snapshots."""
+        return sorted(path.name for path in self.store.directory.iterdir())
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.setattr(stat_cache, "_RACY_NS", 0)  # the tests change files at once
+    return Project(tmp_path)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    read: list[str] = []
+    keep = SnapshotStore._keep
+
+    def counted(own: SnapshotStore, stream: object, mode: int, modified_ns: int) -> object:
+        read.append(os.path.basename(stream.name))  # type: ignore[attr-defined]
+        return keep(own, stream, mode, modified_ns=modified_ns)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SnapshotStore, "_keep", counted)
+    return read
+
+
+# -- content ---------------------------------------------------------------------------------------
+
+
+def test_snapshot_is_read_only_copy_with_links_to_left_out_files(project: Project) -> None:
+    project.write(
+        **{".gitignore": "data\n*.bin\n", "data/x": "x", "w.bin": "w", ".env": "KEY=1",
+           "pkg/__pycache__/a.pyc": "old"}
+    )  # fmt: skip
+    (project.root / "inner").symlink_to("pkg/a.py")
+    (project.root / "outer").symlink_to("../elsewhere")
+    tree = project.take()
+    assert tree.name == "project"
+    for name in ("data", "w.bin", ".env"):
+        assert os.readlink(tree / name) == str(project.root / name)
+    assert os.readlink(tree / "inner") == "pkg/a.py"
+    assert os.readlink(tree / "outer") == str(project.root.parent / "elsewhere")
+    modes = {
+        path.name: stat.S_IMODE(path.lstat().st_mode)
+        for path in (tree, *tree.rglob("*"))
+        if not path.is_symlink()
+    }
+    assert modes == {
+        "project": 0o555, "pkg": 0o555, "__pycache__": 0o700, ".gitignore": 0o444,
+        "train.py": 0o444, "a.py": 0o444, "data.txt": 0o444, "run.sh": 0o555,
+    }  # fmt: skip
+    assert list((tree / "pkg" / "__pycache__").iterdir()) == []
+    assert (tree / "train.py").stat().st_mtime == (project.root / "train.py").stat().st_mtime
+
+
+def test_large_file_is_link(project: Project) -> None:
+    with (project.root / "weights.pt").open("wb") as stream:
+        stream.truncate((32 << 20) + 1)
+    assert os.readlink(project.take() / "weights.pt") == str(project.root / "weights.pt")
+
+
+def test_equal_content_has_one_snapshot_and_equal_files_are_shared(project: Project) -> None:
+    first = project.take()
+    assert project.take() == first
+    project.write(**{"train.py": "2"})
+    second = project.take()
+    assert second != first
+    assert (first / "train.py").read_text() == "1"
+    assert (second / "train.py").read_text() == "2"
+    assert (first / "pkg/a.py").samefile(second / "pkg/a.py")
+    project.write(**{"train.py": "1"})
+    assert project.take() == first
+
+
+def test_mode_and_directory_name_are_part_of_snapshot(project: Project) -> None:
+    first = project.take()
+    (project.root / "train.py").chmod(0o755)
+    assert os.access(project.take() / "train.py", os.X_OK)
+    project.root = project.root.rename(project.root.with_name("renamed"))
+    (project.root / "train.py").chmod(0o644)
+    assert project.take().name == "renamed"
+    assert first.name == "project"
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    names=st.lists(
+        st.binary(min_size=1, max_size=12).filter(
+            lambda name: not set(name) & {0, 47} and name not in (b".", b"..")
+        ),
+        max_size=6,
+        unique=True,
+    )
+)
+def test_file_of_any_name_is_in_snapshot(project: Project, names: list[bytes]) -> None:
+    for path in project.root.iterdir():
+        if path.is_file():
+            path.unlink()
+    for name in names:
+        Path(os.fsdecode(os.path.join(os.fsencode(project.root), name))).write_bytes(name)
+    listed = {entry.path for entry in store.listed(project.source()).entries} - {"pkg", "pkg/a.py"}
+    for _ in range(2):  # the second time from the cache
+        tree = project.take()
+        for name in listed:
+            assert (tree / name).read_bytes() == (project.root / name).read_bytes()
+    assert all(os.fsdecode(name) in listed for name in names if not name.startswith(b"."))
+
+
+# -- unchanged files -------------------------------------------------------------------------------
+
+
+def test_unchanged_files_are_not_read_again(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.take()
+    read = count_reads(monkeypatch)
+    project.take()
+    assert read == []
+    project.write(**{"pkg/a.py": "b"})
+    project.take()
+    assert read == ["a.py"]
+
+
+def test_change_that_keeps_size_and_modification_time_is_noticed(project: Project) -> None:
+    before = (project.root / "train.py").stat()
+    first = project.take()
+    (project.root / "train.py").write_text("2")
+    os.utime(project.root / "train.py", ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = project.take()
+    assert (first / "train.py").read_text() + (second / "train.py").read_text() == "12"
+
+
+def test_new_file_is_not_cached_before_clock_has_moved_on(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stat_cache, "_RACY_NS", 60_000_000_000)
+    project.take()
+    read = count_reads(monkeypatch)
+    project.take()
+    assert sorted(read) == ["a.py", "data.txt", "run.sh", "train.py"]
+
+
+def test_file_that_grows_while_it_is_read_is_no_error(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = project.root / "train.log"
+    log.write_text("line\n")
+    keep = SnapshotStore._keep
+
+    def grow(own: SnapshotStore, stream: object, *args: object, **more: object) -> object:
+        with log.open("a") as out:
+            out.write("line\n")
+        return keep(own, stream, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SnapshotStore, "_keep", grow)
+    kept = (project.take() / "train.log").read_text()
+    assert kept
+    assert kept == "line\n" * kept.count("\n")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"schema": 1, "files": {"train.py": [1]}}'])
+def test_damaged_cache_is_ignored(project: Project, damage: bytes) -> None:
+    project.take()
+    [cache] = (project.store.directory / "stat").iterdir()
+    cache.write_bytes(damage)
+    assert (project.take() / "train.py").read_text() == "1"
+
+
+def test_file_missing_in_store_is_copied_again(project: Project) -> None:
+    tree = project.take()
+    project.store.remove(tree.parent.name)
+    project.store.remove_files(fresh=0.0)
+    assert (project.take() / "pkg/a.py").read_text() == "a"
+
+
+# -- repositories ----------------------------------------------------------------------------------
+
+
+def test_repository_around_working_directory_is_copied(project: Project) -> None:
+    project.write(**{".git/HEAD": "x", "tools/train.py": "1"})
+    source = project.source("tools")
+    assert (source.root, source.top, source.below) == (
+        project.root / "tools",
+        project.root,
+        "tools",
+    )
+    tree = project.take("tools")
+    assert not (tree / "pkg").is_symlink()
+    assert (tree / "tools" / "train.py").read_text() == "1"
+    assert not (tree / ".git").exists()
+
+
+def test_only_working_directory_of_large_repository_is_copied(project: Project) -> None:
+    project.write(**{".git/HEAD": "x", "a/tools/train.py": "1", "a/other": "o", "big": "b" * 99})
+    tree = project.take("a/tools", limit=50)
+    assert (tree / "a/tools/train.py").read_text() == "1"
+    assert not (tree / "a").is_symlink()
+    for name in ("pkg", "big", "a/other"):
+        assert os.readlink(tree / name) == str(project.root / name)
+
+
+@pytest.mark.parametrize("pattern", ["scratch/", "scratch/*", "scratch", "**/run", "*"])
+def test_working_directory_that_repository_ignores_is_copied(
+    project: Project, pattern: str
+) -> None:
+    project.write(**{".git/HEAD": "x", "scratch/run/train.py": "1", "scratch/run/b.py": "b"})
+    project.write(**{".gitignore": f"{pattern}\n"})
+    tree = project.take("scratch/run")
+    for name in ("scratch", "scratch/run", "scratch/run/train.py"):
+        assert not (tree / name).is_symlink(), name
+
+
+def test_repository_of_home_directory_does_not_count(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.write(**{".git/HEAD": "x", "tools/train.py": "1"})
+    monkeypatch.setenv("HOME", str(project.root))
+    assert project.source("tools").top == project.root / "tools"
+
+
+def test_code_over_limit_is_refused_with_largest_entries(project: Project) -> None:
+    project.write(**{"pkg/large": "x" * 200})
+    with pytest.raises(SubmitError, match=r"more than the limit of 100 .*: pkg \(201 ") as error:
+        project.take(limit=100)
+    assert "--no-snapshot runs the current files" in str(error.value.hint)
+    assert ".clusterjobignore" in str(error.value.hint)
+
+
+def test_too_many_files_are_refused(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MOST_ENTRIES", 3)
+    with pytest.raises(SubmitError, match="more than 3 files") as error:
+        project.take()
+    assert "--no-snapshot" in str(error.value.hint)
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["link", "symlink", "mkdir"])
+def test_full_disk_is_error_and_leaves_no_part(
+    project: Project, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    (project.root / "link").symlink_to("train.py")
+    project.store.directory.joinpath("files").mkdir(parents=True)
+    project.take()
+    project.write(**{"train.py": "2"})
+    before = project.names()
+    real: Callable[..., None] = getattr(os, call)
+
+    def full(*args: object, **more: object) -> None:
+        if ".new-" in str(args):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*args, **more)
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(SubmitError, match="No space left on device"):
+        project.take()
+    assert project.names() == before
+
+
+def test_file_with_too_many_links_is_copied(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+
+    monkeypatch.setattr(os, "link", refuse)
+    tree = project.take()
+    assert (tree / "train.py").read_text() == "1"
+    assert stat.S_IMODE((tree / "train.py").stat().st_mode) == 0o444
+
+
+def test_submissions_at_the_same_time_share_one_snapshot(project: Project) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(project.take())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 4
+    assert project.names() == sorted([found[0].parent.name, "files", "stat"])
+
+
+def test_old_part_of_killed_submission_is_removed(project: Project) -> None:
+    part = project.store.directory / ".new-1" / "project"
+    part.mkdir(parents=True)
+    part.chmod(0o555)
+    new = project.store.directory / ".new-2"
+    new.mkdir()
+    os.utime(part.parent, (0, 0))
+    project.take()
+    assert not part.parent.exists()
+    assert new.exists()
+
+
+# -- removing --------------------------------------------------------------------------------------
+
+
+def test_snapshot_is_unused_once_no_job_links_to_it(project: Project) -> None:
+    tree = project.take()
+    name = tree.parent.name
+    job_dir = project.job(tree)
+    assert (job_dir / "code").resolve() == tree
+    assert project.store.unused(fresh=0.0) == []
+    (job_dir / "code").unlink()
+    assert project.store.unused() == [], "a submission may be about to link to it"
+    assert [kept.name for kept in project.store.unused(fresh=0.0)] == [name]
+    assert project.store.size(name) > 0
+    project.store.remove(name)
+    assert not project.store.exists(name)
+    assert project.store.remove_files(fresh=0.0) > 0
+    assert project.names() == ["files", "stat"]
+
+
+def test_removal_keeps_files_of_other_snapshots(project: Project) -> None:
+    first = project.take()
+    project.write(**{"train.py": "22"})
+    second = project.take()
+    assert project.store.size(first.parent.name) == 1
+    project.store.remove(first.parent.name)
+    assert project.store.remove_files(fresh=0.0) == 1
+    assert (second / "pkg/a.py").read_text() == "a"
+
+
+def test_linked_snapshot_is_not_removed(project: Project) -> None:
+    tree = project.take()
+    project.job(tree)
+    project.store.remove(tree.parent.name)
+    assert (tree / "train.py").exists()
+
+
+def test_link_to_removed_snapshot_is_error(project: Project) -> None:
+    tree = project.take()
+    project.store.remove(tree.parent.name)
+    with pytest.raises(SubmitError, match="was removed"):
+        project.job(tree)
+
+
+def test_store_without_snapshots_has_none_unused(project: Project) -> None:
+    assert project.store.unused(fresh=0.0) == []
+    assert not project.store.exists("../jobs")
+
+
+# -- which words of a command come from the snapshot -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (Program("script", "train.py", ("train.py",)), ["CODE/train.py", "train.py"]),
+        (Program("script", "./pkg/../train.py"), ["CODE/train.py"]),
+        (Program("script", "link.py"), ["CODE/train.py"]),
+        (Program("module", "pkg.a", ("x",)), ["pkg.a", "x"]),
+        (Program("command", "./run.sh", ("a",)), ["CODE/run.sh", "a"]),
+        (Program("command", "run.sh"), ["run.sh"]),
+        (Program("command", "bash", ("-ex", "run.sh", "data.txt")),
+         ["bash", "-ex", "CODE/run.sh", "data.txt"]),
+        (Program("command", "/bin/sh", ("-c", "run.sh x")), ["/bin/sh", "-c", "run.sh x"]),
+        (Program("command", "bash"), ["bash"]),
+        (Program("command", "cat", ("data.txt",)), ["cat", "data.txt"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_script_comes_from_snapshot_and_arguments_do_not(
+    project: Project, program: Program, expected: list[str]
+) -> None:
+    (project.root / "link.py").symlink_to("train.py")
+    job_dir = Path("/jobs/x")
+    found = project.source().program(program, project.root, job_dir=job_dir)
+    assert [found.target, *found.args] == [
+        word.replace("CODE", str(job_dir / "code")) for word in expected
+    ]
+
+
+def test_script_outside_working_directory_brings_its_own(project: Project, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "run"
+    elsewhere.mkdir()
+    for target in ("../project/train.py", str(project.root / "train.py")):
+        program = Program("script", target)
+        code = CodeSource.of(elsewhere, program, 100)
+        assert code is not None
+        assert code.root == project.root
+        mapped = code.program(program, elsewhere, job_dir=Path("/j"))
+        assert mapped.target == "/j/code/train.py"
+
+
+def test_python_function_has_no_snapshot(project: Project) -> None:
+    program = Program("module", "clusterjob.worker.call")
+    assert CodeSource.of(project.root, program, 100) is None
