@@ -155,6 +155,11 @@ def _parse(path: Path, _state: tuple[int, int, int]) -> tuple[KnownHostsEntry, .
     return tuple(entry for entry in found if entry is not None)
 
 
+def read_keys(path: Path) -> list[tuple[str, bytes]]:
+    """Return (type, key in wire format) of each line of a file; none if it does not exist."""
+    return [(entry.kind, entry.blob) for entry in _read(path)]
+
+
 def _entry(line: str, place: str) -> KnownHostsEntry | None:
     words = line.split()
     marker = words.pop(0) if words and words[0] in _MARKERS else ""

@@ -13,8 +13,9 @@ from typing import Generic, TypeVar
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
 from clusterjob.remote import ssh_config
-from clusterjob.remote.connect import Connection, ConnectOptions, connect
+from clusterjob.remote.connect import connect
 from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.transport import Connection, ConnectOptions
 
 # Concurrent handshakes with one machine: sshd drops connections beyond 10 (MaxStartups 10:30:100).
 AT_ONCE = 8
@@ -83,14 +84,14 @@ class Pool:
             if held and held[0].alive:
                 return held[0]
             target = self.resolve(jump)
-            if before is None and target.jumps:
-                before = self.through(target)
-            held[:] = [connect(target, self._reach(), through=before)]
+            held[:] = [
+                connect(target, self._reach(), through=lambda: before or self.through(target))
+            ]
             return held[0]
 
     def _connect(self, target: Target) -> Connection:
         with self._limit(target):
-            return connect(target, self._reach(), through=self.through(target))
+            return connect(target, self._reach(), through=lambda: self.through(target))
 
     def _reach(self) -> ConnectOptions:
         return replace(self.options, warn=self._warn_once)

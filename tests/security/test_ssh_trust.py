@@ -19,8 +19,8 @@ from sshsite import Site
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
-from clusterjob.remote.connect import ConnectOptions
 from clusterjob.remote.pool import Pool
+from clusterjob.remote.transport import ConnectOptions
 
 
 @pytest.fixture
@@ -34,6 +34,15 @@ def refusal(pool: Pool, host: str) -> str:
     with pytest.raises(HostError) as caught:
         pool.connection(Host(host))
     return caught.value.message
+
+
+def accepts(pool: Pool, host: str) -> bool:
+    """Return whether a command runs on a host."""
+    channel = pool.connection(Host(host)).execute("true")
+    try:
+        return channel.wait_for_exit() == 0
+    finally:
+        channel.close()
 
 
 @pytest.fixture(params=["list", "krl"])
@@ -50,7 +59,7 @@ def revoked(request: pytest.FixtureRequest, ssh_network: SshNetwork, tmp_path: P
 
 def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
     assert refusal(pool, "gpu1") == f"gpu1: its key is revoked ({revoked})"
-    assert pool.connection(Host("gpu2")).execute("true").recv_exit_status() == 0
+    assert accepts(pool, "gpu2")
 
 
 def test_revoked_key_is_refused_without_strict_host_key_checking(
@@ -100,7 +109,7 @@ def test_certificate_of_revoked_authority_is_refused(
     host.stop()
     host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
     try:
-        assert pool.connection(Host("gpu3")).execute("true").recv_exit_status() == 0
+        assert accepts(pool, "gpu3")
         (tmp_path / "revoked").write_text(f"{authority}\n")
         checked_output(
             "ssh-keygen",

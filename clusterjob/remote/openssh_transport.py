@@ -1,0 +1,390 @@
+"""A connection with OpenSSH: `ssh` logs in, and each command is an `ssh` on that connection.
+
+So everything that ssh supports applies: ControlMaster, GSSAPI, FIDO keys, PKCS#11, host
+certificates, RevokedHostKeys, and every option of the user's configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from clusterjob.errors import HostError
+from clusterjob.remote import control_master, known_hosts
+from clusterjob.remote.host_keys import HostKey
+from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.transport import ConnectOptions, DroppedError
+
+_LOGIN_TIMEOUTS = 4  # time limit of a login, as a multiple of the timeout; as paramiko's phases
+_IDLE = 60  # seconds after which ssh closes the connection of a process that was killed
+LOGIN_IDLE = 8 * 3600  # the same, of a connection that `clusterjob login` opened
+HUMAN_TIMEOUT = 300.0  # seconds that a person may take to log in
+_MAX_ERROR = 300  # characters of an error of ssh
+_MAX_STDERR = 1 << 16  # kept bytes of a command's stderr
+# A login must be private to us: nothing that the user's configuration adds to an interactive one.
+_CONNECTION_ONLY = {
+    "ClearAllForwardings": "yes",
+    "ConnectionAttempts": "1",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "RequestTTY": "no",
+    "ServerAliveCountMax": "2",
+    "ServerAliveInterval": "5",
+    "Tunnel": "no",
+}
+
+
+class OpenSshChannel:
+    """A command on a host: the stdin and stdout of an `ssh` process.
+
+    Args:
+        argv: the command of that process.
+        timeout: seconds that a call waits.
+    """
+
+    def __init__(self, argv: Sequence[str], timeout: float) -> None:
+        self._timeout = timeout
+        self._stderr = bytearray()
+        self._stream, theirs = socket.socketpair()
+        self._errors, their_errors = socket.socketpair()
+        with theirs, their_errors:
+            try:
+                self._process = subprocess.Popen(
+                    argv,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=their_errors.fileno(),
+                    start_new_session=True,
+                )
+            except BaseException:
+                self._stream.close()
+                self._errors.close()
+                raise
+        self._stream.setblocking(False)
+        self._errors.setblocking(False)
+        self._errors_end = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the command has ended or the channel is closed."""
+        return self._stream.fileno() < 0 or self._process.poll() is not None
+
+    def settimeout(self, seconds: float) -> None:
+        """Set the timeout of the next calls."""
+        self._timeout = seconds
+
+    def recv(self, size: int) -> bytes:
+        """Return some bytes of stdout; empty at the end."""
+        self._wait(select.POLLIN)
+        return self._stream.recv(size)
+
+    def send(self, data: bytes) -> int:
+        """Write some of the bytes to stdin and return how many."""
+        self._wait(select.POLLOUT)
+        return self._stream.send(data)
+
+    def shutdown_write(self) -> None:
+        """Close the command's stdin."""
+        self._stream.shutdown(socket.SHUT_WR)
+
+    def read_stderr(self) -> bytes:
+        """Return what arrived on stderr since the last call; the end, if it is long."""
+        if self._process.poll() is not None or not self._stderr:
+            self._read_errors()
+        text, self._stderr = bytes(self._stderr), bytearray()
+        return text
+
+    def wait_for_exit(self) -> int:
+        """Return the command's exit code."""
+        try:
+            return self._process.wait(self._timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError from error
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._stream.close()
+        self._errors.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def _wait(self, event: int) -> None:
+        """Wait until the stream is ready; read stderr meanwhile, so that the host never blocks."""
+        if self._stream.fileno() < 0:
+            raise ConnectionError("the channel is closed")
+        end = time.monotonic() + self._timeout
+        while True:
+            poll = select.poll()
+            poll.register(self._stream, event)
+            if not self._errors_end:
+                poll.register(self._errors, select.POLLIN)
+            left = end - time.monotonic()
+            ready = dict(poll.poll(left * 1000)) if left > 0 else {}
+            if not ready:
+                raise TimeoutError
+            if self._errors.fileno() in ready:
+                self._read_errors()
+            if self._stream.fileno() in ready:
+                return
+
+    def _read_errors(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._errors.recv(_MAX_STDERR):
+                self._stderr += data
+                del self._stderr[:-_MAX_STDERR]
+            self._errors_end = True
+
+
+class OpenSshConnection:
+    """A shared connection of ssh.
+
+    Args:
+        target: the host.
+        path: the connection's socket.
+        timeout: seconds for an answer.
+        own: whether the connection ends with this object.
+    """
+
+    def __init__(self, target: Target, path: Path, timeout: float, *, own: bool) -> None:
+        self.target = target
+        self._path = path
+        self._timeout = timeout
+        self._own = own
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection is open: ssh removes its socket at the end."""
+        return self._path.exists()
+
+    def execute(self, command: str) -> OpenSshChannel:
+        """Start a command without a terminal and return its channel."""
+        return self._start([*control_master.client(self._path), self.target.hostname, command])
+
+    def forward(self, hostname: str, port: int) -> OpenSshChannel:
+        """Return a stream through this host to another host (direct-tcpip)."""
+        where = f"[{hostname}]:{port}" if ":" in hostname else f"{hostname}:{port}"
+        client = control_master.client(self._path, "-W", where)
+        return self._start([*client, self.target.hostname])
+
+    def close(self) -> None:
+        """Close the connection, unless it is shared with other commands."""
+        if self._own:
+            control_master.close(self._path)
+
+    def _start(self, argv: Sequence[str]) -> OpenSshChannel:
+        try:
+            return OpenSshChannel(argv, self._timeout)
+        except OSError as error:
+            raise HostError(
+                self.target.label, f"ssh cannot be started: {error.strerror}"
+            ) from error
+
+
+def connect(target: Target, options: ConnectOptions, opened: Path | None) -> OpenSshConnection:
+    """Return a connection to a host; see `clusterjob.remote.connect.connect`.
+
+    Args:
+        target: the host.
+        options: timeout and warnings.
+        opened: the socket of an open connection, which is used; None to log in.
+    """
+    timeout = options.seconds(target)
+    if opened is not None:
+        return OpenSshConnection(target, opened, timeout=timeout, own=False)
+    if target.strict == "no":
+        options.warn(
+            f"{target.label}: its key is not verified because StrictHostKeyChecking is `no`"
+        )
+    own = not (target.control_path and target.persists)
+    path = Path(target.control_path) if not own else control_master.private_path(target)
+    persist = {"ControlPersist": str(_IDLE)} if own else {}
+    code, said = _run(
+        _master(target, path, timeout, BatchMode="yes", LogLevel="ERROR", **persist),
+        _LOGIN_TIMEOUTS * timeout,
+    )
+    if code is None:
+        raise HostError(target.label, f"ssh does not log in within {_LOGIN_TIMEOUTS * timeout:g} s")
+    if code or not path.exists():
+        raise _failure(target, said)
+    return OpenSshConnection(target, path, timeout=timeout, own=own)
+
+
+def log_in(target: Target, options: ConnectOptions, *, terminal: bool) -> None:
+    """Open the shared connection that later commands use; ssh asks on the terminal.
+
+    Args:
+        target: the host.
+        options: its timeout.
+        terminal: whether a person can answer. If not, only a login without questions succeeds.
+
+    Raises:
+        HostError: the login failed.
+    """
+    timeout = options.seconds(target)
+    path = control_master.path_for_login(target)
+    persist = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
+    batch = {} if terminal else {"BatchMode": "yes", "LogLevel": "ERROR"}
+    argv = _master(target, path, timeout, **batch, **persist)
+    seconds = HUMAN_TIMEOUT if terminal else _LOGIN_TIMEOUTS * timeout
+    code, said = _run(argv, seconds, terminal=terminal)
+    if code is None:
+        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
+    if code or not control_master.is_open(path):
+        raise _failure(target, said)
+
+
+def host_key(target: Target, options: ConnectOptions) -> HostKey:
+    """Return the key that a host presents, trusted or not, without logging in.
+
+    Raises:
+        HostError: the host cannot be reached, or RevokedHostKeys names its key.
+    """
+    timeout = options.seconds(target)
+    with tempfile.TemporaryDirectory(prefix="clusterjob-") as directory:
+        path = Path(directory) / "known_hosts"
+        _, said = _run(
+            [
+                "ssh",
+                *control_master.settings(
+                    **_CONNECTION_ONLY,
+                    BatchMode="yes",
+                    ConnectTimeout=_whole(timeout),
+                    ControlPath="none",
+                    GlobalKnownHostsFile="/dev/null",
+                    HashKnownHosts="no",
+                    KnownHostsCommand="none",
+                    LogLevel="ERROR",
+                    PreferredAuthentications="none",
+                    StrictHostKeyChecking="accept-new",
+                    UpdateHostKeys="no",
+                    UserKnownHostsFile=str(path),
+                ),
+                *target.arguments,
+                "true",
+            ],
+            _LOGIN_TIMEOUTS * timeout,
+        )
+        found = known_hosts.read_keys(path)
+    if not found:
+        raise _failure(target, said)
+    return HostKey(*found[0])
+
+
+def _master(target: Target, path: Path, timeout: float, **options: str) -> list[str]:
+    """Return the command that logs in and stays in the background."""
+    # `ask` would ask on the terminal; here `clusterjob hosts trust` records a new key.
+    strict = "yes" if target.strict == "ask" else target.strict
+    return [
+        "ssh",
+        *("-f", "-N"),
+        *control_master.settings(
+            **_CONNECTION_ONLY,
+            ConnectTimeout=_whole(timeout),
+            ControlMaster="yes",
+            ControlPath=str(path).replace("%", "%%"),
+            StrictHostKeyChecking=strict,
+            **options,
+        ),
+        *target.arguments,
+    ]
+
+
+def _whole(seconds: float) -> str:
+    return str(max(1, round(seconds)))
+
+
+def _run(argv: Sequence[str], seconds: float, *, terminal: bool = False) -> tuple[int | None, str]:
+    """Run ssh; return its exit code, None after the time limit, and what it wrote on stderr.
+
+    With a terminal, ssh may ask there, and stderr is shown instead.
+    """
+    # A file, because an ssh in the background may keep a pipe open.
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=None if terminal else subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=None if terminal else errors,
+                start_new_session=not terminal,  # no access to the terminal
+            )
+        except OSError as error:
+            return 255, f"ssh cannot be started: {error.strerror}"
+        code: int | None = None
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if code is None:
+                _kill(process, whole_session=not terminal)
+        errors.seek(0)
+        return code, errors.read(_MAX_STDERR).decode(errors="replace")
+
+
+def _kill(process: subprocess.Popen[bytes], *, whole_session: bool) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if whole_session:  # with its ProxyCommand
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.terminate()  # ssh restores the terminal
+    process.wait()
+
+
+_METHODS = re.compile(r"Permission denied \(([\w,@.-]*)\)")
+
+
+def _failure(target: Target, said: str) -> Exception:
+    """Return the error for what ssh wrote on stderr."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    trust = f"clusterjob hosts trust {target.label}"
+
+    def one(pattern: str) -> str:
+        return next((line[:_MAX_ERROR] for line in lines if re.search(pattern, line)), "")
+
+    if line := one("Error checking host key"):
+        return HostError(target.label, f"its key cannot be checked: {line}")
+    if line := one("revoked"):
+        file = line.partition(" by file ")[2]
+        why = f"its key is revoked{f' ({file})' if file else ''}"
+        return HostError(target.label, why, hint="this host is not to be trusted")
+    if one("IDENTIFICATION HAS CHANGED"):
+        place = one("^Offending").partition(" in ")[2]
+        why = f"its key has changed{f', another one is in {place}' if place else ''}"
+        return HostError(target.label, why, hint=f"if the change is intended: {trust} --replace")
+    if line := one("^Certificate invalid"):
+        why = f"the certificate of its key is not valid: {line.partition(': ')[2]}"
+        return HostError(target.label, why)
+    if one("^Host key verification failed|host key is known for"):
+        return HostError(
+            target.label,
+            "its key is unknown",
+            hint=f"compare it with the key on the host, then: {trust}",
+        )
+    if match := _METHODS.search(said):
+        asking = {"keyboard-interactive", "password"} & set(match[1].split(","))
+        return HostError(
+            target.label,
+            f"ssh cannot log in as {target.user} without a question; it accepts {match[1]}"[
+                :_MAX_ERROR
+            ],
+            hint=f"log in once before: clusterjob login {target.label}"
+            if asking
+            else f"make `ssh {target.label}` work without a password",
+        )
+    last = lines[-1][:_MAX_ERROR] if lines else "ssh gives no reason"
+    if re.search("^(kex_exchange_identification|ssh_exchange_identification)", last):
+        return DroppedError(last)
+    return HostError(target.label, last[:1].lower() + last[1:])
