@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
-import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from clusterjob.errors import HostError
 from clusterjob.remote import control_master, known_hosts
 from clusterjob.remote.host_keys import HostKey
+from clusterjob.remote.process_channel import ProcessChannel
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import ConnectOptions, DroppedError
 
@@ -29,7 +27,6 @@ _IDLE = 60  # seconds after which ssh closes the connection of a process that wa
 LOGIN_IDLE = 8 * 3600  # the same, of a connection that `clusterjob login` opened
 HUMAN_TIMEOUT = 300.0  # seconds that a person may take to log in
 _MAX_ERROR = 300  # characters of an error of ssh
-_MAX_STDERR = 1 << 16  # kept bytes of a command's stderr
 # A login must be private to us: nothing that the user's configuration adds to an interactive one.
 _CONNECTION_ONLY = {
     "ClearAllForwardings": "yes",
@@ -43,108 +40,6 @@ _CONNECTION_ONLY = {
     "ServerAliveInterval": "5",
     "Tunnel": "no",
 }
-
-
-class OpenSshChannel:
-    """A command on a host: the stdin and stdout of an `ssh` process.
-
-    Args:
-        argv: the command of that process.
-        timeout: seconds that a call waits.
-    """
-
-    def __init__(self, argv: Sequence[str], timeout: float) -> None:
-        self._timeout = timeout
-        self._stderr = bytearray()
-        self._stream, theirs = socket.socketpair()
-        self._errors, their_errors = socket.socketpair()
-        with theirs, their_errors:
-            try:
-                self._process = subprocess.Popen(
-                    argv,
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
-                    stderr=their_errors.fileno(),
-                    start_new_session=True,
-                )
-            except BaseException:
-                self._stream.close()
-                self._errors.close()
-                raise
-        self._stream.setblocking(False)
-        self._errors.setblocking(False)
-        self._errors_end = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the command has ended or the channel is closed."""
-        return self._stream.fileno() < 0 or self._process.poll() is not None
-
-    def settimeout(self, seconds: float) -> None:
-        """Set the timeout of the next calls."""
-        self._timeout = seconds
-
-    def recv(self, size: int) -> bytes:
-        """Return some bytes of stdout; empty at the end."""
-        self._wait(select.POLLIN)
-        return self._stream.recv(size)
-
-    def send(self, data: bytes) -> int:
-        """Write some of the bytes to stdin and return how many."""
-        self._wait(select.POLLOUT)
-        return self._stream.send(data)
-
-    def shutdown_write(self) -> None:
-        """Close the command's stdin."""
-        self._stream.shutdown(socket.SHUT_WR)
-
-    def read_stderr(self) -> bytes:
-        """Return what arrived on stderr since the last call; the end, if it is long."""
-        if self._process.poll() is not None or not self._stderr:
-            self._read_errors()
-        text, self._stderr = bytes(self._stderr), bytearray()
-        return text
-
-    def wait_for_exit(self) -> int:
-        """Return the command's exit code."""
-        try:
-            return self._process.wait(self._timeout)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError from error
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._stream.close()
-        self._errors.close()
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-
-    def _wait(self, event: int) -> None:
-        """Wait until the stream is ready; read stderr meanwhile, so that the host never blocks."""
-        if self._stream.fileno() < 0:
-            raise ConnectionError("the channel is closed")
-        end = time.monotonic() + self._timeout
-        while True:
-            poll = select.poll()
-            poll.register(self._stream, event)
-            if not self._errors_end:
-                poll.register(self._errors, select.POLLIN)
-            left = end - time.monotonic()
-            ready = dict(poll.poll(left * 1000)) if left > 0 else {}
-            if not ready:
-                raise TimeoutError
-            if self._errors.fileno() in ready:
-                self._read_errors()
-            if self._stream.fileno() in ready:
-                return
-
-    def _read_errors(self) -> None:
-        with contextlib.suppress(OSError):
-            while data := self._errors.recv(_MAX_STDERR):
-                self._stderr += data
-                del self._stderr[:-_MAX_STDERR]
-            self._errors_end = True
 
 
 class OpenSshConnection:
@@ -168,11 +63,11 @@ class OpenSshConnection:
         """Whether the connection is open: ssh removes its socket at the end."""
         return self._path.exists()
 
-    def execute(self, command: str) -> OpenSshChannel:
+    def execute(self, command: str) -> ProcessChannel:
         """Start a command without a terminal and return its channel."""
         return self._start([*control_master.client(self._path), self.target.hostname, command])
 
-    def forward(self, hostname: str, port: int) -> OpenSshChannel:
+    def forward(self, hostname: str, port: int) -> ProcessChannel:
         """Return a stream through this host to another host (direct-tcpip)."""
         where = f"[{hostname}]:{port}" if ":" in hostname else f"{hostname}:{port}"
         client = control_master.client(self._path, "-W", where)
@@ -183,9 +78,9 @@ class OpenSshConnection:
         if self._own:
             control_master.close(self._path)
 
-    def _start(self, argv: Sequence[str]) -> OpenSshChannel:
+    def _start(self, argv: Sequence[str]) -> ProcessChannel:
         try:
-            return OpenSshChannel(argv, self._timeout)
+            return ProcessChannel(argv, self._timeout)
         except OSError as error:
             raise HostError(
                 self.target.label, f"ssh cannot be started: {error.strerror}"
@@ -331,7 +226,7 @@ def _run(argv: Sequence[str], seconds: float, *, terminal: bool = False) -> tupl
             if code is None:
                 _kill(process, whole_session=not terminal)
         errors.seek(0)
-        return code, errors.read(_MAX_STDERR).decode(errors="replace")
+        return code, errors.read(1 << 16).decode(errors="replace")
 
 
 def _kill(process: subprocess.Popen[bytes], *, whole_session: bool) -> None:

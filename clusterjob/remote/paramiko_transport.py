@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import subprocess
 import threading
 from functools import partial
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from clusterjob.errors import HostError
 from clusterjob.remote import auth, host_keys
 from clusterjob.remote.host_keys import HostKey
 from clusterjob.remote.phase import Phase
+from clusterjob.remote.process_channel import ProcessChannel
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import Connection, ConnectOptions, DroppedError
 
@@ -262,7 +262,7 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
         except HostError as error:
             raise HostError(target.label, error.why, hint=error.hint) from error
     if target.proxy_command:
-        return _CommandSocket(target.proxy_command)
+        return ProcessChannel(["/bin/sh", "-c", f"exec {target.proxy_command}"], timeout)
     where = f"{target.hostname}:{target.port}"
     try:
         sock = socket.create_connection((target.hostname, target.port), timeout)
@@ -277,38 +277,6 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT)
     return sock
-
-
-class _CommandSocket:
-    """Socket-like object over the stdin and stdout of a command (ProxyCommand)."""
-
-    def __init__(self, command: str) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            command = f"exec {command}"
-            self._process = subprocess.Popen(
-                ["/bin/sh", "-c", command],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self.send, self.recv, self.settimeout = (
-            self._socket.send,
-            self._socket.recv,
-            self._socket.settimeout,
-        )
-
-    @property
-    def _closed(self) -> bool:
-        return self._socket.fileno() < 0
-
-    def close(self) -> None:
-        """Close the connection and end the command."""
-        self._socket.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-        self._process.wait()
 
 
 def _text(error: BaseException) -> str:
