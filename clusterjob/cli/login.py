@@ -27,7 +27,12 @@ def login(host: Host, cluster: Cluster = None, options: Options = None) -> int:
     if control_master.find(target) is not None:
         output.print_message(f"{target.label}: already logged in as {target.user}")
         return 0
-    openssh_transport.log_in(target, connect_options, terminal=terminal_prompt.available())
+    openssh_transport.log_in(
+        target,
+        connect_options,
+        terminal=terminal_prompt.available(),
+        bastion=_bastion(target, connect_options),
+    )
     output.print_message(
         f"{target.label}: logged in as {target.user}; `clusterjob logout {target.label}` ends it"
     )
@@ -47,6 +52,17 @@ def logout(host: Host, cluster: Cluster = None, options: Options = None) -> int:
     control_master.close(path)
     output.print_message(f"{target.label}: logged out")
     return 0
+
+
+def _bastion(target: Any, connect_options: Any) -> Any:
+    """Return the shared connection to the last bastion before a host; None if there is none."""
+    from clusterjob.remote import control_master, openssh_transport, ssh_config
+
+    if not target.jumps:
+        return None
+    jump = ssh_config.resolve(target.jumps[-1], connect_options.ssh_config)
+    path = control_master.find(jump)
+    return openssh_transport.share(jump, connect_options, path) if path else None
 
 
 def _target(host: str, cluster: str | None, options: list[str] | None) -> tuple[Any, Any]:

@@ -27,18 +27,21 @@ _FIRST_PAUSE = 0.15  # seconds before the second try; doubled, with jitter, for 
 _TIMEOUT = 5.0  # seconds for klist
 
 
+Through = Callable[[str | None], Connection | None]
+
+
 def connect(
     target: Target,
     options: ConnectOptions,
-    through: Callable[[], Connection | None] = lambda: None,
+    through: Through = lambda _: None,
 ) -> Connection:
     """Return a connection to a host, verified and logged in.
 
     Args:
         target: the host's address, user and keys.
         options: transport, timeout and warnings.
-        through: returns the connection to the bastion, None for a direct connection. OpenSSH does
-            not call it, because it obeys ProxyJump itself.
+        through: returns the connection to the bastion with a transport, None for that of the
+            options. It returns None if there is no bastion.
 
     Raises:
         HostError: the host cannot be used. A host whose key is not trusted gets no credentials.
@@ -61,21 +64,21 @@ def connect(
 
 
 def _connector(
-    target: Target, options: ConnectOptions, through: Callable[[], Connection | None]
+    target: Target, options: ConnectOptions, through: Through
 ) -> Callable[[], Connection]:
     opened = control_master.find(target) if options.transport != PARAMIKO else None
     if opened is not None or needs_openssh(target, options):
         from clusterjob.remote import openssh_transport
 
-        return lambda: openssh_transport.connect(target, options, opened=opened)
+        if opened is not None:
+            return lambda: openssh_transport.share(target, options, opened)
+        return lambda: openssh_transport.connect(target, options, lambda: through(OPENSSH))
     from clusterjob.remote import paramiko_transport
 
-    return lambda: paramiko_transport.connect(target, options, through=through())
+    return lambda: paramiko_transport.connect(target, options, through=through(None))
 
 
-def host_key(
-    target: Target, options: ConnectOptions, through: Callable[[], Connection | None]
-) -> host_keys.HostKey:
+def host_key(target: Target, options: ConnectOptions, through: Through) -> host_keys.HostKey:
     """Return the key that a host presents, trusted or not, without logging in.
 
     Raises:
@@ -85,10 +88,10 @@ def host_key(
         if needs_openssh(target, options):
             from clusterjob.remote import openssh_transport
 
-            return openssh_transport.host_key(target, options)
+            return openssh_transport.host_key(target, options, through(OPENSSH))
         from clusterjob.remote import paramiko_transport
 
-        return paramiko_transport.host_key(target, options, through=through())
+        return paramiko_transport.host_key(target, options, through=through(None))
     except DroppedError as error:
         raise HostError(target.label, "it closed the connection before it sent anything") from error
 

@@ -83,26 +83,37 @@ def is_open(path: Path) -> bool:
         return False
     if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
         return False
-    return _control(path, "check")
+    return _succeeds(_control(path, "check"))
 
 
-def close(path: Path) -> bool:
-    """Close a shared connection, and all commands on it; return whether there was one."""
-    return _control(path, "exit")
+def close(*paths: Path) -> None:
+    """Close shared connections, and all commands on them."""
+    asked = [_control(path, "exit") for path in paths]
+    for process in asked:
+        _succeeds(process)
 
 
-def _control(path: Path, word: str) -> bool:
+def _control(path: Path, word: str) -> subprocess.Popen[bytes] | None:
     try:
-        done = subprocess.run(
+        return subprocess.Popen(
             [*client(path, "-O", word), "clusterjob"],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TIMEOUT,
-            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
+        return None
+
+
+def _succeeds(process: subprocess.Popen[bytes] | None) -> bool:
+    if process is None:
         return False
-    return done.returncode == 0
+    try:
+        return process.wait(_TIMEOUT) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
 
 
 def _own(target: Target, name: str) -> Path:

@@ -116,6 +116,10 @@ class KnownHosts:
         revoking = (each for each in self._marked(names, "@revoked") if each.blob == blob)
         return next((each.place for each in revoking), "")
 
+    def revokes(self, names: Sequence[str]) -> bool:
+        """Return whether any key is revoked for the host."""
+        return any(True for _ in self._marked(names, "@revoked"))
+
     def authorities(self, names: Sequence[str]) -> list[bytes]:
         """Return the keys of the authorities that may sign the host's certificate."""
         return [each.blob for each in self._marked(names, "@cert-authority")]

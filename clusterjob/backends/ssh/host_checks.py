@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ def trust(
     pool = Pool(connection_options(settings, host))
     try:
         target = pool.resolve(host)
-        key = connect.host_key(target, pool.options, through=lambda: pool.through(target))
+        key = connect.host_key(target, pool.options, through=partial(pool.through, target))
     finally:
         pool.close()
     shown = known_hosts.fingerprint(key.blob)
