@@ -24,6 +24,7 @@ _MAX_ROUNDS = 10  # times that a host may ask within one try
 _MAX_TEXT = 300  # characters of a text of a host that the terminal shows
 _TRIES = 3  # wrong answers, as NumberOfPasswordPrompts of ssh
 _ASKING = ("keyboard-interactive", "password")  # in ssh's order
+_unanswered: set[str] = set()  # hosts that are not asked again, such as by each poll of `wait`
 
 
 class _Agent(AgentSSH):
@@ -101,8 +102,10 @@ def log_in(target: Target, transport: paramiko.Transport, bound: Callable[[], Ph
         allowed = _allowed(target, transport, bound)
     for method in _ASKING:
         # A password may be asked after a code, and a code after a password.
-        while allowed and method in allowed and terminal_prompt.available():
+        while allowed and method in allowed and _may_ask(target):
+            _unanswered.add(target.label)
             allowed = _ask(target, transport, bound, method=method)
+            _unanswered.discard(target.label)
     if allowed == []:
         return
     hint = f"make `ssh {target.label}` work without a password"
@@ -176,6 +179,10 @@ def _allowed(
         return list(error.allowed_types)
     except (paramiko.SSHException, OSError, EOFError):
         return None
+
+
+def _may_ask(target: Target) -> bool:
+    return target.label not in _unanswered and terminal_prompt.available()
 
 
 def _ask(

@@ -91,6 +91,10 @@ class ProcessChannel:
             self._process.kill()
         self._process.wait()
 
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # the process did not start
+            self.close()
+
     def _wait(self, event: int) -> None:
         """Wait until the stream is ready; read stderr meanwhile, so that the host never blocks."""
         end = time.monotonic() + self._timeout

@@ -94,6 +94,8 @@ class Sessions:
             held = self._sessions.get((pool, host, place.home))
             if held is not None and held.alive and held.connection is connection:
                 return held
+            if held is not None:
+                held.close()
             self._zip = self._zip or self._make_zip()
             made = Session(
                 connection,

@@ -34,11 +34,6 @@ def available() -> bool:
         return True  # not the controlling terminal, which stops nobody
 
 
-def show(text: str) -> None:
-    """Write a line to the terminal; the text must be harmless."""
-    _write(sys.stdin.fileno(), f"{text}\n")
-
-
 def ask(question: str, *, echo: bool) -> str:
     """Return the user's answer to a question. Questions of other threads wait.
 
@@ -62,7 +57,8 @@ def ask(question: str, *, echo: bool) -> str:
 
         atexit.register(restore)  # Ctrl-C may end the program while this thread waits
         try:
-            termios.tcsetattr(handle, termios.TCSADRAIN, changed)
+            # Discard what was typed before: it is no answer to this question.
+            termios.tcsetattr(handle, termios.TCSAFLUSH, changed)
             _write(handle, question)
             answer = _line(handle)
         finally:
@@ -75,11 +71,10 @@ def ask(question: str, *, echo: bool) -> str:
 
 def _line(handle: int) -> str:
     end, heard = time.monotonic() + HUMAN_TIMEOUT, b""
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
     while not heard.endswith(b"\n"):
         left = end - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
+        # Not poll: macOS does not support it for terminals.
+        if left <= 0 or not select.select([handle], [], [], left)[0]:
             raise DeclinedError(f"no answer was typed within {HUMAN_TIMEOUT:g} s")
         data = os.read(handle, _MAX_ANSWER)
         heard += data
