@@ -405,6 +405,18 @@ def test_certificate_of_trusted_authority_is_accepted(
     assert hostname(pool, "gpu1") == "gpu1"
 
 
+def test_certificate_without_ssh_command_is_clear_error(
+    ssh_network: SshNetwork, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh_network.known_hosts.write_text(
+        f"@cert-authority 10.77.0.* {ssh_network.hosts['gpu2'].public_key}\n"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    error = refusal(pool, "gpu1")
+    assert "(@cert-authority) needs the command ssh, which is not installed" in error.message
+    assert error.hint == "install openssh-client"
+
+
 @pytest.mark.parametrize(
     ("principal", "validity", "why"),
     [("gpu9", "-1h:+1h", "name is not a listed principal"), ("10.77.0.1", "-2h:-1h", "expired")],

@@ -1,4 +1,4 @@
-"""Second factors and passwords of real sshd servers: questions on a terminal, shared connections.
+"""Second factors, passwords and Kerberos of real sshd servers; shared connections.
 
 The codes are those of pam_oath (HOTP, RFC 4226), so no test depends on the time.
 """
@@ -63,10 +63,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def codes(ssh_network: SshNetwork, tmp_path: Path, runtime: Path) -> Iterator[Codes]:
-    """Let gpu3 require a key and a one-time code."""
+    """Let gpu1 require a key and a one-time code."""
     made = Codes(tmp_path)
     (tmp_path / "pam").write_text(PAM.format(users=made.users))
-    host = ssh_network.hosts["gpu3"]
+    host = ssh_network.hosts["gpu1"]
     host.mounts = {"/etc/pam.d/sshd": tmp_path / "pam"}
     host.restart(
         UsePAM="yes",
@@ -79,10 +79,10 @@ def codes(ssh_network: SshNetwork, tmp_path: Path, runtime: Path) -> Iterator[Co
 
 @pytest.fixture
 def password(ssh_network: SshNetwork, tmp_path: Path, runtime: Path) -> Iterator[str]:
-    """Let gpu3 accept a password only."""
+    """Let gpu1 accept a password only."""
     hashed = checked_output("openssl", "passwd", "-6", PASSWORD).strip()
     (tmp_path / "shadow").write_text(f"root:{hashed}:19000:0:99999:7:::\nsshd:*:19000::::::\n")
-    host = ssh_network.hosts["gpu3"]
+    host = ssh_network.hosts["gpu1"]
     host.mounts = {"/etc/shadow": tmp_path / "shadow"}
     host.restart(PasswordAuthentication="yes", AuthenticationMethods="password")
     yield PASSWORD
@@ -149,27 +149,27 @@ def ask(host: str, transport: str, site: Site) -> None:
 def test_code_is_asked_once_for_all_commands_after_login(
     site: Site, commands: Commands, codes: Codes
 ) -> None:
-    host = site.ssh_network.hosts["gpu3"]
+    host = site.ssh_network.hosts["gpu1"]
     before = logins(host)
-    with commands.on_terminal("login", "gpu3") as terminal:
+    with commands.on_terminal("login", "gpu1") as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0, terminal.shown
-        assert b"gpu3: logged in as root" in terminal.shown
-    record = site.submit("print('hello')", hosts="gpu3")
+        assert b"gpu1: logged in as root" in terminal.shown
+    record = site.submit("print('hello')", hosts="gpu1")
     close_connections()
-    assert REACHED in commands.run(*hosts_of(site, "gpu3"))[1]
+    assert REACHED in commands.run(*hosts_of(site, "gpu1"))[1]
     for words in (["wait"], ["status"], ["logs"]):
         process = site.command(*words, record.job_id, stdin=subprocess.DEVNULL)
         out, err = process.communicate(timeout=TEST_TIMEOUT)
         assert process.returncode == 0, err
     assert "hello" in out
     assert logins(host) - before == 1
-    assert "gpu3: already logged in as root" in commands.run("login", "gpu3")[2]
-    assert "already logged in" in commands.run("login", "root@10.77.0.3:22")[2]
-    code, _, err = commands.run("logout", "gpu3")
-    assert (code, "gpu3: logged out" in err) == (0, True)
-    code, _, err = commands.run("logout", "gpu3")
-    assert (code, "gpu3: not logged in" in err) == (0, True)
+    assert "gpu1: already logged in as root" in commands.run("login", "gpu1")[2]
+    assert "already logged in" in commands.run("login", "root@10.77.0.1:22")[2]
+    code, _, err = commands.run("logout", "gpu1")
+    assert (code, "gpu1: logged out" in err) == (0, True)
+    code, _, err = commands.run("logout", "gpu1")
+    assert (code, "gpu1: not logged in" in err) == (0, True)
 
 
 @pytest.mark.slow
@@ -177,13 +177,13 @@ def test_code_is_asked_once_for_all_commands_after_login(
 def test_host_that_asks_for_code_is_one_line_error_without_terminal(
     site: Site, commands: Commands, codes: Codes, transport: str
 ) -> None:
-    code, out, _ = commands.run(*hosts_of(site, "gpu3"), "--set", f"transport={transport}")
+    code, out, _ = commands.run(*hosts_of(site, "gpu1"), "--set", f"transport={transport}")
     assert code == 1
     assert "keyboard-interactive" in out
     with pytest.raises(HostError) as caught:
-        ask("gpu3", transport, site)
-    assert "clusterjob login gpu3" in caught.value.hint
-    code, _, err = commands.run("login", "gpu3")
+        ask("gpu1", transport, site)
+    assert "clusterjob login gpu1" in caught.value.hint
+    code, _, err = commands.run("login", "gpu1")
     assert (code, err.count("\n")) == (1, 2)
     assert "it requires an answer from root: keyboard-interactive" in err
 
@@ -192,7 +192,7 @@ def test_host_that_asks_for_code_is_one_line_error_without_terminal(
 def test_login_with_wrong_code_fails_and_opens_nothing(
     site: Site, commands: Commands, codes: Codes, runtime: Path
 ) -> None:
-    with commands.on_terminal("login", "gpu3") as terminal:
+    with commands.on_terminal("login", "gpu1") as terminal:
         for _ in range(3):
             terminal.answer(b"One-time password", "000000")
         assert terminal.finish() == 1
@@ -219,17 +219,17 @@ def test_user_control_master_is_used_and_not_closed(
 ) -> None:
     ssh_network, path = site.ssh_network, runtime / "m-%C"
     ssh_network.write_config(ControlPath=str(path), ControlMaster="auto", ControlPersist="60")
-    argv = ["ssh", "-F", str(ssh_network.config), "gpu3", "true"]
-    before = logins(ssh_network.hosts["gpu3"])
+    argv = ["ssh", "-F", str(ssh_network.config), "gpu1", "true"]
+    before = logins(ssh_network.hosts["gpu1"])
     with Terminal(argv, interactive=True) as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0
-    assert REACHED in commands.run(*hosts_of(site, "gpu3"))[1]
-    ask("gpu3", "auto", site)
-    assert logins(ssh_network.hosts["gpu3"]) - before == 1
+    assert REACHED in commands.run(*hosts_of(site, "gpu1"))[1]
+    ask("gpu1", "auto", site)
+    assert logins(ssh_network.hosts["gpu1"]) - before == 1
     assert len(list(runtime.glob("m-*"))) == 1, "the user's connection is still open"
-    assert "already logged in" in commands.run("login", "gpu3")[2]
-    assert commands.run("logout", "gpu3")[0] == 0
+    assert "already logged in" in commands.run("login", "gpu1")[2]
+    assert commands.run("logout", "gpu1")[0] == 0
     wait_until(lambda: not list(runtime.glob("m-*")), 10, "the end of the connection")
 
 
@@ -250,15 +250,15 @@ def test_control_persist_of_user_keeps_connection_for_later_commands(
 def test_shared_connection_that_breaks_is_one_line_error(
     site: Site, commands: Commands, codes: Codes
 ) -> None:
-    host = site.ssh_network.hosts["gpu3"]
-    with commands.on_terminal("login", "gpu3") as terminal:
+    host = site.ssh_network.hosts["gpu1"]
+    with commands.on_terminal("login", "gpu1") as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0
     for pid in host.pids():
         os.kill(pid, 9)
-    target = ssh_config.resolve(Host("gpu3"), site.ssh_network.config)
+    target = ssh_config.resolve(Host("gpu1"), site.ssh_network.config)
     wait_until(lambda: control_master.find(target) is None, 30, "the end of the connection")
-    code, out, err = commands.run(*hosts_of(site, "gpu3"))
+    code, out, err = commands.run(*hosts_of(site, "gpu1"))
     assert (code, "Traceback" in out + err) == (1, False)
     assert "keyboard-interactive" in out
 
@@ -268,10 +268,10 @@ def test_shared_connection_that_breaks_is_one_line_error(
 
 @pytest.mark.slow
 def test_paramiko_asks_for_code_on_terminal(site: Site, commands: Commands, codes: Codes) -> None:
-    argv = [*hosts_of(site, "gpu3"), "--set", "transport=paramiko"]
+    argv = [*hosts_of(site, "gpu1"), "--set", "transport=paramiko"]
     with commands.on_terminal(*argv) as terminal:
-        terminal.answer(b"gpu3: One-time password", "123")  # a wrong one is asked again
-        terminal.answer(b"gpu3: One-time password", codes.next())
+        terminal.answer(b"gpu1: One-time password", "123")  # a wrong one is asked again
+        terminal.answer(b"gpu1: One-time password", codes.next())
         terminal.read_until(REACHED.encode())
 
 
@@ -279,7 +279,7 @@ def test_paramiko_asks_for_code_on_terminal(site: Site, commands: Commands, code
 def test_answer_may_take_longer_than_timeout_of_connection(
     site: Site, commands: Commands, codes: Codes
 ) -> None:
-    argv = [*hosts_of(site, "gpu3"), "--set", "connect_timeout=2"]
+    argv = [*hosts_of(site, "gpu1"), "--set", "connect_timeout=2"]
     with commands.on_terminal(*argv) as terminal:
         terminal.read_until(b"One-time password")
         time.sleep(5)  # a person looks for the code: more than each time limit of the login
@@ -293,16 +293,16 @@ def test_password_is_asked_and_never_shown(
     site: Site, commands: Commands, password: str, transport: str
 ) -> None:
     login = transport == "openssh"
-    words = ["login", "gpu3"] if login else hosts_of(site, "gpu3")
+    words = ["login", "gpu1"] if login else hosts_of(site, "gpu1")
     with commands.on_terminal(*words, "--set", f"transport={transport}") as terminal:
         terminal.answer(b"password:", password)
         terminal.read_until(b"logged in" if login else REACHED.encode())
         terminal.finish()
     assert password.encode() not in terminal.shown
     if login:
-        assert REACHED in commands.run(*hosts_of(site, "gpu3"))[1]
+        assert REACHED in commands.run(*hosts_of(site, "gpu1"))[1]
     else:
-        code, out, _ = commands.run(*hosts_of(site, "gpu3"))
+        code, out, _ = commands.run(*hosts_of(site, "gpu1"))
         assert (code, "it requires more than a key from root: password" in out) == (1, True)
 
 
@@ -311,7 +311,7 @@ def test_end_of_input_and_interrupt_end_question_and_restore_terminal(
     site: Site, commands: Commands, password: str
 ) -> None:
     for key, expected in ((b"\x04", 1), (b"\x03", 130)):
-        with commands.on_terminal(*hosts_of(site, "gpu3")) as terminal:
+        with commands.on_terminal(*hosts_of(site, "gpu1")) as terminal:
             terminal.read_until(b"password:")
             assert not terminal.echoes()
             terminal.press(key)
@@ -330,7 +330,7 @@ def test_kerberos_ticket_logs_in_and_selects_openssh(
     """Without a ticket, GSSAPIAuthentication alone (Debian's default) changes nothing."""
     if why := kerberos.skip_reason():
         pytest.skip(why)
-    ssh_network, host = site.ssh_network, site.ssh_network.hosts["gpu3"]
+    ssh_network, host = site.ssh_network, site.ssh_network.hosts["gpu1"]
     ssh_network.write_config(GSSAPIAuthentication="yes")
     with kerberos.realm_in(tmp_path / "realm", hosts=(host.address,)) as realm:
         host.mounts = {"/etc/krb5.conf": realm.config}
@@ -343,15 +343,15 @@ def test_kerberos_ticket_logs_in_and_selects_openssh(
             monkeypatch.setenv("KRB5_CONFIG", str(realm.config))
             monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
             options = ConnectOptions(10.0, ssh_config=ssh_network.config)
-            target = ssh_config.resolve(Host("gpu3"), ssh_network.config)
+            target = ssh_config.resolve(Host("gpu1"), ssh_network.config)
             assert not connect.needs_openssh(target, options)
             with pytest.raises(HostError, match="gssapi-with-mic"):
-                ask("gpu3", "auto", site)
+                ask("gpu1", "auto", site)
             realm.log_in(tmp_path / "tickets")
             monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/tickets")
-            ask("gpu3", "auto", site)
+            ask("gpu1", "auto", site)
             assert "gssapi-with-mic" in (host.directory / "sshd.log").read_text()
-            record = site.submit("print('hello')", hosts="gpu3")
+            record = site.submit("print('hello')", hosts="gpu1")
             assert "hello" in output_lines(record)[0]
         finally:
             close_connections()
