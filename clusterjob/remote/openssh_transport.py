@@ -161,8 +161,15 @@ def log_in(
     code, errors = _run(argv, seconds, terminal=terminal)
     if code is None:
         raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
-    if code or not control_master.is_open(path):
-        raise _failure(target, errors)
+    if not code and control_master.is_open(path):
+        return
+    if terminal:  # where ssh has shown the reason
+        raise HostError(
+            target.label,
+            "ssh did not log in",
+            hint=f"ssh says why above; for an unknown key: clusterjob hosts trust {target.label}",
+        )
+    raise _failure(target, errors)
 
 
 def host_key(target: Target, options: ConnectOptions, bastion: Connection | None) -> HostKey:
@@ -184,12 +191,12 @@ def host_key(target: Target, options: ConnectOptions, bastion: Connection | None
                     ControlPath="none",
                     GlobalKnownHostsFile="/dev/null",
                     HashKnownHosts="no",
-                    KnownHostsCommand="none",
                     LogLevel="ERROR",
                     PreferredAuthentications="none",
                     StrictHostKeyChecking="accept-new",
                     UpdateHostKeys="no",
                     UserKnownHostsFile=str(path),
+                    **({"KnownHostsCommand": "none"} if target.other_needs else {}),
                     **_proxy(bastion),
                 ),
                 *target.arguments,

@@ -201,6 +201,39 @@ def test_login_with_wrong_code_fails_and_opens_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "code", "why"),
+    [
+        ("gpu[1-2]", 2, "names 2 hosts"),
+        ("no-such-host.invalid", 1, "Could not resolve hostname"),
+        ("-oProxyCommand=touch mark", 2, ""),
+        ("gpu2", 1, "its key is unknown"),
+    ],
+)
+def test_login_that_cannot_succeed_is_one_line_error(
+    site: Site, commands: Commands, runtime: Path, host: str, code: int, why: str
+) -> None:
+    site.ssh_network.known_hosts.write_text("")
+    found, _, err = commands.run("login", host)
+    assert (found, why in err, "Traceback" in err) == (code, True, False), err
+    assert err.startswith("clusterjob: error: ")
+    assert err.count("\n") <= 2
+    assert not site.path("mark").exists()
+
+
+@pytest.mark.slow
+def test_interrupted_login_opens_nothing(
+    site: Site, commands: Commands, codes: Codes, runtime: Path
+) -> None:
+    with commands.on_terminal("login", "gpu1") as terminal:
+        terminal.read_until(b"One-time password")
+        terminal.press(b"\x03")
+        assert terminal.finish() == 130
+    assert b"Traceback" not in terminal.shown
+    assert not list((runtime / "clusterjob").iterdir())
+
+
+@pytest.mark.slow
 def test_login_host_behind_bastion_is_shared(site: Site, commands: Commands, runtime: Path) -> None:
     bastion = site.ssh_network.hosts["bastion"]
     assert commands.run("login", "bastion")[0] == 0
