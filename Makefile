@@ -29,7 +29,7 @@ slurm:  ## Install Debian packages for the tests' own Slurm, if missing
 mpi:  ## Install the launchers of Open MPI and MPICH, and ip, if missing
 	tools/mpi.sh
 
-sshd:  ## Install sshd for the tests of the SSH backend, if missing
+sshd:  ## Install sshd, pam_oath and a KDC for the tests of the SSH backend, if missing
 	tools/sshd.sh
 
 paddle: $(READY)  ## Install PaddlePaddle's CPU wheel into .venv-paddle, if missing

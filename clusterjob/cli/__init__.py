@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clusterjob import __version__
-from clusterjob.cli import hosts, inspect, manage, start
+from clusterjob.cli import hosts, inspect, login, manage, start
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
@@ -45,6 +45,8 @@ app.command()(inspect.config)
 app.command()(inspect.trust)
 app.command()(with_job_options(inspect.doctor))
 app.command()(hosts.fetch)
+app.command()(login.login)
+app.command()(login.logout)
 app.add_typer(hosts.app)
 
 _verbose = False

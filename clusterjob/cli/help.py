@@ -35,6 +35,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "trust": ("clusterjob trust", "clusterjob trust --yes ~/project"),
     "doctor": ("clusterjob doctor", "clusterjob doctor --cluster slurm -N 2 --gpus 8"),
     "fetch": ("clusterjob fetch train-7f3a checkpoints --to results",),
+    "login": ("clusterjob login me@login1",),
+    "logout": ("clusterjob logout me@login1",),
     "hosts": ("clusterjob hosts --hosts gpu[1-4]",),
     "hosts trust": ("clusterjob hosts trust gpu1 gpu2",),
 }

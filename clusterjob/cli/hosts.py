@@ -70,7 +70,7 @@ def show(
     from clusterjob.backends.ssh import host_checks
     from clusterjob.cli import output
 
-    settings = _settings(
+    settings = settings_of(
         cluster, {"hosts": hosts, "hostfile": hostfile, "python": python, "set": options}
     )
     reports = host_checks.check_hosts(
@@ -114,7 +114,7 @@ def trust(
     from clusterjob.cli import output
     from clusterjob.core.hosts import parse_hosts
 
-    settings = _settings(cluster, {"set": options})
+    settings = settings_of(cluster, {"set": options})
     for one in parse_hosts(",".join(host)):
         done = host_checks.trust(
             settings, one, replace=replace, expected=fingerprint, compared=sys.stdin.isatty()
@@ -216,7 +216,8 @@ def _agree(names: list[str]) -> bool:
     )
 
 
-def _settings(cluster: str | None, flags: dict[str, Any]) -> Any:
+def settings_of(cluster: str | None, flags: dict[str, Any]) -> Any:
+    """Return the settings of a profile and of flags."""
     from clusterjob.backends import base
     from clusterjob.core import config
     from clusterjob.core.trust import Usage

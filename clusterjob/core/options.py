@@ -251,6 +251,9 @@ _ROWS = (
         help="File with one host per line, and optional slots=8 (default: none)."),
     Option("login", _text, metavar="HOST", group="cluster",
         help="Slurm login host to submit on: user@login1 (default: this machine)."),
+    Option("transport", _text, metavar="WHO", target=Target.BACKEND, group="cluster",
+        help="SSH implementation: paramiko, openssh, or auto for what each host needs "
+        "(default: auto)."),
     Option("gpus", _text, metavar="LIST", group="resources",
         help="GPUs to use on each host: 0,1,4, or auto for idle ones (default: all)."),
     Option("sync", _switch, group="code",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.spec import JobSpec
+from clusterjob.core.state_home import home as home  # noqa: PLC0414 - re-exported
 from clusterjob.errors import OTHER_HOME, AmbiguousId, JobNotFound, RecordError, did_you_mean
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.node.system import files, private_dirs
@@ -179,18 +180,6 @@ class Record:
         if not isinstance(ids, list) or piece >= len(ids):
             return None
         return replace(self.handle, id=f"{ids[piece]}_{index - self.array['pieces'][piece]}")
-
-
-def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of records and jobs.
-
-    It is CLUSTERJOB_HOME, else ``clusterjob`` in the user's state directory (~/.local/state).
-    """
-    if environ.get("CLUSTERJOB_HOME"):
-        return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
-    import platformdirs
-
-    return platformdirs.user_state_path("clusterjob")
 
 
 def secure_home() -> None:

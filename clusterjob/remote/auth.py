@@ -1,21 +1,30 @@
-"""Public key authentication as ssh does it: keys of the agent, of files, and certificates.
+"""Log in as ssh does: keys of the agent and of files, then questions on the terminal.
 
-It never prompts for a password or a passphrase.
+It never asks for a key's passphrase: ssh-agent holds such a key.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import paramiko
 from paramiko.agent import AgentSSH
 
 from clusterjob.errors import HostError
+from clusterjob.node.system.sanitize import sanitize
+from clusterjob.remote import terminal_prompt
+from clusterjob.remote.phase import Phase
 from clusterjob.remote.ssh_config import Target
+
+MAX_QUESTIONS = 10  # questions that a host may ask at once
+_MAX_ROUNDS = 10  # times that a host may ask within one try
+_MAX_TEXT = 300  # characters of a text of a host that the terminal shows
+_TRIES = 3  # wrong answers, as NumberOfPasswordPrompts of ssh
+_ASKING = ("keyboard-interactive", "password")  # in ssh's order
+_unanswered: set[str] = set()  # hosts that are not asked again, such as by each poll of `wait`
 
 
 class _Agent(AgentSSH):
@@ -38,33 +47,106 @@ class _Agent(AgentSSH):
         self._socket.close()
 
 
-def log_in(
-    target: Target, transport: paramiko.Transport, bound: Callable[[], AbstractContextManager[None]]
-) -> None:
+class _Interview:
+    """Answers the questions of one host on the terminal."""
+
+    def __init__(self, target: Target, phase: Phase) -> None:
+        self._target = target
+        self._phase = phase
+        self._rounds = 0
+
+    def answer(
+        self, title: str, instructions: str, questions: Sequence[tuple[str, bool]]
+    ) -> list[str]:
+        """Return an answer for each question of the host: (text, whether to show the answer)."""
+        self._rounds += 1
+        if self._rounds > _MAX_ROUNDS:
+            raise HostError(self._target.label, "it does not stop asking questions")
+        texts = [self._harmless(text) for text in (title, instructions) if text.strip()]
+        return [
+            self.ask("\n".join([*texts, self._harmless(text) or "?"]), echo=echo)
+            for text, echo in questions
+        ]
+
+    def ask(self, question: str, *, echo: bool) -> str:
+        """Return the answer to one harmless question; the clock stops meanwhile."""
+        lines = "\n".join(f"{self._target.label}: {line}" for line in question.splitlines())
+        with self._phase.suspended():
+            try:
+                return terminal_prompt.ask(f"{lines} ", echo=echo)
+            except terminal_prompt.DeclinedError as error:
+                raise HostError(
+                    self._target.label, f"its question has no answer: {error}"
+                ) from error
+
+    def _harmless(self, text: str) -> str:
+        return sanitize(text.strip()[:_MAX_TEXT], lines=True)
+
+
+def log_in(target: Target, transport: paramiko.Transport, bound: Callable[[], Phase]) -> None:
     """Log in on a connection whose host key is trusted.
 
     Args:
         target: gives the user name and the keys to try.
         transport: the connection.
-        bound: returns a context manager that limits the time of one try.
+        bound: returns the time limit of one try.
 
     Raises:
-        HostError: the host accepts none of the keys.
+        HostError: the host accepts none of the keys and answers.
     """
     tried: list[str] = []
     problems: list[str] = []
+    allowed = _try_keys(target, transport, bound, tried=tried, problems=problems)
+    needs_more = bool(allowed)  # a key was accepted, or keys are not
+    if allowed is None:
+        allowed = _allowed(target, transport, bound)
+    for method in _ASKING:
+        # A password may be asked after a code, and a code after a password.
+        while allowed and method in allowed and _may_ask(target):
+            _unanswered.add(target.label)
+            allowed = _ask(target, transport, bound, method=method)
+            _unanswered.discard(target.label)
+    if allowed == []:
+        return
+    hint = f"make `ssh {target.label}` work without a password"
+    if any(method in (allowed or ()) for method in _ASKING):
+        hint = f"without a terminal, log in once before: clusterjob login {target.label}"
+    if needs_more:
+        raise HostError(
+            target.label,
+            f"it requires more than a key from {target.user}: {', '.join(allowed or ())}"[
+                :_MAX_TEXT
+            ],
+            hint=hint,
+        )
+    what = f"there is no key to log in with as {target.user}"
+    if tried:
+        what = f"it accepts none of the keys of {target.user}: {', '.join(tried)}"
+    raise HostError(target.label, "; ".join([what, *problems]), hint=hint)
+
+
+def _try_keys(
+    target: Target,
+    transport: paramiko.Transport,
+    bound: Callable[[], Phase],
+    tried: list[str],
+    problems: list[str],
+) -> list[str] | None:
+    """Try all keys.
+
+    Returns:
+        The methods that the host still requires, none if the login is complete; None if it accepts
+        no key.
+    """
+    left: list[str] | None = None
     agent = _agent(target)
     try:
         for name, key in _keys(target, agent, problems=problems):
             try:
                 with bound():
-                    left = transport.auth_publickey(target.user, key)
+                    left = list(transport.auth_publickey(target.user, key))
             except paramiko.BadAuthenticationType as error:
-                raise HostError(
-                    target.label,
-                    f"it accepts no public key from {target.user}, only "
-                    f"{', '.join(error.allowed_types)}",
-                ) from error
+                return list(error.allowed_types)
             except paramiko.AuthenticationException:
                 tried.append(name)
                 continue
@@ -78,22 +160,59 @@ def log_in(
                     ) from error
                 problems.append(f"{name}: {error}")
                 continue
-            if not left:
-                return
-            raise HostError(
-                target.label, f"it requires more than a key from {target.user}: {', '.join(left)}"
-            )
+            if "publickey" not in left:  # otherwise the host requires a second key
+                break
     finally:
         if agent is not None:
             agent.close()
-    what = f"there is no key to log in with as {target.user}"
-    if tried:
-        what = f"it accepts none of the keys of {target.user}: {', '.join(tried)}"
-    raise HostError(
-        target.label,
-        "; ".join([what, *problems]),
-        hint=f"make `ssh {target.label}` work without a password",
-    )
+    return left
+
+
+def _allowed(
+    target: Target, transport: paramiko.Transport, bound: Callable[[], Phase]
+) -> list[str] | None:
+    """Return the methods that a host offers; None if it does not say."""
+    try:
+        with bound():
+            return list(transport.auth_none(target.user))
+    except paramiko.BadAuthenticationType as error:
+        return list(error.allowed_types)
+    except (paramiko.SSHException, OSError, EOFError):
+        return None
+
+
+def _may_ask(target: Target) -> bool:
+    return target.label not in _unanswered and terminal_prompt.available()
+
+
+def _ask(
+    target: Target, transport: paramiko.Transport, bound: Callable[[], Phase], method: str
+) -> list[str]:
+    """Log in with answers of the user; return the methods that the host still requires.
+
+    Raises:
+        HostError: the answers are wrong, or the user gives none.
+    """
+    for _ in range(_TRIES):
+        try:
+            with bound() as phase:
+                interview = _Interview(target, phase)
+                transport.auth_timeout = _MAX_ROUNDS * terminal_prompt.HUMAN_TIMEOUT
+                if method == "password":
+                    answer = interview.ask("password:", echo=False)
+                    return list(transport.auth_password(target.user, answer, fallback=False))
+                return list(transport.auth_interactive(target.user, interview.answer))
+        except paramiko.BadAuthenticationType as error:
+            return list(error.allowed_types)
+        except paramiko.AuthenticationException as error:
+            if not transport.is_active():
+                raise HostError(
+                    target.label, "it closed the connection during the login"
+                ) from error
+            continue
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            raise HostError(target.label, f"the login failed: {error}"[:_MAX_TEXT]) from error
+    raise HostError(target.label, f"it accepts none of {_TRIES} answers of {target.user}")
 
 
 def _agent(target: Target) -> _Agent | None:

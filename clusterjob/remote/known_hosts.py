@@ -116,6 +116,10 @@ class KnownHosts:
         revoking = (each for each in self._marked(names, "@revoked") if each.blob == blob)
         return next((each.place for each in revoking), "")
 
+    def revokes(self, names: Sequence[str]) -> bool:
+        """Return whether any key is revoked for the host."""
+        return any(True for _ in self._marked(names, "@revoked"))
+
     def authorities(self, names: Sequence[str]) -> list[bytes]:
         """Return the keys of the authorities that may sign the host's certificate."""
         return [each.blob for each in self._marked(names, "@cert-authority")]
@@ -153,6 +157,11 @@ def _parse(path: Path, _state: tuple[int, int, int]) -> tuple[KnownHostsEntry, .
     lines = path.read_bytes().decode(errors="replace").splitlines()
     found = (_entry(line, f"{path}:{number}") for number, line in enumerate(lines, 1))
     return tuple(entry for entry in found if entry is not None)
+
+
+def read_keys(path: Path) -> list[tuple[str, bytes]]:
+    """Return (type, key in wire format) of each line of a file; none if it does not exist."""
+    return [(entry.kind, entry.blob) for entry in _read(path)]
 
 
 def _entry(line: str, place: str) -> KnownHostsEntry | None:

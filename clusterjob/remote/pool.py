@@ -13,8 +13,9 @@ from typing import Generic, TypeVar
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
 from clusterjob.remote import ssh_config
-from clusterjob.remote.connect import Connection, ConnectOptions, connect
+from clusterjob.remote.connect import connect
 from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.transport import Connection, ConnectOptions
 
 # Concurrent handshakes with one machine: sshd drops connections beyond 10 (MaxStartups 10:30:100).
 AT_ONCE = 8
@@ -36,6 +37,7 @@ class Pool:
         self.options = options
         self._lock = threading.Lock()
         self._limits: dict[str, threading.Semaphore] = {}
+        # By route and transport.
         self._bastions: dict[tuple[str, ...], tuple[threading.Lock, list[Connection]]] = {}
         self._connections: dict[Host, Connection] = {}
         self._alone: dict[Host, threading.Lock] = {}
@@ -67,30 +69,44 @@ class Pool:
         made.close()
         raise HostError(str(host), "the connection was closed")
 
-    def through(self, target: Target) -> Connection | None:
-        """Return the connection to the last bastion before a host; None if it needs none."""
+    def through(self, target: Target, transport: str | None = None) -> Connection | None:
+        """Return the connection to the last bastion before a host; None if it needs none.
+
+        Args:
+            target: the host.
+            transport: the transport of the bastions; None for that of the options.
+        """
+        options = self._reach()
+        if transport is not None:
+            options = replace(options, transport=transport)
         bastion = None
         path: tuple[str, ...] = ()
         for jump in target.jumps:
             path = (*path, str(jump))
-            bastion = self._bastion(path, jump, before=bastion)
+            bastion = self._bastion(path, jump, before=bastion, options=options)
         return bastion
 
-    def _bastion(self, path: tuple[str, ...], jump: Host, before: Connection | None) -> Connection:
+    def _bastion(
+        self, path: tuple[str, ...], jump: Host, before: Connection | None, options: ConnectOptions
+    ) -> Connection:
         with self._lock:
-            lock, held = self._bastions.setdefault(path, (threading.Lock(), []))
+            lock, held = self._bastions.setdefault(
+                (options.transport, *path), (threading.Lock(), [])
+            )
         with lock:
             if held and held[0].alive:
                 return held[0]
             target = self.resolve(jump)
-            if before is None and target.jumps:
-                before = self.through(target)
-            held[:] = [connect(target, self._reach(), through=before)]
+
+            def through(transport: str | None) -> Connection | None:
+                return before or self.through(target, transport)
+
+            held[:] = [connect(target, options, through=through)]
             return held[0]
 
     def _connect(self, target: Target) -> Connection:
         with self._limit(target):
-            return connect(target, self._reach(), through=self.through(target))
+            return connect(target, self._reach(), through=partial(self.through, target))
 
     def _reach(self) -> ConnectOptions:
         return replace(self.options, warn=self._warn_once)

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import REQUESTS, HostRequest
@@ -22,6 +22,7 @@ from clusterjob.remote.answer_schemas import (
     answer_schema,
     check,
 )
+from clusterjob.remote.transport import ByteStream
 
 # A host makes progress if it sends or accepts this number of bytes within its timeout.
 PROGRESS_BYTES = 1 << 14
@@ -31,26 +32,6 @@ _ANSWER_TIMEOUTS = 3
 _MALFORMED_HINT = (
     "something prints into the protocol (a sitecustomize?), or the host is not to be trusted"
 )
-
-
-class ByteStream(Protocol):
-    """A byte stream: a socket or a paramiko channel."""
-
-    def recv(self, size: int, /) -> bytes:
-        """Return some bytes; empty at the end."""
-        ...
-
-    def send(self, data: bytes, /) -> int:
-        """Send some of the bytes and return how many."""
-        ...
-
-    def settimeout(self, seconds: float, /) -> None:
-        """Set the timeout of the next call."""
-        ...
-
-    def close(self) -> None:
-        """Close the stream."""
-        ...
 
 
 class Deadline:

@@ -15,13 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import paramiko
-
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import HostRequest
 from clusterjob.remote.answer_schemas import MAX_ERROR, SchemaError
-from clusterjob.remote.connect import Connection
 from clusterjob.remote.protocol import Deadline, Exchange
+from clusterjob.remote.transport import Channel, Connection
 
 _MARKER = "clusterjob-session "
 _MAX_LOGIN_OUTPUT = 1 << 16  # bytes that a login may print before the host server starts
@@ -124,7 +122,7 @@ class Session:
     timeout: float
     executable: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _channel: paramiko.Channel | None = None
+    _channel: Channel | None = None
     _exchange: Exchange | None = None
 
     @property
@@ -167,19 +165,10 @@ class Session:
                 failed on the host.
         """
         with self._lock:
-            try:
-                exchange = self._exchange or self._begin()
-                return exchange.ask(
-                    request,
-                    body=body,
-                    size=size,
-                    timeout=timeout,
-                    max_bytes=max_bytes,
-                    bulk=bulk,
-                )
-            except paramiko.SSHException as error:
-                self.close()
-                raise HostError(self.label, f"the connection broke: {error}") from error
+            exchange = self._exchange or self._begin()
+            return exchange.ask(
+                request, body=body, size=size, timeout=timeout, max_bytes=max_bytes, bulk=bulk
+            )
 
     def close(self) -> None:
         """End the session; processes that it started continue."""
@@ -269,10 +258,7 @@ class Session:
 
     def _last_stderr_line(self) -> str:
         """Return the last line that the host wrote on stderr."""
-        if self._channel is None or not self._channel.recv_stderr_ready():
+        if self._channel is None:
             return ""
-        try:
-            lines = self._channel.recv_stderr(1 << 16).decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
+        lines = self._channel.read_stderr().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else ""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.hosts import Host
-from clusterjob.remote.connect import DEFAULT_TIMEOUT, ConnectOptions
 from clusterjob.remote.pool import Pool
 from clusterjob.remote.session import Session
+from clusterjob.remote.transport import AUTO, DEFAULT_TIMEOUT, ConnectOptions
 
 HOME = "~/.clusterjob"
 
@@ -27,6 +27,7 @@ class Place:
         home: clusterjob's directory on each host.
         ssh_config: a configuration file that replaces the user's.
         timeout: seconds for each phase of a connection, and for an answer.
+        transport: one of `clusterjob.remote.transport.TRANSPORTS`.
     """
 
     hosts: tuple[Host, ...]
@@ -35,6 +36,7 @@ class Place:
     home: str = HOME
     ssh_config: Path | None = None
     timeout: float = DEFAULT_TIMEOUT
+    transport: str = AUTO
 
     def to_json(self) -> dict[str, Any]:
         """Return the hosts as JSON data."""
@@ -45,6 +47,7 @@ class Place:
             "home": self.home,
             "ssh_config": str(self.ssh_config) if self.ssh_config else None,
             "timeout": self.timeout,
+            "transport": self.transport,
         }
 
     @classmethod
@@ -53,7 +56,13 @@ class Place:
         hosts = tuple(Host(**host) for host in data["hosts"])
         config = Path(data["ssh_config"]) if data.get("ssh_config") else None
         return cls(
-            hosts, data["python"], tuple(data["setup"]), data["home"], config, data["timeout"]
+            hosts,
+            data["python"],
+            tuple(data["setup"]),
+            data["home"],
+            config,
+            data["timeout"],
+            data.get("transport", AUTO),  # absent in records of older versions
         )
 
 
@@ -70,7 +79,7 @@ class Sessions:
         self._make_zip = node_zip
         self._zip = b""
         self._lock = threading.Lock()
-        self._pools: dict[tuple[Path | None, float], Pool] = {}
+        self._pools: dict[tuple[Path | None, float, str], Pool] = {}
         self._sessions: dict[tuple[Pool, Host, str], Session] = {}
 
     def session(self, place: Place, node: int) -> Session:
@@ -85,6 +94,8 @@ class Sessions:
             held = self._sessions.get((pool, host, place.home))
             if held is not None and held.alive and held.connection is connection:
                 return held
+            if held is not None:
+                held.close()
             self._zip = self._zip or self._make_zip()
             made = Session(
                 connection,
@@ -100,10 +111,15 @@ class Sessions:
     def pool(self, place: Place) -> Pool:
         """Return the connections with these settings."""
         with self._lock:
-            key = (place.ssh_config, place.timeout)
+            key = (place.ssh_config, place.timeout, place.transport)
             if key not in self._pools:
                 self._pools[key] = Pool(
-                    ConnectOptions(place.timeout, self._warn, ssh_config=place.ssh_config)
+                    ConnectOptions(
+                        place.timeout,
+                        self._warn,
+                        ssh_config=place.ssh_config,
+                        transport=place.transport,
+                    )
                 )
             return self._pools[key]
 

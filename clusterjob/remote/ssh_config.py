@@ -38,6 +38,11 @@ class Target:
         proxy_command: command whose stdin and stdout are the connection (ProxyCommand); empty for
             none.
         connect_timeout: ConnectTimeout in seconds; None if it is not set.
+        arguments: options and name with which `ssh` reaches the host.
+        control_path: socket of a shared connection (ControlPath); empty for none.
+        persists: whether ssh opens and keeps that connection (ControlMaster, ControlPersist).
+        gssapi: whether GSSAPIAuthentication is on.
+        other_needs: further options that only OpenSSH supports, such as PKCS11Provider.
     """
 
     label: str
@@ -57,6 +62,11 @@ class Target:
     jumps: tuple[Host, ...] = ()
     proxy_command: str = ""
     connect_timeout: float | None = None
+    arguments: tuple[str, ...] = ()
+    control_path: str = ""
+    persists: bool = False
+    gssapi: bool = False
+    other_needs: tuple[str, ...] = ()
 
 
 def resolve(host: Host, config_file: Path | None = None) -> Target:
@@ -114,6 +124,7 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
         )
 
     timeout = one("connecttimeout")
+    needs = {"pkcs11provider": "PKCS11Provider", "knownhostscommand": "KnownHostsCommand"}
     return Target(
         label=str(host),
         hostname=filled(hostname) if "%" in hostname else hostname,
@@ -133,22 +144,33 @@ def resolve(host: Host, config_file: Path | None = None) -> Target:
         jumps=_jumps(one("proxyjump"), host),
         proxy_command=filled(one("proxycommand")),
         connect_timeout=float(timeout) if timeout.isdigit() and int(timeout) else None,
+        arguments=_arguments(host, config_file),
+        control_path=one("controlpath"),
+        persists=one("controlmaster") in ("auto", "yes", "true")
+        and one("controlpersist", "no") not in ("no", "false"),
+        gssapi=one("gssapiauthentication") in ("yes", "true"),
+        other_needs=tuple(name for key, name in needs.items() if one(key)),
+    )
+
+
+def _arguments(host: Host, config_file: Path | None) -> tuple[str, ...]:
+    return (
+        *(("-F", str(config_file)) if config_file else ()),
+        *(("-p", str(host.port)) if host.port else ()),
+        *(("-l", host.user) if host.user else ()),
+        "--",
+        host.name,
     )
 
 
 def _ask_ssh(host: Host, config_file: Path | None) -> dict[str, list[str]]:
-    argv = [
-        "ssh",
-        "-G",
-        *(["-F", str(config_file)] if config_file else []),
-        *(["-p", str(host.port)] if host.port else []),
-        *(["-l", host.user] if host.user else []),
-        "--",
-        host.name,
-    ]
     try:
         asked = subprocess.run(
-            argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SSH_TIMEOUT, check=False
+            ["ssh", "-G", *_arguments(host, config_file)],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_SSH_TIMEOUT,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise HostError(

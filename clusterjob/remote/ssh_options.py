@@ -11,9 +11,9 @@ from clusterjob.core.hosts import Host
 from clusterjob.core.units import parse_size
 from clusterjob.errors import SpecError
 from clusterjob.remote import sessions
-from clusterjob.remote.connect import DEFAULT_TIMEOUT
+from clusterjob.remote.transport import AUTO, DEFAULT_TIMEOUT, TRANSPORTS
 
-NAMES = ("ssh_config", "connect_timeout", "sync_limit", "remote_home")
+NAMES = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "transport")
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class ConnectionSettings:
         connect_timeout: seconds for each phase of a connection.
         sync_limit: maximum bytes of a snapshot of the code.
         remote_home: clusterjob's directory on each host.
+        transport: one of `clusterjob.remote.transport.TRANSPORTS`.
     """
 
     ssh_config: Path | None
     connect_timeout: float
     sync_limit: int
     remote_home: str
+    transport: str
 
     @classmethod
     def of(cls, options: Mapping[str, str], *, must_exist: bool = True) -> ConnectionSettings:
@@ -65,7 +67,12 @@ class ConnectionSettings:
                 "write it as /scratch/me or ~/jobs",
             )
         limit = parse_size(options["sync_limit"]) if "sync_limit" in options else snapshot.LIMIT
-        return cls(config.absolute() if config else None, timeout, limit, remote_home)
+        transport = options.get("transport", AUTO)
+        if transport not in TRANSPORTS:
+            raise SpecError(
+                f"transport: {transport!r} is unknown", f"it is one of {', '.join(TRANSPORTS)}"
+            )
+        return cls(config.absolute() if config else None, timeout, limit, remote_home, transport)
 
     def place(self, hosts: tuple[Host, ...], python: str, setup: Sequence[str]) -> sessions.Place:
         """Return hosts with these options.
@@ -82,4 +89,5 @@ class ConnectionSettings:
             home=self.remote_home,
             ssh_config=self.ssh_config,
             timeout=self.connect_timeout,
+            transport=self.transport,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from sshsite import Site
 from verdicts import wait_for_verdict
 
@@ -14,8 +15,9 @@ from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
 
+@pytest.mark.parametrize("transport", ["auto", pytest.param("openssh", marks=pytest.mark.slow)])
 def test_status_ignores_ssh_configuration_changed_after_submission(
-    site: Site,
+    site: Site, transport: str
 ) -> None:
     program, mark = Program("script", "train.py"), site.path("executed")
     site.script("", "train.py")
@@ -23,6 +25,7 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
     ours.write_text(site.ssh_network.config.read_text())
     site.path("clusterjob.toml").write_text(
         f'[clusters.lab]\nbackend = "ssh"\nhosts = "gpu1"\npython = "{site.python}"\n'
+        f'transport = "{transport}"\n'
         'set = { ssh_config = "ssh_config", need_torch = false }\n'
     )
     settings = job_settings.resolve({}, "lab", directory=site.directory, use=Usage(program=program))
@@ -37,6 +40,8 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
         "lab",
         detach=True,
     )
+    assert record.handle is not None
+    assert record.handle.data["transport"] == transport
     ours.write_text(f"Match exec \"touch '{mark}'\"\n" + ours.read_text())
     assert wait_for_verdict(record).state is JobState.SUCCEEDED
     polling.collect(Records().find(record.job_id))

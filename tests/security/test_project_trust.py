@@ -503,6 +503,7 @@ def test_new_setting_needs_trust_until_listed_as_harmless() -> None:
             "login",
             "container",
             "sweep",
+            "transport",
         }
         | ({"include_secrets", "secret"} & OPTIONS.keys())
     )

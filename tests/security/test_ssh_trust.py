@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import pty
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +21,9 @@ from sshsite import Site
 
 from clusterjob.core.hosts import Host
 from clusterjob.errors import HostError
-from clusterjob.remote.connect import ConnectOptions
+from clusterjob.remote import control_master, ssh_config
 from clusterjob.remote.pool import Pool
+from clusterjob.remote.transport import ConnectOptions
 
 
 @pytest.fixture
@@ -34,6 +37,15 @@ def refusal(pool: Pool, host: str) -> str:
     with pytest.raises(HostError) as caught:
         pool.connection(Host(host))
     return caught.value.message
+
+
+def accepts(pool: Pool, host: str) -> bool:
+    """Return whether a command runs on a host."""
+    channel = pool.connection(Host(host)).execute("true")
+    try:
+        return channel.wait_for_exit() == 0
+    finally:
+        channel.close()
 
 
 @pytest.fixture(params=["list", "krl"])
@@ -50,7 +62,7 @@ def revoked(request: pytest.FixtureRequest, ssh_network: SshNetwork, tmp_path: P
 
 def test_host_with_revoked_key_is_refused(pool: Pool, revoked: Path) -> None:
     assert refusal(pool, "gpu1") == f"gpu1: its key is revoked ({revoked})"
-    assert pool.connection(Host("gpu2")).execute("true").recv_exit_status() == 0
+    assert accepts(pool, "gpu2")
 
 
 def test_revoked_key_is_refused_without_strict_host_key_checking(
@@ -100,7 +112,7 @@ def test_certificate_of_revoked_authority_is_refused(
     host.stop()
     host.start(HostCertificate=str(host.directory / "host_key-cert.pub"))
     try:
-        assert pool.connection(Host("gpu3")).execute("true").recv_exit_status() == 0
+        assert accepts(pool, "gpu3")
         (tmp_path / "revoked").write_text(f"{authority}\n")
         checked_output(
             "ssh-keygen",
@@ -122,6 +134,55 @@ def test_certificate_of_revoked_authority_is_refused(
         host.stop()
         (host.directory / "host_key-cert.pub").unlink()
         host.start()
+
+
+@pytest.mark.parametrize("transport", ["auto", "paramiko", "openssh"])
+def test_revoked_keys_are_not_ignored_where_openssh_is_not_used(
+    ssh_network: SshNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    (tmp_path / "revoked").write_text(f"{ssh_network.hosts['gpu1'].public_key}\n")
+    ssh_network.write_config(RevokedHostKeys=str(tmp_path / "revoked"))
+    options = ConnectOptions(10.0, ssh_config=ssh_network.config, transport=transport)
+    pool = Pool(options)
+    if transport != "paramiko":
+        monkeypatch.setenv("PATH", str(tmp_path))  # without the command ssh
+    message = refusal(pool, "gpu1")
+    assert "RevokedHostKeys" in message or "transport = openssh needs the command ssh" in message
+    pool.close()
+
+
+def test_revoked_key_is_refused_by_openssh_without_strict_host_key_checking(
+    ssh_network: SshNetwork,
+) -> None:
+    """With StrictHostKeyChecking=no, ssh itself would use a key that is marked @revoked."""
+    key = ssh_network.hosts["gpu1"].public_key
+    ssh_network.known_hosts.write_text(f"10.77.0.1 {key}\n@revoked 10.77.0.1 {key}\n")
+    ssh_network.write_config(StrictHostKeyChecking="no")
+    pool = Pool(ConnectOptions(10.0, ssh_config=ssh_network.config, transport="openssh"))
+    assert refusal(pool, "gpu1") == "gpu1: its key is revoked"
+    pool.close()
+
+
+def test_socket_in_directory_that_others_could_use_is_not_opened(
+    ssh_network: SshNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = ssh_config.resolve(Host("gpu1"), ssh_network.config)
+    with tempfile.TemporaryDirectory(prefix="cj", dir="/tmp") as name:  # a short path
+        directory = Path(name)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        monkeypatch.setenv("CLUSTERJOB_HOME", str(directory / ("long" * 30)))
+        (directory / "clusterjob").mkdir()
+        (directory / "clusterjob").chmod(0o750)
+        last = Path(f"/tmp/clusterjob-{os.geteuid()}")
+        assert control_master.private_path(target).parent == last
+        (directory / "clusterjob").chmod(0o700)
+        path = control_master.private_path(target)
+        assert path.parent == directory / "clusterjob"
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+            other.listen()
+            os.chown(path, 65534, 65534)
+            assert not control_master.is_open(path), "it belongs to another user"
 
 
 @pytest.mark.parametrize("content", [None, b"SSHKRL\n\0nonsense"])

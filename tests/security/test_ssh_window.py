@@ -14,8 +14,9 @@ from procs import wait_until
 from ssh_network import checked_output, require_ssh_network
 
 from clusterjob.errors import HostError
-from clusterjob.remote.connect import Connection, ConnectOptions, connect
+from clusterjob.remote.paramiko_transport import ParamikoConnection, connect
 from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.transport import ConnectOptions
 
 
 class Greedy(paramiko.ServerInterface):
@@ -48,7 +49,7 @@ class Greedy(paramiko.ServerInterface):
 
 
 @pytest.fixture(params=[False, True], ids=["stdout", "stderr"])
-def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connection]:
+def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ParamikoConnection]:
     require_ssh_network()
     for name in ("host", "user"):
         checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
@@ -82,12 +83,12 @@ def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conne
     listener.close()
 
 
-def test_host_that_ignores_ssh_window_is_disconnected(connection: Connection) -> None:
+def test_host_that_ignores_ssh_window_is_disconnected(connection: ParamikoConnection) -> None:
     buffered = 0
     # The data may arrive before the reply that the command has started; `execute` then fails.
     with contextlib.suppress(HostError):
         channel = connection.execute("anything")  # its output is not read
         wait_until(lambda: not connection.alive, 60, "the end of the connection")
-        buffered = len(channel.in_buffer) + len(channel.in_stderr_buffer)
+        buffered = len(channel.raw.in_buffer) + len(channel.raw.in_stderr_buffer)
     wait_until(lambda: not connection.alive, 60, "the end of the connection")
     assert buffered < 8 << 20

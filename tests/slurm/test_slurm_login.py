@@ -84,6 +84,21 @@ def test_job_on_two_nodes_runs_laptop_code_over_one_connection(
     wait_for_no_processes(PROMPT)
 
 
+def test_all_commands_share_connection_of_login(laptop: Laptop) -> None:
+    laptop("login", "login1", "--cluster", "hpc")
+    job_id = laptop.submit(GUEST, "--nodes", "2")
+    laptop.wait_for("up0", "up1")
+    assert job_id in laptop("list").stdout
+    laptop("status", job_id)
+    laptop("logs", job_id)
+    laptop("cancel", job_id)
+    assert laptop.login.connections == 1
+    assert "logged out" in laptop("logout", "login1", "--cluster", "hpc").stderr
+    laptop.wait_for_state(job_id, "CANCELLED")
+    assert laptop.login.connections == 2, "a new connection, after the logout"
+    wait_for_no_processes(PROMPT)
+
+
 def test_other_process_gets_status_follows_logs_and_cancels(laptop: Laptop) -> None:
     job_id = laptop.submit(GUEST, "--nodes", "2")
     assert laptop.login.connections == 1

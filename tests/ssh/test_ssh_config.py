@@ -120,6 +120,24 @@ def test_none_values_disable_options(tmp_path: Path) -> None:
     assert (target.jumps, target.agent, target.proxy_command) == ((), "", "")
 
 
+def test_needs_of_openssh_are_read(tmp_path: Path) -> None:
+    target = resolve(
+        Host("a", "me", port=7),
+        write(
+            tmp_path,
+            "ControlPath /run/m-%h-%p-%r\nControlMaster auto\nControlPersist 10m\n"
+            "GSSAPIAuthentication yes\nPKCS11Provider /usr/lib/token.so\n",
+        ),
+    )
+    assert (target.control_path, target.persists) == ("/run/m-a-7-me", True)
+    assert (target.gssapi, target.other_needs) == (True, ("PKCS11Provider",))
+    assert target.arguments == ("-F", f"{tmp_path}/config", "-p", "7", "-l", "me", "--", "a")
+    plain = resolve(Host("a"), write(tmp_path, "ControlPath none\nControlMaster no\n"))
+    assert (plain.control_path, plain.persists, plain.gssapi, plain.other_needs) == (
+        "", False, False, (),
+    )  # fmt: skip
+
+
 def test_proxy_command_tokens_are_expanded(tmp_path: Path) -> None:
     target = resolve(
         Host("a", "me", port=7),

@@ -159,6 +159,11 @@ SESSIONS = (
         ),
     ),
     Session(
+        "tests/ssh/test_ssh_login.py::test_code_is_asked_once_for_all_commands_after_login",
+        ("docs/ssh.md",),
+        ("clusterjob login gpu1", "clusterjob logout gpu1"),
+    ),
+    Session(
         "test_trust_commands_of_ssh_page_record_host_key",
         ("docs/ssh.md",),
         (

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -67,6 +67,8 @@ class SshHost:
     address: str
     port: int = 22
     sshd: int = 0
+    mounts: dict[str, Path] = field(default_factory=dict)
+    """Files of the host that replace files of this machine, such as /etc/shadow."""
 
     @property
     def directory(self) -> Path:
@@ -104,13 +106,14 @@ class SshHost:
         (self.directory / "sshd_config").write_text(text)
         (self.directory / "sshd.pid").unlink(missing_ok=True)
         server = shutil.which("sshd", path=_PATH) or "sshd"  # sshd requires an absolute path
+        mounts = "".join(f"mount --bind '{file}' '{at}'; " for at, file in self.mounts.items())
         with_hostname = (
             "unshare",
             "--uts",
             "--mount",
             "sh",
-            "-c",
-            'hostname "$1"; shift; exec "$@"',
+            "-ec",
+            f'{mounts}hostname "$1"; shift; exec "$@"',
             "sh",
             self.name,
         )
@@ -165,6 +168,11 @@ class SshHost:
             for word in text.split()
             if int(word) not in (self.sshd, os.getpid()) and alive(int(word))
         ]
+
+    def restart(self, **options: str) -> None:
+        """Start the sshd anew, with other options."""
+        self.stop()
+        self.start(**options)
 
     def link(self, state: str) -> None:
         """Set the host's network interface "down" or "up"."""

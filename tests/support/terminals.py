@@ -20,7 +20,8 @@ from procs import TEST_TIMEOUT
 class Terminal:
     """A command whose stdout and stderr are a terminal; a context manager.
 
-    Its stdin is /dev/null unless ``options``, which go to `subprocess.Popen`, contain stdin.
+    Its stdin is /dev/null unless ``options``, which go to `subprocess.Popen`, contain stdin. With
+    ``interactive`` its stdin is the terminal too, which is its controlling terminal.
     """
 
     def __init__(
@@ -30,11 +31,18 @@ class Terminal:
         cwd: Path | None = None,
         columns: int = 120,
         rows: int = 40,
+        interactive: bool = False,
         **options: Any,
     ) -> None:
         self.shown = b""
         self._master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        if interactive:
+            options |= {
+                "stdin": slave,
+                "start_new_session": True,
+                "preexec_fn": lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
+            }
         options.setdefault("stdin", subprocess.DEVNULL)
         self.process = subprocess.Popen(argv, stdout=slave, stderr=slave, cwd=cwd, **options)
         os.close(slave)
@@ -55,6 +63,20 @@ class Terminal:
             assert self._read(end - time.monotonic()), (
                 f"{wanted!r} was not shown, but {self.shown!r}"
             )
+
+    def answer(self, question: bytes, text: str) -> None:
+        """Type a line after a question; later questions are searched after it."""
+        self.read_until(question)
+        self.shown = self.shown.partition(question)[2]
+        os.write(self._master, f"{text}\n".encode())
+
+    def press(self, key: bytes) -> None:
+        """Send a key, such as Ctrl-C."""
+        os.write(self._master, key)
+
+    def echoes(self) -> bool:
+        """Return whether the terminal shows what is typed."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
 
     def finish(self, timeout: float = TEST_TIMEOUT) -> int:
         """Read the output to the end of the command; return its exit code."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from clusterjob.errors import HostError, SpecError
 
 if TYPE_CHECKING:
     from clusterjob.remote.host_probe import HostReport
+    from clusterjob.remote.transport import ConnectOptions
 
 
 def check_hosts(settings: config.Settings, named: tuple[Host, ...]) -> list[HostReport]:
@@ -91,14 +93,12 @@ def trust(
     from clusterjob.remote.known_hosts import HostKeyStatus
     from clusterjob.remote.pool import Pool
 
-    place = _place(settings, (host,))
-    pool = Pool(connect.ConnectOptions(place.timeout, shared.warn, ssh_config=place.ssh_config))
+    pool = Pool(connection_options(settings, host))
     try:
         target = pool.resolve(host)
-        key = connect.host_key(target, pool.options, through=pool.through(target))
+        key = connect.host_key(target, pool.options, through=partial(pool.through, target))
     finally:
         pool.close()
-    host_keys.refuse_revoked(target, key)
     shown = known_hosts.fingerprint(key.blob)
     named = f"its key is {key.kind} {shown}"
     if expected is not None and expected.removeprefix("SHA256:").rstrip("=") != shown.removeprefix(
@@ -146,12 +146,23 @@ def trust(
     )
 
 
+def connection_options(settings: config.Settings, host: Host) -> ConnectOptions:
+    """Return the options of connections to a host."""
+    from clusterjob.remote.transport import ConnectOptions
+
+    place = _place(settings, (host,))
+    return ConnectOptions(
+        place.timeout, shared.warn, ssh_config=place.ssh_config, transport=place.transport
+    )
+
+
 def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
     from clusterjob.backends.ssh import planning
     from clusterjob.remote import ssh_options
 
     values = settings.values
-    options = ssh_options.ConnectionSettings.of(values.get("set", {}))
+    given = values.get("set", {}) | {key: values[key] for key in ("transport",) if key in values}
+    options = ssh_options.ConnectionSettings.of(given)
     if settings.backend == planning.NAME:  # another backend has options that ssh does not know
-        options = planning.SshOptions.of(values.get("set", {})).ssh
+        options = planning.SshOptions.of(given).ssh
     return options.place(named, values.get("python", "python3"), values.get("setup", ()))

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 NAME = "ssh"
 SCRIPT = "ssh-node.sh"
-_KNOWN = ("ssh_config", "connect_timeout", "sync_limit", "remote_home", "need_torch")
+_KNOWN = (
+    "ssh_config",
+    "connect_timeout",
+    "sync_limit",
+    "remote_home",
+    "transport",
+    "need_torch",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,163 @@
+"""Shared connections of OpenSSH (ControlMaster): find, check and close them.
+
+A shared connection is a socket; any ssh process that names it uses the connection, and its login.
+Source: ssh_config(5), ControlPath and ControlPersist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from clusterjob.core.state_home import home
+from clusterjob.errors import HostError
+from clusterjob.node.system import private_dirs
+from clusterjob.remote.ssh_config import Target
+
+# A socket's path has at most 104 bytes on macOS, 108 on Linux. ssh adds 17 characters at first.
+_MAX_PATH = 104 - 18
+_TIMEOUT = 5.0  # seconds for an answer of ssh on this machine
+
+
+def client(path: Path, *options: str) -> list[str]:
+    """Return the start of a command that uses the shared connection at a path, and no other.
+
+    The host's name follows. The user's configuration concerns the connection, which exists, so
+    none is read. ProxyCommand runs only if the shared connection is gone.
+    """
+    return [
+        "ssh",
+        *("-F", "none", "-T"),
+        *settings(
+            BatchMode="yes",
+            ControlMaster="no",
+            ControlPath=str(path).replace("%", "%%"),
+            LogLevel="ERROR",
+            ProxyCommand="false",
+        ),
+        *options,
+        "--",
+    ]
+
+
+def find(target: Target) -> Path | None:
+    """Return the socket of the user's open connection to a host; None if there is none."""
+    return next((path for path in _candidates(target) if is_open(path)), None)
+
+
+def _candidates(target: Target) -> Iterator[Path]:
+    if target.control_path:
+        yield Path(target.control_path)
+    for directory in _directories():
+        yield directory / _name(target)
+
+
+def path_for_login(target: Target) -> Path:
+    """Return the socket for a new shared connection: the user's ControlPath, or our own.
+
+    Raises:
+        HostError: no directory for it can be made.
+    """
+    return Path(target.control_path) if target.control_path else _own(target, _name(target))
+
+
+def private_path(target: Target) -> Path:
+    """Return the socket for a connection of this process alone.
+
+    Raises:
+        HostError: no directory for it can be made.
+    """
+    return _own(target, f"{os.getpid():x}-{secrets.token_hex(4)}")
+
+
+def is_open(path: Path) -> bool:
+    """Return whether a shared connection of this user answers at a path."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
+        return False
+    return _succeeds(_control(path, "check"))
+
+
+def close(*paths: Path) -> None:
+    """Close shared connections, and all commands on them."""
+    asked = [_control(path, "exit") for path in paths]
+    for process in asked:
+        _succeeds(process)
+
+
+def _control(path: Path, word: str) -> subprocess.Popen[bytes] | None:
+    try:
+        return subprocess.Popen(
+            [*client(path, "-O", word), "clusterjob"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:
+        return None
+
+
+def _succeeds(process: subprocess.Popen[bytes] | None) -> bool:
+    if process is None:
+        return False
+    try:
+        return process.wait(_TIMEOUT) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+
+
+def _own(target: Target, name: str) -> Path:
+    why = "each path is too long for a socket"
+    for directory in _directories():
+        if len(os.fsencode(directory / name)) > _MAX_PATH:
+            continue
+        try:
+            private_dirs.make(directory)
+            status = directory.lstat()
+        except OSError as error:
+            why = f"{directory}: {error.strerror}"
+            continue
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700:
+            return directory / name
+        why = f"{directory} is not a private directory (mode 0700)"
+    raise HostError(
+        target.label,
+        f"there is no directory for the socket of its connection: {why}",
+        hint="set XDG_RUNTIME_DIR to a private directory with a short name",
+    )
+
+
+def _directories() -> Iterator[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isabs(runtime):
+        yield Path(runtime) / "clusterjob"
+    yield home() / "ssh"
+    yield Path(f"/tmp/clusterjob-{os.geteuid()}")  # noqa: S108 - only if it is private
+
+
+def _name(target: Target) -> str:
+    """Return a name that no host with another address, user or route has."""
+    parts = (
+        target.hostname,
+        str(target.port),
+        target.user,
+        ",".join(map(str, target.jumps)),
+        target.proxy_command,
+        target.key_alias,
+    )
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:20]
+
+
+def settings(**options: str) -> list[str]:
+    """Return options of the command line of ssh."""
+    return [word for key, value in options.items() for word in ("-o", f"{key}={value}")]

@@ -1,0 +1,327 @@
+"""A connection with OpenSSH: `ssh` logs in, and each command is an `ssh` on that connection.
+
+So everything that ssh supports applies: ControlMaster, GSSAPI, FIDO keys, PKCS#11, host
+certificates, RevokedHostKeys, and every option of the user's configuration.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from clusterjob.errors import HostError
+from clusterjob.remote import control_master, known_hosts
+from clusterjob.remote.host_keys import HostKey, known_keys, lookup_names
+from clusterjob.remote.process_channel import ProcessChannel
+from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.transport import Connection, ConnectOptions, DroppedError
+
+_LOGIN_TIMEOUTS = 4  # time limit of a login, as a multiple of the timeout; as paramiko's phases
+_IDLE = 20  # seconds after which ssh closes the connection of a process that was killed
+LOGIN_IDLE = 8 * 3600  # the same, of a connection that `clusterjob login` opened
+HUMAN_TIMEOUT = 300.0  # seconds that a person may take to log in
+_MAX_ERROR = 300  # characters of an error of ssh
+# A login must be private to us: nothing that the user's configuration adds to an interactive one.
+_CONNECTION_ONLY = {
+    "ClearAllForwardings": "yes",
+    "ConnectionAttempts": "1",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "RequestTTY": "no",
+    "ServerAliveCountMax": "2",
+    "ServerAliveInterval": "5",
+    "Tunnel": "no",
+}
+
+
+_to_close: set[Path] = set()  # connections of this process alone
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close the connections that are still open when the program ends."""
+    control_master.close(*_to_close)
+
+
+class OpenSshConnection:
+    """A shared connection of ssh.
+
+    Args:
+        target: the host.
+        path: the connection's socket.
+        timeout: seconds for an answer.
+        own: whether the connection ends with this object.
+    """
+
+    def __init__(self, target: Target, path: Path, timeout: float, *, own: bool) -> None:
+        self.target = target
+        self.path = path
+        self._timeout = timeout
+        self._own = own
+        if own:
+            _to_close.add(path)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection is open: ssh removes its socket at the end."""
+        return self.path.exists()
+
+    def execute(self, command: str) -> ProcessChannel:
+        """Start a command without a terminal and return its channel."""
+        return self._start([*control_master.client(self.path), self.target.hostname, command])
+
+    def forward(self, hostname: str, port: int) -> ProcessChannel:
+        """Return a stream through this host to another host (direct-tcpip)."""
+        where = f"[{hostname}]:{port}" if ":" in hostname else f"{hostname}:{port}"
+        client = control_master.client(self.path, "-W", where)
+        return self._start([*client, self.target.hostname])
+
+    def close(self) -> None:
+        """Close the connection, unless it is shared with other commands."""
+        if self._own and self.path in _to_close:
+            _to_close.discard(self.path)
+            control_master.close(self.path)
+
+    def _start(self, argv: Sequence[str]) -> ProcessChannel:
+        try:
+            return ProcessChannel(argv, self._timeout)
+        except OSError as error:
+            raise HostError(
+                self.target.label, f"ssh cannot be started: {error.strerror}"
+            ) from error
+
+
+def share(target: Target, options: ConnectOptions, path: Path) -> OpenSshConnection:
+    """Return an open connection of the user; see `control_master.find`."""
+    return OpenSshConnection(target, path, timeout=options.seconds(target), own=False)
+
+
+def connect(
+    target: Target, options: ConnectOptions, through: Callable[[], Connection | None]
+) -> OpenSshConnection:
+    """Return a new connection to a host; see `clusterjob.remote.connect.connect`.
+
+    With ControlPersist, ssh keeps it for later commands at the user's ControlPath.
+
+    Args:
+        target: the host.
+        options: timeout and warnings.
+        through: returns the connection to the bastion.
+    """
+    timeout = options.seconds(target)
+    if target.strict == "no":
+        options.warn(
+            f"{target.label}: its key is not verified because StrictHostKeyChecking is `no`"
+        )
+    own = not (target.control_path and target.persists)
+    more = {"BatchMode": "yes", "LogLevel": "ERROR"}
+    if own:
+        path = control_master.private_path(target)
+        more |= {"ControlPersist": str(_IDLE)} | _proxy(through())
+    else:  # it outlives our connection to a bastion: ssh makes its own
+        path = Path(target.control_path)
+    code, errors = _run(_master(target, path, timeout, **more), _LOGIN_TIMEOUTS * timeout)
+    if code is None:
+        raise HostError(target.label, f"ssh does not log in within {_LOGIN_TIMEOUTS * timeout:g} s")
+    if code or not path.exists():
+        raise _failure(target, errors)
+    return OpenSshConnection(target, path, timeout=timeout, own=own)
+
+
+def log_in(
+    target: Target, options: ConnectOptions, *, terminal: bool, bastion: Connection | None
+) -> None:
+    """Open the shared connection that later commands use; ssh asks on the terminal.
+
+    Args:
+        target: the host.
+        options: its timeout.
+        terminal: whether a person can answer. If not, only a login without questions succeeds.
+        bastion: a shared connection to the host's last bastion; None to let ssh make one.
+
+    Raises:
+        HostError: the login failed.
+    """
+    timeout = options.seconds(target)
+    path = control_master.path_for_login(target)
+    persist = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
+    batch = {} if terminal else {"BatchMode": "yes", "LogLevel": "ERROR"}
+    argv = _master(target, path, timeout, **batch, **persist, **_proxy(bastion))
+    seconds = HUMAN_TIMEOUT if terminal else _LOGIN_TIMEOUTS * timeout
+    code, errors = _run(argv, seconds, terminal=terminal)
+    if code is None:
+        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
+    if not code and control_master.is_open(path):
+        return
+    if terminal:  # where ssh has shown the reason
+        raise HostError(
+            target.label,
+            "ssh did not log in",
+            hint=f"ssh says why above; for an unknown key: clusterjob hosts trust {target.label}",
+        )
+    raise _failure(target, errors)
+
+
+def host_key(target: Target, options: ConnectOptions, bastion: Connection | None) -> HostKey:
+    """Return the key that a host presents, trusted or not, without logging in.
+
+    Raises:
+        HostError: the host cannot be reached, or RevokedHostKeys names its key.
+    """
+    timeout = options.seconds(target)
+    with tempfile.TemporaryDirectory(prefix="clusterjob-") as directory:
+        path = Path(directory) / "known_hosts"
+        _, errors = _run(
+            [
+                "ssh",
+                *control_master.settings(
+                    **_CONNECTION_ONLY,
+                    BatchMode="yes",
+                    ConnectTimeout=_whole(timeout),
+                    ControlPath="none",
+                    GlobalKnownHostsFile="/dev/null",
+                    HashKnownHosts="no",
+                    LogLevel="ERROR",
+                    PreferredAuthentications="none",
+                    StrictHostKeyChecking="accept-new",
+                    UpdateHostKeys="no",
+                    UserKnownHostsFile=str(path),
+                    **({"KnownHostsCommand": "none"} if target.other_needs else {}),
+                    **_proxy(bastion),
+                ),
+                *target.arguments,
+                "true",
+            ],
+            _LOGIN_TIMEOUTS * timeout,
+        )
+        found = known_hosts.read_keys(path)
+    if not found:
+        raise _failure(target, errors)
+    return HostKey(*found[0])
+
+
+def _master(target: Target, path: Path, timeout: float, **options: str) -> list[str]:
+    """Return the command that logs in and stays in the background."""
+    # `ask` would ask on the terminal; here `clusterjob hosts trust` records a new key.
+    strict = "yes" if target.strict == "ask" else target.strict
+    if strict == "no" and known_keys(target).revokes(lookup_names(target)):
+        strict = "accept-new"  # with `no`, ssh uses even a revoked key
+    return [
+        "ssh",
+        *("-f", "-N"),
+        *control_master.settings(
+            **_CONNECTION_ONLY,
+            ConnectTimeout=_whole(timeout),
+            ControlMaster="yes",
+            ControlPath=str(path).replace("%", "%%"),
+            StrictHostKeyChecking=strict,
+            **options,
+        ),
+        *target.arguments,
+    ]
+
+
+def _proxy(bastion: Connection | None) -> dict[str, str]:
+    """Return the option that reaches a host through an open connection of ssh."""
+    if not isinstance(bastion, OpenSshConnection):
+        return {}
+    words = [word.replace("%", "%%") for word in control_master.client(bastion.path)[:-1]]
+    command = shlex.join([*words, "-W", "[%h]:%p", "--", bastion.target.hostname])
+    return {"ProxyCommand": command}
+
+
+def _whole(seconds: float) -> str:
+    return str(max(1, round(seconds)))
+
+
+def _run(argv: Sequence[str], seconds: float, *, terminal: bool = False) -> tuple[int | None, str]:
+    """Run ssh; return its exit code, None after the time limit, and what it wrote on stderr.
+
+    With a terminal, ssh may ask there, and stderr is shown instead.
+    """
+    # A file, because an ssh in the background may keep a pipe open.
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=None if terminal else subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=None if terminal else errors,
+                start_new_session=not terminal,  # no access to the terminal
+            )
+        except OSError as error:
+            return 255, f"ssh cannot be started: {error.strerror}"
+        code: int | None = None
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if code is None:
+                _kill(process, whole_session=not terminal)
+        errors.seek(0)
+        return code, errors.read(1 << 16).decode(errors="replace")
+
+
+def _kill(process: subprocess.Popen[bytes], *, whole_session: bool) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if whole_session:  # with its ProxyCommand
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.terminate()  # ssh restores the terminal
+    process.wait()
+
+
+def _failure(target: Target, errors: str) -> Exception:
+    """Return the error for what ssh wrote on stderr."""
+    lines = [line.strip()[:_MAX_ERROR] for line in errors.splitlines() if line.strip()]
+    trust = f"clusterjob hosts trust {target.label}"
+
+    def one(pattern: str) -> str:
+        return next((line for line in lines if re.search(pattern, line)), "")
+
+    def error(why: str, hint: str = "") -> HostError:
+        return HostError(target.label, why[:_MAX_ERROR], hint=hint)
+
+    if line := one("Error checking host key"):
+        return error(f"its key cannot be checked: {line}")
+    if line := one("revoked|REVOKED"):
+        file = line.partition(" by file ")[2]
+        why = f"its key is revoked{f' ({file})' if file else ''}"
+        return error(why, hint="this host is not to be trusted")
+    if one("IDENTIFICATION HAS CHANGED"):
+        place = one("^Offending").partition(" in ")[2]
+        why = f"its key has changed{f', another one is in {place}' if place else ''}"
+        return error(why, hint=f"if the change is intended: {trust} --replace")
+    if line := one("^Certificate invalid"):
+        return error(f"the certificate of its key is not valid: {line.partition(': ')[2]}")
+    if one("^Host key verification failed|host key is known for"):
+        return error(
+            "its key is unknown", hint=f"compare it with the key on the host, then: {trust}"
+        )
+    if match := re.search(r"Permission denied \(([\w,@.-]*)\)", errors):
+        if {"keyboard-interactive", "password"} & set(match[1].split(",")):
+            return error(
+                f"it requires an answer from {target.user}: {match[1]}",
+                hint=f"log in once before, on a terminal: clusterjob login {target.label}",
+            )
+        return error(
+            f"ssh cannot log in as {target.user}: the host accepts only {match[1]}",
+            hint=f"make `ssh {target.label}` work without a password",
+        )
+    if not lines:
+        return error("ssh gives no reason", hint=f"`ssh -v {target.label}` shows each step")
+    last = lines[-1].removeprefix("ssh: ")
+    if one("^(kex|ssh)_exchange_identification"):
+        return DroppedError(last)
+    return error(last)

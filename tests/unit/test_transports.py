@@ -1,0 +1,172 @@
+"""The choice of a transport, the stream over a process, and errors from the output of ssh."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.core.hosts import Host
+from clusterjob.errors import HostError, SpecError
+from clusterjob.remote import connect, openssh_transport
+from clusterjob.remote.process_channel import ProcessChannel
+from clusterjob.remote.sessions import Place
+from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.ssh_options import ConnectionSettings
+from clusterjob.remote.transport import ConnectOptions, DroppedError
+
+PLAIN = Target("gpu1", "10.0.0.1", port=22, user="me")
+
+
+@pytest.fixture(autouse=True)
+def _no_ticket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ssh").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
+
+
+def needs(transport: str = "auto", **fields: Any) -> bool:
+    return connect.needs_openssh(replace(PLAIN, **fields), ConnectOptions(transport=transport))
+
+
+def test_auto_uses_openssh_for_what_paramiko_lacks(tmp_path: Path) -> None:
+    assert not needs()
+    assert not needs(gssapi=True), "without a ticket, as on each Debian"
+    assert needs(control_path="/run/m")
+    assert needs(other_needs=("PKCS11Provider",))
+    assert needs(revoked_keys=(tmp_path / "revoked",))
+    assert needs(transport="openssh")
+    assert not needs(transport="paramiko", control_path="/run/m")
+    (tmp_path / "token.pub").write_text("sk-ssh-ed25519@openssh.com AAAA me\n")
+    (tmp_path / "plain.pub").write_text("ssh-ed25519 AAAA me\n")
+    assert needs(identities=(tmp_path / "plain", tmp_path / "token"))
+    assert not needs(identities=(tmp_path / "plain", tmp_path / "absent"))
+    (tmp_path / "known_hosts").write_text(
+        "@cert-authority 10.0.0.1 ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA==\n"
+    )
+    assert needs(known_hosts=(tmp_path / "known_hosts",))
+
+
+def test_kerberos_ticket_selects_openssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "klist").write_text('#!/bin/sh\n[ "$1 $KRB5CCNAME" = "-s FILE:mine" ]\n')
+    (tmp_path / "klist").chmod(0o755)
+    assert not needs(gssapi=True)
+    monkeypatch.setenv("KRB5CCNAME", "FILE:mine")
+    assert needs(gssapi=True)
+    assert not needs(gssapi=False)
+
+
+def test_without_ssh_only_required_features_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert not needs(control_path="/run/m")
+    for fields in ({"revoked_keys": (tmp_path,)}, {"other_needs": ("PKCS11Provider",)}):
+        with pytest.raises(HostError, match="needs the command ssh, which is not installed"):
+            needs(**fields)
+    with pytest.raises(HostError, match="transport = openssh needs"):
+        needs(transport="openssh")
+
+
+def test_transport_of_record_is_kept_and_older_record_means_auto() -> None:
+    place = Place((Host("gpu1"),), "python3", transport="openssh")
+    data = place.to_json()
+    assert Place.from_json(data) == place
+    del data["transport"]
+    assert Place.from_json(data).transport == "auto"
+
+
+def test_unknown_transport_is_refused() -> None:
+    assert ConnectionSettings.of({"transport": "openssh"}).transport == "openssh"
+    with pytest.raises(SpecError, match="transport: 'telnet' is unknown"):
+        ConnectionSettings.of({"transport": "telnet"})
+
+
+# -- the stream over a process -------------------------------------------------------------------
+
+
+def channel(code: str, timeout: float = 20.0) -> ProcessChannel:
+    return ProcessChannel([sys.executable, "-c", code], timeout)
+
+
+def test_process_that_floods_stderr_is_not_blocked() -> None:
+    stream = channel("import os; os.write(2, b'x' * 3_000_000 + b'last'); os.write(1, b'done')")
+    assert stream.recv(100) == b"done"
+    assert stream.wait_for_exit() == 0
+    while (text := stream.read_stderr()) and not text.endswith(b"last"):
+        assert len(text) <= 1 << 16
+    assert text.endswith(b"last")
+    stream.close()
+
+
+def test_endless_stderr_does_not_extend_timeout() -> None:
+    stream = channel("import os\nwhile True: os.write(2, b'x' * 10000)", timeout=0.5)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        stream.recv(1)
+    assert time.monotonic() - begin < 10
+    assert not stream.closed
+    stream.close()
+    assert stream.closed
+
+
+def test_silent_process_times_out_in_both_directions() -> None:
+    stream = channel("import time; time.sleep(100)", timeout=0.2)
+    with pytest.raises(TimeoutError):
+        stream.recv(1)
+
+    def fill() -> None:
+        while True:
+            stream.send(b"x" * 65536)
+
+    with pytest.raises(TimeoutError):
+        fill()
+    stream.close()
+    with pytest.raises(OSError, match="closed"):
+        stream.recv(1)
+
+
+def test_stdin_is_closed_alone_and_exit_code_returned() -> None:
+    stream = channel("import sys; print(len(sys.stdin.read())); sys.exit(3)")
+    assert stream.send(b"abc") == 3
+    stream.shutdown_write()
+    assert stream.recv(10) == b"3\n"
+    assert stream.recv(10) == b""
+    assert stream.wait_for_exit() == 3
+    stream.close()
+
+
+# -- errors of ssh -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "hint"),
+    [
+        ("ssh: connect to host a port 22: Connection refused", "connect to host a port 22", ""),
+        ("me@a: Permission denied (publickey).", "the host accepts only publickey", "ssh gpu1"),
+        (
+            "me@a: Permission denied (keyboard-interactive,password).",
+            "it requires an answer from me: keyboard-interactive,password",
+            "clusterjob login gpu1",
+        ),
+        ("", "ssh gives no reason", "ssh -v gpu1"),
+    ],
+)
+def test_output_of_ssh_becomes_error_with_hint(text: str, why: str, hint: str) -> None:
+    error = openssh_transport._failure(PLAIN, text)
+    assert isinstance(error, HostError)
+    assert why in error.message
+    assert hint in error.hint
+
+
+@given(st.text())
+def test_any_output_of_ssh_becomes_one_bounded_line(text: str) -> None:
+    error = openssh_transport._failure(PLAIN, text * 20)
+    assert isinstance(error, (HostError, DroppedError))
+    assert len(str(error).splitlines()[0]) < 400
