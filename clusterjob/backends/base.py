@@ -54,6 +54,8 @@ class Status:
         handle: the handle of the job, if its record has no handle and the backend found one.
         provisional: whether the verdict is a guess because the hosts that have the real verdict
             are unreachable.
+        elapsed: seconds for which the workers of a running job have run, measured with one clock;
+            None if it is unknown.
     """
 
     state: JobState
@@ -63,6 +65,7 @@ class Status:
     restarts: int = 0
     handle: Handle | None = None
     provisional: bool = False
+    elapsed: float | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CODE = "code"  # the sent working directory, in the job directory of a host
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
+_MAX_CLOCK = 1e12  # seconds; no machine runs that long
 LOG_SPACE = 50_000_000  # free bytes that a host needs for logs, beyond the size of the sent files
 
 
@@ -208,26 +209,51 @@ class Progress(NamedTuple):
         started_at: when its workers first started, RFC 3339, UTC; None before.
         restarts: number of restarts of the workers.
         waiting: what its agents wait for; empty if they do not wait.
+        started: when its workers first started, by the monotonic clock of node 0; None before.
     """
 
     started_at: str | None = None
     restarts: int = 0
     waiting: str = ""
+    started: float | None = None
 
-    def status(self, state: JobState, reason: str = "", handle: Handle | None = None) -> Status:
-        """Return the status of a job that has not ended."""
+    def status(
+        self,
+        state: JobState,
+        reason: str = "",
+        handle: Handle | None = None,
+        clock: float | None = None,
+    ) -> Status:
+        """Return the status of a job that has not ended.
+
+        Args:
+            state: the job's state.
+            reason: one line; empty if there is no reason.
+            handle: the job's handle, if its record has none.
+            clock: the monotonic clock of node 0 now; None if it is unknown.
+        """
+        elapsed = None if clock is None or self.started is None else clock - self.started
         return Status(
-            state, reason, started_at=self.started_at, restarts=self.restarts, handle=handle
+            state,
+            reason,
+            started_at=self.started_at,
+            restarts=self.restarts,
+            handle=handle,
+            elapsed=None if elapsed is None or elapsed < 0 else elapsed,
         )
 
 
 def progress(job_dir: Path) -> Progress:
     """Return the progress of a job from the events in its directory."""
-    started_at, restarts, waiting = None, 0, ""
+    started_at, restarts, waiting, started = None, 0, "", None
     for event in read_events(job_dir / EVENTS):
         kind = event.get("event")
         if kind == "started":
             at, restart = event.get("time"), event.get("restart")
+            if started_at is None:
+                clock = event.get("monotonic")
+                if isinstance(clock, (int, float)) and 0 <= clock < _MAX_CLOCK:
+                    started = float(clock)
             started_at = started_at or (at if isinstance(at, str) else now())
             restarts, waiting = restart if type(restart) is int else 0, ""
         elif kind == "waiting":
@@ -239,7 +265,7 @@ def progress(job_dir: Path) -> Progress:
             )
         elif kind == "exec":
             waiting = str(event.get("why", ""))
-    return Progress(started_at, restarts, waiting)
+    return Progress(started_at, restarts, waiting, started=started)
 
 
 def fetch_request(

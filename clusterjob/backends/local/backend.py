@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -322,7 +323,9 @@ def _status(record: Record) -> Status:
         )
     if alive:
         return progress.status(
-            JobState.RUNNING if progress.started_at else JobState.PENDING, progress.waiting
+            JobState.RUNNING if progress.started_at else JobState.PENDING,
+            progress.waiting,
+            clock=time.monotonic(),
         )
     if host := _other_host(record):
         return progress.status(
