@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clusterjob.backends.base import FetchLimits, Status
+from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.core import arrays, node_zip, plans
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
@@ -29,6 +29,7 @@ from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 
 if TYPE_CHECKING:
     from clusterjob.core.snapshot import Snapshot
+    from clusterjob.remote.cleaning import JobsOnHost
     from clusterjob.remote.fetch import Request
     from clusterjob.remote.sessions import Sessions
 
@@ -292,6 +293,14 @@ def fetch_request(
         sent=sent_digests(record.whole_dir) if synced and place == Path(workdir).resolve() else {},
         notes=home() / "fetched" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json",
     )
+
+
+def clean_hosts(hosts: Sequence[JobsOnHost], *, remove: bool) -> tuple[dict[str, Leftover], int]:
+    """Measure or remove ended jobs on hosts; see `clusterjob.backends.base.Cleaner`."""
+    from clusterjob.remote import cleaning
+
+    jobs, code = cleaning.clean_hosts(hosts, remove=remove)
+    return {job_id: Leftover(job.size, job.kept) for job_id, job in jobs.items()}, code
 
 
 def nothing_to_fetch(record: Record) -> ClusterJobError:

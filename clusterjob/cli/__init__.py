@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clusterjob import __version__
-from clusterjob.cli import hosts, inspect, list_jobs, logs, manage, start
+from clusterjob.cli import clean, hosts, inspect, list_jobs, logs, manage, start
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
@@ -41,6 +41,7 @@ app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(logs.logs)
 app.command("open")(manage.open_job)
+app.command()(clean.clean)
 app.command()(inspect.env)
 app.command()(inspect.config)
 app.command()(inspect.trust)

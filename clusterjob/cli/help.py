@@ -38,6 +38,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "clusterjob logs --rank 0-3,7 -n 50",
         "clusterjob logs -f --stderr --grep 'error|warning' --since 10m @2",
     ),
+    "clean": (
+        "clusterjob clean --older-than 30d --dry-run",
+        "clusterjob clean --state failed --larger-than 1G",
+    ),
     "open": ('cd "$(clusterjob open @)"',),
     "env": ("clusterjob env", "srun -N 2 clusterjob env --json"),
     "config": ("clusterjob config --cluster hpc",),

@@ -1,4 +1,4 @@
-"""Search lines of output for a regular expression, with a time limit for hostile expressions."""
+"""Search lines of output for a regular expression, with a time limit."""
 
 from __future__ import annotations
 

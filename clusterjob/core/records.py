@@ -281,6 +281,14 @@ class Records:
         with contextlib.suppress(OSError):
             self._path(job_id).unlink(missing_ok=True)
 
+    def delete(self, job_id: str) -> None:
+        """Remove the record of an ended job, or of an array's element.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self._path(job_id).unlink(missing_ok=True)
+
     def elements(self, record: Record) -> list[Record]:
         """Return an array's elements with their recorded ends, or a list with only the job."""
         if record.array is None:

@@ -1,4 +1,4 @@
-"""Select jobs by state, name, cluster and time of submission, as the command line describes it."""
+"""Select jobs by state, name, cluster and time of submission."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from clusterjob.backends import shared
-from clusterjob.backends.base import Status
+from clusterjob.backends.base import Leftover, Status
 from clusterjob.core import gpus
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
@@ -180,6 +180,18 @@ class LocalBackend:
                 [agent["pid"] for agent in _live_agents(record)],
                 record.job.grace + _CANCEL_TIMEOUT,
             )
+
+    def clean(
+        self,
+        records: Sequence[Record],
+        *,
+        remove: bool,  # noqa: ARG002 - the jobs have no files elsewhere
+    ) -> tuple[dict[str, Leftover], int]:
+        """Keep the jobs whose agents still run; see `clusterjob.backends.base.Cleaner`."""
+        return {
+            record.job_id: Leftover(kept="its agents still run" if _live_agents(record) else "")
+            for record in records
+        }, 0
 
     def interrupt_prompt(self, record: Record) -> bool:
         """Interrupt the worker that reads from this process's terminal, if there is one."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
-from clusterjob.backends.base import FetchLimits, Status
+from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.slurm import planning, status, submit
 from clusterjob.backends.slurm.accounting import Accounting, explained
 from clusterjob.backends.slurm.client import Client, SlurmOutput
@@ -20,7 +20,7 @@ from clusterjob.backends.slurm.status import NAME, Cluster
 from clusterjob.core import arrays
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
-from clusterjob.core.records import Handle, Record, home
+from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
@@ -208,6 +208,33 @@ class SlurmBackend:
         return bool(snapshot.error) or (
             handle is not None and status.is_active(snapshot, record, handle=handle)
         )
+
+    def clean(self, records: Sequence[Record], *, remove: bool) -> tuple[dict[str, Leftover], int]:
+        """Measure or remove ended jobs on login hosts; see `clusterjob.backends.base.Cleaner`.
+
+        A job that its owner has queued again, or whose cluster does not answer, is kept.
+        """
+        found: dict[str, Leftover] = {}
+        wanted: dict[Login, list[str]] = {}
+        for record in records:
+            login = status.cluster_of(record).login
+            if any(self._may_run(element) for element in Records().elements(record)):
+                found[record.job_id] = Leftover(
+                    kept="it is in Slurm's queue, or Slurm does not answer"
+                )
+            elif login is None:
+                found[record.job_id] = Leftover()
+            else:
+                wanted.setdefault(login, []).append(record.job_id)
+        if not wanted:
+            return found, 0
+        from clusterjob.remote.cleaning import JobsOnHost
+
+        there, code = shared.clean_hosts(
+            [JobsOnHost(self._logins.host(login).session, jobs) for login, jobs in wanted.items()],
+            remove=remove,
+        )
+        return found | there, code
 
     # -- logs, results, cancelling -----------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
-from clusterjob.backends.base import FetchLimits, Status
+from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.ssh import planning, status
 from clusterjob.backends.ssh.status import Job, Node
 from clusterjob.core.capabilities import Capability
@@ -214,6 +214,24 @@ class SshBackend:
         if outcome.errors:
             raise ClusterJobError(*complaint(outcome.errors, len(asked)))
         return [outcome.results[node] for node in asked]
+
+    def clean(self, records: Sequence[Record], *, remove: bool) -> tuple[dict[str, Leftover], int]:
+        """Measure or remove ended jobs on all their hosts; see `clusterjob.backends.base.Cleaner`.
+
+        A host is asked once for all its jobs. A job is kept if one of its hosts is not reachable.
+        """
+        from clusterjob.remote.cleaning import JobsOnHost
+
+        hosts: dict[Any, JobsOnHost] = {}
+        for record in records:
+            place = self._job(record).place
+            for node, host in enumerate(place.hosts):
+                key = (host, place.home, place.ssh_config)
+                on_host = hosts.setdefault(
+                    key, JobsOnHost(functools.partial(self._sessions.session, place, node))
+                )
+                on_host.jobs.append(record.job_id)
+        return shared.clean_hosts(list(hosts.values()), remove=remove)
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.
