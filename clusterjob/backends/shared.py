@@ -17,7 +17,7 @@ from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
-from clusterjob.errors import ClusterJobError, SpecError
+from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
@@ -158,6 +158,34 @@ def keep_code(code: Snapshot, workdir: Path, job_dir: Path) -> dict[str, Any]:
         "bytes": code.size,
         "git": snapshot.keep_git(workdir, job_dir),
     }
+
+
+def code_to_send(plan: plans.Plan, limit: int) -> tuple[Snapshot, dict[str, Any]]:
+    """Return the code that a job sends to its hosts, and its data for the job's handle.
+
+    It is the content of the working directory, or the code of an earlier job that runs again.
+
+    Args:
+        plan: the job.
+        limit: maximum bytes.
+
+    Raises:
+        SubmitError: the directory is too large or cannot be read, or the earlier code is not known.
+    """
+    from clusterjob.core import snapshot
+
+    spec = plan.spec
+    if (before := plan.sent_before) is not None:
+        code = snapshot.sent(before.folder, spec.workdir)
+        if code is None:
+            raise SubmitError(
+                f"{before.folder} does not list the code of the job any more",
+                "submit the program again to run its current code",
+            )
+        code.keep(plan.job_dir)
+        return code, dict(before.facts)
+    code = snapshot.take(spec.workdir, limit, include_secrets=spec.include_secrets)
+    return code, keep_code(code, spec.workdir, job_dir=plan.job_dir)
 
 
 def new_sessions() -> Sessions:

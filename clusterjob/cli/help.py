@@ -38,6 +38,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "clusterjob logs --rank 0-3,7 -n 50",
         "clusterjob logs -f --stderr --grep 'error|warning' --since 10m @2",
     ),
+    "rerun": ("clusterjob rerun train-7f3a", "clusterjob rerun @ --failed --secret HF_TOKEN=token"),
     "clean": (
         "clusterjob clean --older-than 30d --dry-run",
         "clusterjob clean --state failed --larger-than 1G",

@@ -84,6 +84,19 @@ class PlannedCommand:
 
 
 @dataclass(frozen=True)
+class SentCode:
+    """The code that an earlier job sent to its hosts.
+
+    Attributes:
+        folder: the directory of that job, with the list of the files.
+        facts: the data about it in the job's handle.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The files that a submission will write and the commands that it will run.
 
@@ -97,6 +110,8 @@ class Plan:
         notes: messages for the user, such as a warning about too few GPUs.
         array: for an array, the data for its record.
         sends_code: whether the files of the working directory are sent too.
+        sent_before: the code that an earlier job sent, if this job sends the same; None to send the
+            current files.
     """
 
     job_id: str
@@ -108,6 +123,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     array: Mapping[str, Any] | None = None
     sends_code: bool = False
+    sent_before: SentCode | None = None
 
     def _code(self) -> Snapshot | None:
         """Return the current files of the working directory if they are sent, else None."""

@@ -68,17 +68,13 @@ class SshBackend:
                 processes of the job are left on any host.
         """
         from clusterjob.backends.ssh.submit import Submission
-        from clusterjob.core import snapshot
         from clusterjob.remote.progress import Sending
 
         spec, settings = plan.spec, planning.SshOptions.of(plan.spec.options).ssh
         place = settings.place(spec.hosts, spec.python, spec.setup)
         data, code = place.to_json(), None
         if spec.sync:
-            code = snapshot.take(
-                spec.workdir, settings.sync_limit, include_secrets=spec.include_secrets
-            )
-            data["code"] = shared.keep_code(code, spec.workdir, job_dir=plan.job_dir)
+            code, data["code"] = shared.code_to_send(plan, settings.sync_limit)
         with Sending([str(host) for host in spec.hosts]) as progress:
             try:
                 data["address"] = Submission(
