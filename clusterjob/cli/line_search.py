@@ -13,7 +13,7 @@ from clusterjob.errors import UsageError
 from clusterjob.node.logs.log_reader import LogLine
 from clusterjob.node.system.sanitize import sanitize
 
-_TIMEOUT = 2.0  # seconds for all lines of one batch
+_TIMEOUT = 2.0  # seconds of CPU time for the lines of one batch
 _SEARCHED = 1 << 16  # characters of a line that are searched
 
 
@@ -62,10 +62,10 @@ class LineSearch:
                 "nested repetitions such as (a+)+ are slow; use a simpler expression",
             )
 
-        before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, _TIMEOUT)
+        before = signal.signal(signal.SIGVTALRM, stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _TIMEOUT)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)

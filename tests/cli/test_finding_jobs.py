@@ -352,8 +352,8 @@ def test_hostile_expression_ends_with_an_error() -> None:
     with pytest.raises(UsageError, match="takes more than"):
         LineSearch("(a+)+$").matching([LogLine(0, 0, stream="out", text="a" * 60 + "!")])
     assert time.monotonic() - begin < 30
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
 
 
 # -- cancel ----------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ _SCRIPT = "node.sh"
 # The workers get this variable, so that a job that a worker submits is recorded in the same
 # directory.
 _HOME = "CLUSTERJOB_HOME"
+_ENDING = 2.0  # seconds to wait for agents that have written their verdict and are about to exit
 _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is killed
 
 
@@ -188,6 +189,9 @@ class LocalBackend:
         remove: bool,  # noqa: ARG002 - the jobs have no files elsewhere
     ) -> tuple[dict[str, Leftover], int]:
         """Keep the jobs whose agents still run; see `clusterjob.backends.base.Cleaner`."""
+        until = time.monotonic() + _ENDING
+        while any(map(_live_agents, records)) and time.monotonic() < until:
+            time.sleep(0.05)
         return {
             record.job_id: Leftover(kept="its agents still run" if _live_agents(record) else "")
             for record in records

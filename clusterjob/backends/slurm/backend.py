@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
     from clusterjob.remote.fetch import Fetched
 
+_IN_QUEUE = "it is in Slurm's queue"
+_COMPLETING = 5.0  # seconds to wait for ended jobs that Slurm still completes
 _SCANCEL_WORDS = 1000  # maximum number of ids on one command line
 
 
@@ -215,13 +217,17 @@ class SlurmBackend:
         A job that its owner has queued again, or whose cluster does not answer, is kept.
         """
         found: dict[str, Leftover] = {}
+        until = time.monotonic() + _COMPLETING
         wanted: dict[Login, list[str]] = {}
         for record in records:
             login = status.cluster_of(record).login
-            if any(self._may_run(element) for element in Records().elements(record)):
-                found[record.job_id] = Leftover(
-                    kept="it is in Slurm's queue, or Slurm does not answer"
-                )
+            elements = Records().elements(record)
+            why = self._why_kept(elements)
+            while why == _IN_QUEUE and time.monotonic() < until:
+                time.sleep(0.2)
+                why = self._why_kept(elements)
+            if why:
+                found[record.job_id] = Leftover(kept=why)
             elif login is None:
                 found[record.job_id] = Leftover()
             else:
@@ -235,6 +241,14 @@ class SlurmBackend:
             remove=remove,
         )
         return found | there, code
+
+    def _why_kept(self, elements: Sequence[Record]) -> str:
+        """Return why an ended job must not be removed; empty if it can be."""
+        for record in elements:
+            if self._may_run(record):
+                snapshot = self._at(status.cluster_of(record))[1].poll()
+                return f"Slurm does not answer: {snapshot.error}" if snapshot.error else _IN_QUEUE
+        return ""
 
     # -- logs, results, cancelling -----------------------------------------------------------------
 

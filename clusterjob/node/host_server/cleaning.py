@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from clusterjob.node.host_server.poll import JOB, agent_of
 from clusterjob.node.logs.job_dir import AGENTS
 from clusterjob.node.system import removal
 
+_ENDING = 2.0  # seconds to wait for agents that have written their verdict and are about to exit
 _AGENT = re.compile(r"node(\d{1,9})\.json", re.ASCII)
 
 
@@ -31,10 +33,14 @@ def clean(home: Path, request: requests.Clean) -> dict[str, Any]:
         OSError: the code store cannot be read.
     """
     answers = []
+    until = time.monotonic() + _ENDING
     for name in request.jobs:
         if not JOB.fullmatch(name) or "/" in name:
             raise ValueError(f"{name!r} is not a job's name")
-        answers.append(_clean(home / "jobs" / name, remove=request.remove))
+        job_dir = home / "jobs" / name
+        while _running(job_dir) and time.monotonic() < until:
+            time.sleep(0.05)
+        answers.append(_clean(job_dir, remove=request.remove))
     if request.remove:
         removal.remove_abandoned(home / "jobs")
     gone = {name for name, answer in zip(request.jobs, answers, strict=True) if not answer["kept"]}
