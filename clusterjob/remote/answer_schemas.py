@@ -140,7 +140,8 @@ _ANSWERS = {
                 "alive": bool,
                 "files": _list(_File, MAX_FILES),
                 "more": bool,
-            }
+            },
+            {"clock": Annotated[float, Meta(ge=0, lt=1e12)]},
         ),
         poll.MAX_ANSWER,
         max_line=4 << 20,

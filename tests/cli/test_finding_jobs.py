@@ -1,4 +1,4 @@
-"""`list`, `logs`, `cancel`, `open` and `clean` on recorded jobs: filters, defaults, terminals."""
+"""`list`, `logs`, `cancel`, `open` and `clean` on recorded jobs: filters, terminals."""
 
 from __future__ import annotations
 

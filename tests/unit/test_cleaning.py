@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -180,6 +181,23 @@ def test_links_in_and_to_job_directories_are_not_followed(save: Save, tmp_path: 
     assert remaining() == {"linked-b"}
     assert (precious / "data").stat().st_size == 3_000_000
     assert [record.job_id for record in Records().all()] == ["linked-b"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+def test_job_with_mounted_file_system_is_kept(save: Save) -> None:
+    record = save("mount-a")
+    mounted = record.job_dir / "data"
+    mounted.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mounted], check=True)
+    try:
+        (mounted / "precious").touch()
+        done, _ = cleaning.remove(cleaning.find(Wanted())[0])
+        assert "another file system is mounted" in done[0].kept
+        assert (mounted / "precious").exists()
+        assert remaining() == {"mount-a"}
+    finally:
+        subprocess.run(["umount", mounted], check=True)
 
 
 def test_directory_that_cannot_be_written_is_removed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,8 @@ def tree_size(path: Path) -> int:
 
     Links are not followed, and a file with several names in the tree counts once.
     """
-    total, seen, folders = 0, set(), [str(path)]
-    while folders:
-        try:
-            entries = list(os.scandir(folders.pop()))
-        except OSError:
-            continue
+    total, seen = 0, set()
+    for _, entries in _walk(path):
         for entry in entries:
             try:
                 status = entry.stat(follow_symlinks=False)
@@ -37,9 +33,46 @@ def tree_size(path: Path) -> int:
                     continue
                 seen.add((status.st_dev, status.st_ino))
             total += status.st_blocks * 512
-            if stat.S_ISDIR(status.st_mode):
-                folders.append(entry.path)
     return total
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Yield each directory of a tree with its entries; pass over other file systems."""
+    try:
+        device = os.lstat(path).st_dev
+    except OSError:
+        return
+    folders = [str(path)]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as found:
+                entries = list(found)
+            yield folder, entries
+            folders += [
+                entry.path
+                for entry in entries
+                if entry.is_dir(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_dev == device
+            ]
+        except OSError:
+            continue  # it cannot be read, or it was removed meanwhile
+
+
+def _mounted(path: Path) -> str:
+    """Return a directory in a tree at which another file system is mounted; empty if none is."""
+    device = os.lstat(path).st_dev
+    for _, entries in _walk(path):
+        for entry in entries:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError as error:
+                if isinstance(error, FileNotFoundError):
+                    continue
+                return entry.path  # such as a mount whose server is gone
+            if stat.S_ISDIR(status.st_mode) and status.st_dev != device:
+                return entry.path
+    return ""
 
 
 def is_directory(path: Path) -> bool:
@@ -60,12 +93,19 @@ def remove_tree(path: Path) -> None:
     The directory gets a hidden name first. If another process has removed it, nothing happens.
 
     Raises:
-        OSError: it is no directory, or cannot be renamed or removed.
+        OSError: it is no directory, cannot be renamed or removed, or another file system is
+            mounted in it.
     """
     if not is_directory(path):
         if os.path.lexists(path):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         return
+    try:
+        mounted = _mounted(path)
+    except FileNotFoundError:
+        return
+    if mounted:
+        raise OSError(errno.EBUSY, "another file system is mounted there", mounted)
     aside = path.with_name(f"{_ASIDE}{secrets.token_hex(8)}")
     try:
         path.rename(aside)
