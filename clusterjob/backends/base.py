@@ -54,6 +54,8 @@ class Status:
         handle: the handle of the job, if its record has no handle and the backend found one.
         provisional: whether the verdict is a guess because the hosts that have the real verdict
             are unreachable.
+        elapsed: seconds for which the workers of a running job have run, measured with one clock;
+            None if it is unknown.
     """
 
     state: JobState
@@ -63,6 +65,7 @@ class Status:
     restarts: int = 0
     handle: Handle | None = None
     provisional: bool = False
+    elapsed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,19 @@ class FetchLimits:
 
 
 FETCH_LIMITS = FetchLimits()
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """The files of an ended job outside of its directory on this machine.
+
+    Attributes:
+        size: their bytes.
+        kept: why the job must not be removed, such as an unreachable host; empty if it can be.
+    """
+
+    size: int = 0
+    kept: str = ""
 
 
 class Backend(Protocol):
@@ -151,6 +167,22 @@ class Checker(Protocol):
 
         Raises:
             UsageError: the job is invalid on this cluster.
+        """
+
+
+@runtime_checkable
+class Cleaner(Protocol):
+    """A backend whose ended jobs have files on other machines, or may run again."""
+
+    def clean(self, records: Sequence[Record], *, remove: bool) -> tuple[dict[str, Leftover], int]:
+        """Check whether ended jobs can be removed, and measure their files on other machines.
+
+        Args:
+            records: the jobs; an array is one record.
+            remove: whether to remove these files, unless the job must be kept.
+
+        Returns:
+            The files of each job by its id, and the bytes of shared files that no other job uses.
         """
 
 

@@ -11,14 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clusterjob.backends.base import FetchLimits, Status
+from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.core import arrays, node_zip, plans
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import parse_size
 from clusterjob.doctor.engine import CheckFinding, ok
-from clusterjob.errors import ClusterJobError, SpecError
+from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
@@ -31,10 +31,12 @@ from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 if TYPE_CHECKING:
     from clusterjob.core.snapshot import Snapshot
     from clusterjob.core.snapshot.source import CodeSource
+    from clusterjob.remote.cleaning import JobsOnHost
     from clusterjob.remote.fetch import Request
     from clusterjob.remote.sessions import Sessions
 
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
+_MAX_CLOCK = 1e12  # seconds; no machine runs that long
 LOG_SPACE = 50_000_000  # free bytes that a host needs for logs, beyond the size of the sent files
 
 
@@ -194,6 +196,34 @@ def keep_code(code: Snapshot, workdir: Path, job_dir: Path) -> dict[str, Any]:
     }
 
 
+def code_to_send(plan: plans.Plan, limit: int) -> tuple[Snapshot, dict[str, Any]]:
+    """Return the code that a job sends to its hosts, and its data for the job's handle.
+
+    It is the content of the working directory, or the code of an earlier job that runs again.
+
+    Args:
+        plan: the job.
+        limit: maximum bytes.
+
+    Raises:
+        SubmitError: the directory is too large or cannot be read, or the earlier code is not known.
+    """
+    from clusterjob.core import snapshot
+
+    spec = plan.spec
+    if (before := plan.sent_before) is not None:
+        code = snapshot.sent(before.folder, spec.workdir)
+        if code is None:
+            raise SubmitError(
+                f"{before.folder} does not list the code of the job any more",
+                "submit the program again to run its current code",
+            )
+        code.keep(plan.job_dir)
+        return code, dict(before.facts)
+    code = snapshot.take(spec.workdir, limit, include_secrets=spec.include_secrets)
+    return code, keep_code(code, spec.workdir, job_dir=plan.job_dir)
+
+
 def new_sessions() -> Sessions:
     """Return the holder of this process's sessions with hosts; no session is open yet."""
     from clusterjob.remote.sessions import Sessions
@@ -244,26 +274,51 @@ class Progress(NamedTuple):
         started_at: when its workers first started, RFC 3339, UTC; None before.
         restarts: number of restarts of the workers.
         waiting: what its agents wait for; empty if they do not wait.
+        started: when its workers first started, by the monotonic clock of node 0; None before.
     """
 
     started_at: str | None = None
     restarts: int = 0
     waiting: str = ""
+    started: float | None = None
 
-    def status(self, state: JobState, reason: str = "", handle: Handle | None = None) -> Status:
-        """Return the status of a job that has not ended."""
+    def status(
+        self,
+        state: JobState,
+        reason: str = "",
+        handle: Handle | None = None,
+        clock: float | None = None,
+    ) -> Status:
+        """Return the status of a job that has not ended.
+
+        Args:
+            state: the job's state.
+            reason: one line; empty if there is no reason.
+            handle: the job's handle, if its record has none.
+            clock: the monotonic clock of node 0 now; None if it is unknown.
+        """
+        elapsed = None if clock is None or self.started is None else clock - self.started
         return Status(
-            state, reason, started_at=self.started_at, restarts=self.restarts, handle=handle
+            state,
+            reason,
+            started_at=self.started_at,
+            restarts=self.restarts,
+            handle=handle,
+            elapsed=None if elapsed is None or elapsed < 0 else elapsed,
         )
 
 
 def progress(job_dir: Path) -> Progress:
     """Return the progress of a job from the events in its directory."""
-    started_at, restarts, waiting = None, 0, ""
+    started_at, restarts, waiting, started = None, 0, "", None
     for event in read_events(job_dir / EVENTS):
         kind = event.get("event")
         if kind == "started":
             at, restart = event.get("time"), event.get("restart")
+            if started_at is None:
+                clock = event.get("monotonic")
+                if isinstance(clock, (int, float)) and 0 <= clock < _MAX_CLOCK:
+                    started = float(clock)
             started_at = started_at or (at if isinstance(at, str) else now())
             restarts, waiting = restart if type(restart) is int else 0, ""
         elif kind == "waiting":
@@ -275,7 +330,7 @@ def progress(job_dir: Path) -> Progress:
             )
         elif kind == "exec":
             waiting = str(event.get("why", ""))
-    return Progress(started_at, restarts, waiting)
+    return Progress(started_at, restarts, waiting, started=started)
 
 
 def fetch_request(
@@ -302,6 +357,14 @@ def fetch_request(
         sent=sent_digests(record.whole_dir) if synced and place == Path(workdir).resolve() else {},
         notes=home() / "fetched" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json",
     )
+
+
+def clean_hosts(hosts: Sequence[JobsOnHost], *, remove: bool) -> tuple[dict[str, Leftover], int]:
+    """Measure or remove ended jobs on hosts; see `clusterjob.backends.base.Cleaner`."""
+    from clusterjob.remote import cleaning
+
+    jobs, code = cleaning.clean_hosts(hosts, remove=remove)
+    return {job_id: Leftover(job.size, job.kept) for job_id, job in jobs.items()}, code
 
 
 def nothing_to_fetch(record: Record) -> ClusterJobError:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clusterjob import __version__
-from clusterjob.cli import hosts, inspect, login, manage, start
+from clusterjob.cli import clean, hosts, inspect, list_jobs, login, logs, manage, rerun, start
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
@@ -36,10 +36,13 @@ app.command(
     add_help_option=False,
 )(start.launch)
 app.command()(manage.status)
-app.command("list")(manage.list_jobs)
+app.command("list")(list_jobs.list_jobs)
 app.command()(manage.wait)
 app.command()(manage.cancel)
-app.command()(manage.logs)
+app.command()(logs.logs)
+app.command()(rerun.rerun)
+app.command("open")(manage.open_job)
+app.command()(clean.clean)
 app.command()(inspect.env)
 app.command()(inspect.config)
 app.command()(inspect.trust)

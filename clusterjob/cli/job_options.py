@@ -14,7 +14,12 @@ from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
 
 Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="Job id, or a unique prefix of it.")]
+Id = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID", help="Job id, unique prefix of it, @ for the latest job, or job name."
+    ),
+]
 _PROGRAM = "clusterjob.program"  # key of the program in a command's context
 
 

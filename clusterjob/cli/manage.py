@@ -1,4 +1,4 @@
-"""The commands on existing jobs: `status`, `list`, `wait`, `cancel`, `logs`."""
+"""The commands on existing jobs: `status`, `wait`, `cancel`, `open`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clusterjob.cli.job_filters import NAMED_JOBS, LatestId, Name, States, Yes, confirmed
 from clusterjob.cli.job_options import Id, Json
+from clusterjob.errors import ClusterJobError, RecordError, UsageError
 
 if TYPE_CHECKING:
     from clusterjob.backends.base import Status
-    from clusterjob.core.records import Record
 
-Ids = Annotated[
-    list[str], typer.Argument(metavar="ID...", help="Job ids, or unique prefixes of them.")
-]
 OptionalIds = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[ID...]",
-        help="Job ids, or unique prefixes of them (default: jobs that have not ended).",
-    ),
+    typer.Argument(metavar="[ID...]", help=f"{NAMED_JOBS} (default: jobs that have not ended)."),
 ]
 
 
 def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
     """Show the status of jobs."""
-    from clusterjob.cli import output
+    from clusterjob.cli import job_table, output
     from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
@@ -38,38 +33,9 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
     elif not pairs:
         output.print_message("no job is running; `clusterjob list` shows those that have ended")
     else:
-        output.print_jobs([row_of(record, now) for record, now in pairs], together=not ids)
+        job_table.print_jobs([row_of(record, now) for record, now in pairs], together=not ids)
         if ids:
             output.print_verdicts(pairs)
-    return 0
-
-
-def list_jobs(as_json: Json = False) -> int:  # noqa: FBT002
-    """List all jobs, oldest first."""
-    from clusterjob.cli import output
-    from clusterjob.core.listing import Listing
-    from clusterjob.core.records import Records
-
-    if as_json:
-        from clusterjob.core import polling
-
-        output.print_json(
-            {
-                "jobs": [
-                    output.job_json(record, now)
-                    for record, now in polling.statuses(Records().all())
-                ]
-            }
-        )
-    else:
-        found = Listing(Records())
-        states: list[tuple[Record, Status]] = []
-        if found.open:
-            from clusterjob.core import polling  # slow import, needed only for open jobs
-
-            states = polling.statuses(found.open)
-        output.print_jobs(found.with_states(states), together=True)
-        output.print_broken(found.broken)
     return 0
 
 
@@ -99,53 +65,69 @@ def wait(job_id: Id) -> int:
     return verdict.exit_code
 
 
-def cancel(ids: Ids) -> int:
-    """Cancel jobs on all of their nodes."""
-    from clusterjob.cli import output
-    from clusterjob.core import jobs
-    from clusterjob.core.records import Records
-
-    output.print_cancelled(jobs.cancel([Records().find(text) for text in ids]))
-    return 0
-
-
-def logs(
-    job_id: Id,
-    follow: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option("--follow", "-f", help="Output until the job ends (default: output so far)."),
+def cancel(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID...]", help=f"{NAMED_JOBS} (default: none).")
+    ] = None,
+    every: Annotated[  # noqa: FBT002
+        bool, typer.Option("--all", help="All jobs that have not ended (default: no).")
     ] = False,
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            "--rank", min=0, metavar="N", help="Rank of the worker to show (default: all)."
-        ),
-    ] = None,
-    node: Annotated[
-        int | None, typer.Option("--node", min=0, metavar="N", help="Node to show (default: all).")
-    ] = None,
-    tail: Annotated[
-        int | None,
-        typer.Option(
-            "--tail", min=0, metavar="N", help="Number of last lines to show (default: all)."
-        ),
-    ] = None,
-    raw: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--raw",
-            help="Unchanged output with terminal escapes and without labels (default: no).",
-        ),
-    ] = False,
+    state: States = None,
+    name: Name = None,
+    yes: Yes = False,  # noqa: FBT002
 ) -> int:
-    """Show the workers' output, all ranks in chronological order.
+    """Cancel jobs on all of their nodes.
 
-    With -f, continue until the job ends, and exit with its exit code.
+    With --state or --name, the jobs that have not ended and match both are cancelled. If they are
+    several, the command asks first.
     """
-    from clusterjob.cli import watch
+    from clusterjob.cli import output
+    from clusterjob.core import jobs, polling
     from clusterjob.core.records import Records
+    from clusterjob.core.selection import Selection, parse_states
 
-    job = watch.Watch(Records().find(job_id), rank, node=node, raw=raw)
-    if tail is not None or not follow:
-        job.so_far(tail, follow=follow)
-    return job.to_the_end() if follow else 0
+    if bool(ids) == bool(every or state or name):
+        raise UsageError(
+            "give job ids, or one of --all, --state and --name", "`clusterjob status` shows the ids"
+        )
+    if ids:
+        wanted = [Records().find(text) for text in ids]
+    else:
+        selection = Selection(parse_states(state or ()), name=name or "")
+        wanted = polling.open_jobs(selection)
+        if not wanted:
+            output.print_message("no job that has not ended matches")
+            return 0
+        whole = list(dict.fromkeys(record.whole_id for record in wanted))
+        if len(whole) > 1 and not yes:
+            output.print_message(f"{len(whole)} jobs: {', '.join(whole)}")
+            if not confirmed(f"Cancel {len(whole)} jobs?"):
+                return 1
+    errors: dict[str, ClusterJobError] = {}
+    done = jobs.cancel(
+        wanted,
+        on_error=None
+        if ids and len(ids) == 1
+        else lambda record, error: errors.update({record.job_id: error}),
+    )
+    output.print_cancelled([pair for pair in done if pair[0].job_id not in errors])
+    for job_id, error in errors.items():
+        output.print_message(f"job {job_id} is not cancelled: {error.message}")
+    return 1 if errors else 0
+
+
+def open_job(job_id: LatestId = None) -> int:
+    """Print the directory of a job, for example for cd "$(clusterjob open @)"."""
+    from clusterjob.core.records import Records
+    from clusterjob.node.system.sanitize import sanitize
+
+    record = Records().find(job_id or "@")
+    if not record.job_dir.is_dir():
+        raise RecordError(
+            f"the directory {record.job_dir} of job {record.job_id} does not exist",
+            "an element of an array has none before it starts"
+            if record.index is not None
+            else f"`clusterjob status {record.job_id}` shows its state",
+        )
+    print(sanitize(str(record.job_dir)))
+    return 0

@@ -6,10 +6,10 @@ import itertools
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from clusterjob.cli.tables import print_table
 from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from clusterjob.backends.base import Status
     from clusterjob.core.config import Settings
-    from clusterjob.core.listing import ListRow
     from clusterjob.remote.host_probe import HostReport
 
 SCHEMA = 1
@@ -55,6 +54,8 @@ def print_verdict(record: Record, verdict: Verdict) -> None:
 
 def job_json(record: Record, status: Status) -> dict[str, Any]:
     """Return the object that ``status --json`` prints for one job."""
+    from clusterjob.core.listing import row_of
+
     verdict = status.verdict
     failure = (
         verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
@@ -72,43 +73,13 @@ def job_json(record: Record, status: Status) -> dict[str, Any]:
         "submitted_at": record.submitted_at,
         "started_at": status.started_at,
         "ended_at": verdict.ended_at if verdict else None,
+        "seconds": row_of(record, status).seconds,
         "reason": status.reason,
         "restarts": status.restarts,
         "failure": {key: failure[key] for key in shown} if failure else None,
         "job_dir": str(record.job_dir),
         "code": record.code,
     }
-
-
-def print_jobs(jobs: Sequence[ListRow], *, together: bool = False) -> None:
-    """Print jobs as a table on stdout, one per line.
-
-    Args:
-        jobs: the jobs; the elements of an array are adjacent.
-        together: print one line per array, with the number of elements in each state.
-    """
-    rows = [("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON")]
-    for listed_id, group in itertools.groupby(
-        jobs, lambda row: (together and row.array_id) or row.job_id
-    ):
-        members = list(group)
-        row = members[0] if listed_id == members[0].job_id else _whole_array(listed_id, members)
-        rows.append((*row[:5], row.submitted_at[:19].replace("T", " "), row.reason))
-    print_table(rows)
-
-
-def _whole_array(array_id: str, elements: Sequence[ListRow]) -> ListRow:
-    counts = Counter(row.state for row in elements)
-    code = next(
-        (row.exit_code for row in elements if row.exit_code not in ("", "0")), elements[0].exit_code
-    )
-    reason = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return elements[0]._replace(
-        job_id=array_id,
-        state=next(iter(counts)) if len(counts) == 1 else "MIXED",
-        exit_code=code,
-        reason=reason,
-    )
 
 
 def print_broken(names: Sequence[str]) -> None:
@@ -135,20 +106,8 @@ def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
                 f"job {members[0][0].job_id} {'is cancelled' if stopped else 'had ended already'}"
             )
         else:
-            print_message(
-                f"job {job_id}: {stopped} of {len(members)} elements are cancelled,"
-                " the others had ended already"
-            )
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows as aligned columns.
-
-    Cells are never cut, and lines have no trailing blanks.
-    """
-    shown = [[sanitize(cell) for cell in row] for row in rows]
-    line = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*shown, strict=True))
-    print("\n".join([line.format(*row).rstrip() for row in shown]))
+            rest = "" if stopped == len(members) else ", the others had ended already"
+            print_message(f"job {job_id}: {stopped} of {len(members)} elements are cancelled{rest}")
 
 
 def print_hosts(reports: Sequence[HostReport]) -> None:

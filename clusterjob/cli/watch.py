@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from clusterjob.cli import output
 from clusterjob.cli.output import LogPrinter, Progress, print_end, print_verdict
@@ -17,19 +18,38 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
 
 
+@dataclass(frozen=True)
+class Filters:
+    """The lines of a job to show; None selects all.
+
+    Attributes:
+        ranks: the workers.
+        nodes: the nodes.
+        attempt: the attempt of the job, from 0.
+        stream: ``out`` or ``err``.
+        since, last: see `clusterjob.node.logs.log_reader.LogReader`.
+        grep: regular expression that matches in each line.
+    """
+
+    ranks: Sequence[int] | None = None
+    nodes: Sequence[int] | None = None
+    attempt: int | None = None
+    stream: str | None = None
+    since: float | None = None
+    last: float | None = None
+    grep: str | None = None
+
+
 class Watch:
     """Show the output of one job; each call continues where the previous one stopped.
 
     Args:
         record: the job.
-        rank: show only this worker's lines; None for all.
-        node: show only this node's lines; None for all.
+        filters: the lines to show.
         raw: show the bytes unchanged.
     """
 
-    def __init__(
-        self, record: Record, rank: int | None = None, node: int | None = None, *, raw: bool = False
-    ) -> None:
+    def __init__(self, record: Record, filters: Filters = Filters(), *, raw: bool = False) -> None:
         if record.array is not None:
             first = f"{record.job_id}_{record.array['indices'][0]}"
             raise UsageError(
@@ -37,15 +57,33 @@ class Watch:
                 f"name one, such as {first}",
             )
         self._record = record
-        self._reader = LogReader(record.job_dir, rank=rank, node=node, raw=raw)
+        self._filters = filters
+        self._search = None
+        if filters.grep is not None:
+            from clusterjob.cli.line_search import LineSearch
+
+            self._search = LineSearch(filters.grep)
+        self._reader = LogReader(
+            record.job_dir,
+            rank=filters.ranks,
+            node=filters.nodes,
+            attempt=filters.attempt,
+            stream=filters.stream,
+            since=filters.since,
+            last=filters.last,
+            raw=raw,
+        )
         # The world size is unknown if each node of a platform sets its own number of workers.
         world_size = (
             None if record.job.nproc_is_default else record.nodes * record.job.nproc_per_node
         )
-        for label, index, count in (("rank", rank, world_size), ("node", node, record.nodes)):
-            if index is not None and count is not None and index >= count:
+        for label, numbers, count in (
+            ("rank", filters.ranks, world_size),
+            ("node", filters.nodes, record.nodes),
+        ):
+            if numbers and count is not None and max(numbers) >= count:
                 raise UsageError(
-                    f"job {record.job_id} has no {label} {index}",
+                    f"job {record.job_id} has no {label} {max(numbers)}",
                     f"its {label}s are 0 to {count - 1}",
                 )
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
@@ -55,16 +93,36 @@ class Watch:
         """Show the output so far, or its last `tail` lines.
 
         If `to_the_end` follows, it shows a last line that has no newline yet.
+
+        Raises:
+            UsageError: the job has no such attempt.
         """
         polling.collect(self._record)
+        self._check_attempt()
         if tail is None:
-            self._printer.show_all(self._reader.batches(end=not follow))
+            self._printer.show_all(self._selected(self._reader.batches(end=not follow)))
             return
-        self._reader.skip_to_tail(tail)
+        if self._search is None:
+            self._reader.skip_to_tail(tail)
         last: deque[LogLine] = deque(maxlen=tail)
-        for lines in self._reader.batches(end=not follow):
+        for lines in self._selected(self._reader.batches(end=not follow)):
             last.extend(lines)
         self._printer.show_all([list(last)])
+
+    def _check_attempt(self) -> None:
+        wanted, known = self._filters.attempt, self._reader.attempts()
+        if wanted is not None and known and wanted not in known:
+            raise UsageError(
+                f"job {self._record.job_id} has no output of attempt {wanted}",
+                f"it has output of attempt {', '.join(map(str, sorted(known)))}",
+            )
+
+    def _selected(self, batches: Iterable[list[LogLine]]) -> Iterable[list[LogLine]]:
+        return batches if self._search is None else map(self._search.matching, batches)
+
+    def _open_lines(self) -> list[LogLine]:
+        lines = self._reader.open_lines()
+        return lines if self._search is None else self._search.matching(lines)
 
     def to_the_end(self) -> int:
         """Show the output until the job ends, then print the verdict; return the exit code."""
@@ -82,7 +140,7 @@ class Watch:
 
     def _show(self, batches: Iterable[list[LogLine]]) -> None:
         self._progress.stop()  # the spinner and the output share the terminal
-        self._printer.show(batches, self._reader.open_lines)
+        self._printer.show(self._selected(batches), self._open_lines)
 
 
 def until_end(record: Record) -> Callable[[], int]:

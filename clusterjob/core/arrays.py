@@ -24,7 +24,8 @@ class Array:
     Attributes:
         indices: the index of each element, ascending.
         at_once: maximum number of running elements; None for no limit by clusterjob.
-        values: for a sweep, one tuple of (name, value) pairs per element; else empty.
+        values: for a sweep, one tuple of (name, value) pairs per element of the sweep, by index;
+            else empty.
     """
 
     indices: tuple[int, ...]
@@ -90,6 +91,17 @@ def parse(array: str, sweep: Sequence[str]) -> Array | None:
         for combination in itertools.product(*(choices for _, choices in axes))
     )
     return Array(tuple(range(count)), at_once, values=values)
+
+
+def subset(array: Array, wanted: Sequence[int]) -> Array:
+    """Return an array with some elements of another one, which keep their indices and values.
+
+    Raises:
+        SpecError: the array has no such element.
+    """
+    if unknown := sorted(set(wanted) - set(array.indices)):
+        raise SpecError(f"the array has no element {unknown[0]}")
+    return replace(array, indices=tuple(sorted(set(wanted))))
 
 
 def indices(text: str, origin: str) -> tuple[int, ...]:

@@ -235,11 +235,20 @@ def fetch(
     return backend.fetch(record, paths, target, nodes, may_replace, limits)
 
 
-def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
+def cancel(
+    wanted: Iterable[Record], on_error: Callable[[Record, ClusterJobError], None] | None = None
+) -> list[tuple[Record, bool]]:
     """Cancel jobs; return each job, and False if it had already ended.
 
     The elements of an array are cancelled together. A job with a provisional end may still run, so
     its backend cancels it too and notes this in the job's directory.
+
+    Args:
+        wanted: the jobs.
+        on_error: called with each job that cannot be cancelled; the other jobs are cancelled.
+
+    Raises:
+        ClusterJobError: a job cannot be cancelled, and there is no `on_error`.
     """
     pairs = polling.statuses(list(wanted))
     running: dict[str, list[Record]] = {}
@@ -247,11 +256,30 @@ def cancel(wanted: Iterable[Record]) -> list[tuple[Record, bool]]:
         if not status.state.final or record.provisional:
             running.setdefault(record.backend, []).append(record)
     for name, group in running.items():
-        base.instance(name).cancel(group)
+        _cancel(name, group, on_error)
     return [
         (record, not status.state.final or (record.provisional and ends.cancelled(record.job_dir)))
         for record, status in pairs
     ]
+
+
+def _cancel(
+    name: str, group: list[Record], on_error: Callable[[Record, ClusterJobError], None] | None
+) -> None:
+    try:
+        base.instance(name).cancel(group)
+    except ClusterJobError as error:
+        if on_error is None:
+            raise
+        wholes: dict[str, list[Record]] = {}
+        for record in group:
+            wholes.setdefault(record.whole_id, []).append(record)
+        if len(wholes) > 1:  # one unreachable host must not keep the other jobs running
+            for members in wholes.values():
+                _cancel(name, members, on_error)
+        else:
+            for record in group:
+                on_error(record, error)
 
 
 def interrupt_prompt(record: Record) -> bool:

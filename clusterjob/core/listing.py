@@ -1,84 +1,78 @@
-"""Build one row per job for `list`, with a cache for the rows of ended jobs.
-
-Without the cache, reading 10,000 records takes over a second.
-"""
+"""Build one row per job for `list` from the ended jobs and the status of the other jobs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from clusterjob.backends.base import Status
-from clusterjob.core.records import SEPARATOR, Record, Records
-from clusterjob.node.system import files
-
-_CACHE = ".ended.json"  # in the directory of the records; no record's name begins with a dot
-_SCHEMA = 1
-# Inode, modification time (ns since the epoch) and size (bytes) of a record file.
-Stamp = tuple[int, int, int]
-_MANY = 50  # number of new rows after which the cache is rewritten
-
-
-class ListRow(NamedTuple):
-    """The row of a job, or of one element of an array, in the output of `list`."""
-
-    job_id: str
-    state: str
-    exit_code: str  # empty before the end
-    nodes: str
-    cluster: str
-    submitted_at: str
-    reason: str
-
-    @property
-    def array_id(self) -> str:
-        """The id of the array that this element belongs to; empty for other jobs."""
-        return self.job_id.rpartition(SEPARATOR)[0] if SEPARATOR in self.job_id else ""
+from clusterjob.core.record_index import (
+    ListedJob,
+    ListRow,
+    RecordIndex,
+    ended_row,
+    place_in_list,
+)
+from clusterjob.core.records import Record
+from clusterjob.core.selection import Selection
 
 
 def row_of(record: Record, status: Status) -> ListRow:
     """Return the row of a job with this status."""
+    if status.verdict is not None:
+        row = ended_row(record, status.verdict)._replace(reason=status.reason.partition("\n")[0])
+        return row._replace(seconds=None) if status.provisional else row
     return ListRow(
         record.job_id,
         str(status.state),
-        exit_code="" if status.verdict is None else str(status.verdict.exit_code),
+        exit_code="",
         nodes=str(record.nodes),
         cluster=record.cluster,
         submitted_at=record.submitted_at,
         reason=status.reason.partition("\n")[0],
+        name=record.name,
+        backend=record.backend,
+        started_at=status.started_at or "",
+        seconds=status.elapsed,
     )
 
 
-class Listing:
-    """All jobs: the rows of the ended jobs, and the records of the other jobs.
+class Listing(RecordIndex):
+    """All jobs, with the status of those that are shown."""
 
-    Attributes:
-        rows: jobs with a recorded verdict; each element of an array has a row.
-        open: jobs, and elements of arrays, that have no verdict or a provisional one.
-        broken: names of files in the record directory that are not valid records.
-    """
+    def select(
+        self,
+        selection: Selection,
+        limit: int | None,
+        ask: Callable[[Sequence[Record]], list[tuple[Record, Status]]],
+    ) -> tuple[list[ListedJob], int]:
+        """Return the newest selected jobs with a row for each, and how many more there are.
 
-    def __init__(self, records: Records) -> None:
-        self.rows: list[ListRow] = []
-        self.open: list[Record] = []
-        self.broken: list[str] = []
-        self._records = records
-        self._stamps = dict(_stamps(records))
-        self._cache_path = records.directory / _CACHE
-        cached = self._load()
-        self._known = {
-            name: (stamp, row)
-            for name, (stamp, row) in cached.items()
-            if stamp == self._stamps.get(name)
-        }
-        self.rows += [row for _, row in self._known.values()]
-        valid = len(self._known)
-        for name in self._stamps:
-            if name not in self._known and SEPARATOR not in name:
-                self._add(name)
-        if len(self._known) - valid > _MANY or len(cached) - len(self._known) > _MANY:
-            self._save()
+        Only jobs that may be shown are polled.
+
+        Args:
+            selection: which jobs.
+            limit: maximum number of jobs; None for all.
+            ask: returns the status of open jobs.
+        """
+        jobs = [
+            job
+            for job in self.jobs()
+            if selection.fits(job.name, job.cluster, submitted_at=job.submitted_at)
+        ]
+        total = len(jobs)
+        if not selection.states:
+            jobs = jobs[:limit]
+        owners = {record.job_id: job for job in jobs for record in job.open}
+        if owners:
+            asked = [record for job in jobs for record in job.open]
+            for record, status in ask(asked):
+                owners[record.job_id].rows.append(row_of(record, status))
+        for job in jobs:
+            job.rows.sort(key=place_in_list)
+        if selection.states:
+            jobs = [job for job in jobs if selection.has_state([row.state for row in job.rows])]
+            total = len(jobs)
+        return jobs[:limit], total - len(jobs[:limit])
 
     def with_states(self, states: Iterable[tuple[Record, Status]]) -> list[ListRow]:
         """Return a row for each job, oldest first, with the elements of an array together.
@@ -89,68 +83,3 @@ class Listing:
         return sorted(
             [*self.rows, *(row_of(record, status) for record, status in states)], key=place_in_list
         )
-
-    def _add(self, name: str) -> None:
-        """Read a record file that is not in the cache, and add its job or its array elements."""
-        record = self._records.read(name)
-        if record is None:
-            self.broken.append(f"{name}.json")
-        elif record.array is None:
-            self._add_row(record)
-        else:
-            for index in record.array["indices"]:
-                element = f"{record.job_id}{SEPARATOR}{index}"
-                if element not in self._known:
-                    ended = self._records.read(element) if element in self._stamps else None
-                    self._add_row(ended or record.element(index))
-
-    def _add_row(self, record: Record) -> None:
-        """Add an ended job to the rows and to the cache; add any other job to the open jobs."""
-        verdict = record.verdict
-        if verdict is None or record.may_be_corrected:
-            self.open.append(record)
-            return
-        row = row_of(record, Status(verdict.state, verdict.reason, verdict=verdict))
-        self.rows.append(row)
-        if record.job_id in self._stamps:
-            self._known[record.job_id] = (self._stamps[record.job_id], row)
-
-    def _load(self) -> dict[str, tuple[Stamp, ListRow]]:
-        data = files.read_json(self._cache_path)
-        try:
-            if isinstance(data, dict) and data["schema"] == _SCHEMA:
-                return {
-                    name: ((inode, modified, size), ListRow(name, *row))
-                    for name, (inode, modified, size, *row) in data["rows"].items()
-                }
-        except (KeyError, TypeError, ValueError, AttributeError):
-            pass
-        return {}
-
-    def _save(self) -> None:
-        rows = {name: (*stamp, *row[1:]) for name, (stamp, row) in self._known.items()}
-        try:
-            files.write_atomic(
-                self._cache_path,
-                json.dumps({"schema": _SCHEMA, "rows": rows}).encode(errors="surrogatepass"),
-            )
-        except OSError:
-            pass  # the next `list` reads the records again
-
-
-def place_in_list(row: ListRow) -> tuple[str, str, int]:
-    """Return the sort key of a row: oldest first, elements of an array together and in order."""
-    return (
-        row.submitted_at,
-        row.array_id or row.job_id,
-        int(row.job_id.rpartition(SEPARATOR)[2]) if row.array_id else 0,
-    )
-
-
-def _stamps(records: Records) -> Iterator[tuple[str, Stamp]]:
-    for entry in records.entries():
-        try:
-            found = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            continue
-        yield entry.name.removesuffix(".json"), (found.st_ino, found.st_mtime_ns, found.st_size)

@@ -20,6 +20,8 @@ LIMIT = 150_000  # maximum bytes; a larger zip slows submissions to many hosts (
 LEFT_OUT = (
     "cli/",
     "remote/",
+    "core/cleaning.py",
+    "core/rerun.py",
     "backends/mlp/",
     "backends/batch_command/",
     "backends/slurm/",

@@ -85,6 +85,19 @@ class PlannedCommand:
 
 
 @dataclass(frozen=True)
+class SentCode:
+    """The code that an earlier job sent to its hosts.
+
+    Attributes:
+        folder: the directory of that job, with the list of the files.
+        facts: the data about it in the job's handle.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The files that a submission will write and the commands that it will run.
 
@@ -100,6 +113,8 @@ class Plan:
         sends_code: whether the files of the working directory are sent too.
         code: the code of which the job runs a snapshot; None if the job runs the current files, or
             a copy on other machines.
+        sent_before: the code that an earlier job sent, if this job sends the same; None to send the
+            current files.
     """
 
     job_id: str
@@ -112,6 +127,7 @@ class Plan:
     array: Mapping[str, Any] | None = None
     sends_code: bool = False
     code: CodeSource | None = None
+    sent_before: SentCode | None = None
 
     def _code(self) -> Snapshot | None:
         """Return the current files of the code if they are sent or kept, else None."""

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from clusterjob.backends import base, shared
 from clusterjob.backends.base import Status
-from clusterjob.core.listing import Listing, place_in_list, row_of
+from clusterjob.core.listing import Listing, row_of
+from clusterjob.core.record_index import place_in_list
 from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.selection import Selection
 from clusterjob.errors import AmbiguousId, ClusterJobError
 from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.verdict import JobState, Verdict
@@ -122,6 +124,28 @@ def unfinished() -> list[tuple[Record, Status]]:
     return sorted(
         [(record, status) for record, status in pairs if not status.state.final],
         key=lambda pair: place_in_list(row_of(*pair)),
+    )
+
+
+def open_jobs(selection: Selection) -> list[Record]:
+    """Return the selected jobs that have not ended, the newest first.
+
+    Of an array whose elements differ in their state, the selected elements are returned.
+    """
+    listed = [
+        job
+        for job in Listing(Records()).jobs()
+        if job.open and selection.fits(job.name, job.cluster, submitted_at=job.submitted_at)
+    ]
+    pairs = statuses([record for job in listed for record in job.open])
+    order = {job.job_id: place for place, job in enumerate(listed)}
+    return sorted(
+        (
+            record
+            for record, now in pairs
+            if (not now.state.final or record.provisional) and selection.has_state([now.state])
+        ),
+        key=lambda record: order[record.whole_id],
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.state_home import home as home  # noqa: PLC0414 - re-exported
-from clusterjob.errors import OTHER_HOME, AmbiguousId, JobNotFound, RecordError, did_you_mean
+from clusterjob.errors import OTHER_HOME, RecordError
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.processes import ProcessIdentity
@@ -274,11 +274,19 @@ class Records:
         with contextlib.suppress(OSError):
             self._path(job_id).unlink(missing_ok=True)
 
+    def delete(self, job_id: str) -> None:
+        """Remove the record of an ended job, or of an array's element.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self._path(job_id).unlink(missing_ok=True)
+
     def elements(self, record: Record) -> list[Record]:
         """Return an array's elements with their recorded ends, or a list with only the job."""
         if record.array is None:
             return [record]
-        noted = {name for name in self._names() if name.startswith(record.job_id + SEPARATOR)}
+        noted = {name for name in self.names() if name.startswith(record.job_id + SEPARATOR)}
         found = []
         for index in record.array["indices"]:
             name = f"{record.job_id}{SEPARATOR}{index}"
@@ -286,41 +294,21 @@ class Records:
         return found
 
     def find(self, text: str) -> Record:
-        """Return the job with this id or unique id prefix; ``ID_7`` is an element of array ID.
+        """Return the job that a text names; see `clusterjob.core.job_references`.
 
         Raises:
-            JobNotFound: no job matches, or more than one (`AmbiguousId`).
+            JobNotFound: no job matches, or several ids begin with the text (`AmbiguousId`).
         """
-        names = [name for name in self._names() if SEPARATOR not in name]
-        whole, separator, index = text.rpartition(SEPARATOR)
-        if separator and index.isascii() and index.isdigit():
-            array = self.find(whole)
-            if array.array is None or int(index) not in array.array["indices"]:
-                raise JobNotFound(
-                    f"job {array.job_id} has no element {index}",
-                    f"`clusterjob status {array.job_id}` shows its elements",
-                )
-            return self.read(f"{array.job_id}{SEPARATOR}{int(index)}") or array.element(int(index))
-        matches = (
-            [text] if text in names else [name for name in names if text and name.startswith(text)]
-        )
-        if len(matches) == 1:
-            return self._load(matches[0])
-        if len(matches) > 1:
-            found = [record for name in matches if (record := self.read(name)) is not None]
-            found.sort(key=lambda record: (record.submitted_at, record.job_id), reverse=True)
-            raise AmbiguousId(text, [record.job_id for record in found] or sorted(matches))
-        raise JobNotFound(
-            f"there is no job {text!r}",
-            did_you_mean(text, names, "`clusterjob list` shows all jobs"),
-        )
+        from clusterjob.core import job_references
+
+        return job_references.find(self, text)
 
     def all(self) -> list[Record]:
         """Return every record, oldest first; an array is one record.
 
         A file that is not a record, or cannot be read, is skipped.
         """
-        names = [name for name in self._names() if SEPARATOR not in name]
+        names = [name for name in self.names() if SEPARATOR not in name]
         found = [record for name in names if (record := self.read(name)) is not None]
         return sorted(found, key=lambda record: (record.submitted_at, record.job_id))
 
@@ -344,13 +332,14 @@ class Records:
                 f"the records in {self.directory} cannot be read: {error.strerror}"
             ) from error
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Return the ids of all recorded jobs and array elements."""
         return [entry.name.removesuffix(_SUFFIX) for entry in self.entries()]
 
     def read(self, name: str) -> Record | None:
         """Return the record with this name; None if it is missing, invalid or unreadable."""
         try:
-            return self._load(name)
+            return self.load(name)
         except RecordError:
             return None
 
@@ -366,7 +355,12 @@ class Records:
             return False
         return True
 
-    def _load(self, name: str) -> Record:
+    def load(self, name: str) -> Record:
+        """Return the record with this name.
+
+        Raises:
+            RecordError: it is missing, invalid or unreadable.
+        """
         path = self._path(name)
         try:
             record = Record.from_json(files.read_json(path))

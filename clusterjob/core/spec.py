@@ -105,6 +105,7 @@ class JobSpec:
         container: container image in which a node runs the job.
         array, sweep: the elements of the job, if it is an array; see
             `clusterjob.core.arrays.parse`.
+        only: indices of the elements to run again; empty for all elements.
         after: jobs that this one waits for, each as ``ID`` or ``KIND:ID``.
         requeue: queue the job again after a preemption or after the time limit.
         signal_before: seconds before the time limit at which the workers are warned; None for no
@@ -140,6 +141,7 @@ class JobSpec:
     container: str = ""
     array: str = ""
     sweep: tuple[str, ...] = ()
+    only: tuple[int, ...] = ()
     after: tuple[str, ...] = ()
     requeue: bool = False
     signal_before: int | None = None
@@ -239,9 +241,10 @@ class JobSpec:
         """Return the elements of the job; None if it is not an array.
 
         Raises:
-            SpecError: array or sweep is invalid.
+            SpecError: array or sweep is invalid, or `only` names an element that does not exist.
         """
-        return arrays.parse(self.array, self.sweep)
+        array = arrays.parse(self.array, self.sweep)
+        return array if array is None or not self.only else arrays.subset(array, self.only)
 
     def launch_options(self, **more: Any) -> LaunchOptions:
         """Return the options of each node's agent, with `more` options of the backend."""
@@ -297,6 +300,7 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "resources": lambda data: Resources(**data),
     "hosts": lambda hosts: tuple(Host(**host) for host in hosts),
     "secret": lambda names: tuple(Secret(str(name)) for name in names),
+    "only": lambda numbers: tuple(map(int, numbers)),
     "signal_before": lambda seconds: None if seconds is None else int(seconds),
     **dict.fromkeys(("env", "options"), dict),
     **dict.fromkeys(("setup", "sweep", "after"), lambda lines: tuple(map(str, lines))),

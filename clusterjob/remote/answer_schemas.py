@@ -71,6 +71,9 @@ _File = _object(
     {"offset": _Integer, "stamp": Annotated[str, Meta(max_length=200)], "gone": bool},
 )
 _PolledJob = _object({"known": bool, "files": _list(_File, 100_000), "more": bool})
+_CleanedJob = _object(
+    {"size": _Integer, "stamp": Annotated[str, Meta(max_length=100)], "kept": _Text}
+)
 # Facts about torch in an interpreter.
 _TorchFacts = _object(
     {
@@ -124,6 +127,9 @@ _ANSWERS = {
     ),
     "Install": AnswerSchema(_object({"missing": _Digests}), max_line=8 << 20),
     "ReceiveFiles": AnswerSchema(_object({"wrong": _Digests}), max_line=8 << 20),
+    "Clean": AnswerSchema(
+        _object({"jobs": _list(_CleanedJob, 1000), "code": _Integer}), max_line=8 << 20
+    ),
     "Reserve": AnswerSchema(_object({"devices": _Text | None, "short": _Text})),
     "Up": AnswerSchema(_object({"up": bool}, {"why": _Text})),
     "Cancel": AnswerSchema(_object({"running": bool})),
@@ -134,7 +140,8 @@ _ANSWERS = {
                 "alive": bool,
                 "files": _list(_File, MAX_FILES),
                 "more": bool,
-            }
+            },
+            {"clock": Annotated[float, Meta(ge=0, lt=1e12)]},
         ),
         poll.MAX_ANSWER,
         max_line=4 << 20,

@@ -444,9 +444,9 @@ def test_status_and_list_show_jobs_in_all_states(terminal: Terminal) -> None:
     listed = json.loads(terminal("list", "--json").stdout)
     assert listed["schema"] == 1
     assert [(job["id"], job["state"], job["exit_code"]) for job in listed["jobs"]] == [
-        (good, "SUCCEEDED", 0),
-        (bad, "FAILED", 3),
         (running, "RUNNING", None),
+        (bad, "FAILED", 3),
+        (good, "SUCCEEDED", 0),
     ]
     for job in listed["jobs"]:
         assert job.keys() >= {
@@ -475,14 +475,16 @@ def test_status_and_list_show_jobs_in_all_states(terminal: Terminal) -> None:
         assert RFC3339.fullmatch(job["submitted_at"])
         assert RFC3339.fullmatch(job["started_at"])
         assert (job["ended_at"] is None) == (job["state"] == "RUNNING")
-    assert listed["jobs"][0]["failure"] is None
+    assert listed["jobs"][2]["failure"] is None
     assert listed["jobs"][1]["failure"]["exit_code"] == 3
     header, *rows = terminal("list").stdout.splitlines()
-    assert header.split() == ["ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "REASON"]
+    assert header.split() == [
+        *("ID", "STATE", "CODE", "NODES", "CLUSTER", "SUBMITTED", "DURATION", "REASON")
+    ]
     assert [row.split()[:2] for row in rows] == [
-        [good, "SUCCEEDED"],
-        [bad, "FAILED"],
         [running, "RUNNING"],
+        [bad, "FAILED"],
+        [good, "SUCCEEDED"],
     ]
     assert [row.split()[0] for row in terminal("status").stdout.splitlines()[1:]] == [running], (
         "without ids, those that have not ended"

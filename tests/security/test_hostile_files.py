@@ -143,7 +143,8 @@ def test_events_of_any_content_give_valid_progress(
 ) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + garbage)
-    started_at, restarts, waiting = shared.progress(tmp_path)
+    started_at, restarts, waiting, started = shared.progress(tmp_path)
+    assert started is None or started >= 0
     assert (started_at is None or isinstance(started_at, str), type(restarts), type(waiting)) == (
         True,
         int,

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -55,6 +56,11 @@ class Terminal:
             self.process.kill()
         self.process.wait()
         os.close(self._master)
+
+    def resize(self, *, columns: int, rows: int = 40) -> None:
+        """Change the size of the terminal and notify the command, as a terminal emulator does."""
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.process.send_signal(signal.SIGWINCH)
 
     def read_until(self, wanted: bytes, timeout: float = TEST_TIMEOUT) -> None:
         """Read the output until it contains these bytes; fail the test after the timeout."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from clusterjob.core import polling
-from clusterjob.core.listing import Listing, ListRow
+from clusterjob.core.listing import Listing
+from clusterjob.core.record_index import ListRow
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import events
 from clusterjob.node.verdict import JobState, Verdict

@@ -12,13 +12,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 from clusterjob.backends import shared
-from clusterjob.backends.base import Status
+from clusterjob.backends.base import Leftover, Status
 from clusterjob.core import gpus
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
@@ -41,6 +42,7 @@ _SCRIPT = "node.sh"
 # The workers get this variable, so that a job that a worker submits is recorded in the same
 # directory.
 _HOME = "CLUSTERJOB_HOME"
+_ENDING = 2.0  # seconds to wait for agents that have written their verdict and are about to exit
 _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is killed
 
 
@@ -186,6 +188,21 @@ class LocalBackend:
                 record.job.grace + _CANCEL_TIMEOUT,
             )
 
+    def clean(
+        self,
+        records: Sequence[Record],
+        *,
+        remove: bool,  # noqa: ARG002 - the jobs have no files elsewhere
+    ) -> tuple[dict[str, Leftover], int]:
+        """Keep the jobs whose agents still run; see `clusterjob.backends.base.Cleaner`."""
+        until = time.monotonic() + _ENDING
+        while any(map(_live_agents, records)) and time.monotonic() < until:
+            time.sleep(0.05)
+        return {
+            record.job_id: Leftover(kept="its agents still run" if _live_agents(record) else "")
+            for record in records
+        }, 0
+
     def interrupt_prompt(self, record: Record) -> bool:
         """Interrupt the worker that reads from this process's terminal, if there is one."""
         readers = [processes.terminal_reader(agent["pid"]) for agent in _live_agents(record)]
@@ -328,7 +345,9 @@ def _status(record: Record) -> Status:
         )
     if alive:
         return progress.status(
-            JobState.RUNNING if progress.started_at else JobState.PENDING, progress.waiting
+            JobState.RUNNING if progress.started_at else JobState.PENDING,
+            progress.waiting,
+            clock=time.monotonic(),
         )
     if host := _other_host(record):
         return progress.status(

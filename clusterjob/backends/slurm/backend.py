@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
-from clusterjob.backends.base import FetchLimits, Status
+from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.slurm import planning, status, submit
 from clusterjob.backends.slurm.accounting import Accounting, explained
 from clusterjob.backends.slurm.client import Client, SlurmOutput
@@ -20,7 +20,7 @@ from clusterjob.backends.slurm.status import NAME, Cluster
 from clusterjob.core import arrays
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
-from clusterjob.core.records import Handle, Record, home
+from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
     from clusterjob.remote.fetch import Fetched
 
+_IN_QUEUE = "it is in Slurm's queue"
+_COMPLETING = 5.0  # seconds to wait for ended jobs that Slurm still completes
 _SCANCEL_WORDS = 1000  # maximum number of ids on one command line
 
 
@@ -208,6 +210,45 @@ class SlurmBackend:
         return bool(snapshot.error) or (
             handle is not None and status.is_active(snapshot, record, handle=handle)
         )
+
+    def clean(self, records: Sequence[Record], *, remove: bool) -> tuple[dict[str, Leftover], int]:
+        """Measure or remove ended jobs on login hosts; see `clusterjob.backends.base.Cleaner`.
+
+        A job that its owner has queued again, or whose cluster does not answer, is kept.
+        """
+        found: dict[str, Leftover] = {}
+        until = time.monotonic() + _COMPLETING
+        wanted: dict[Login, list[str]] = {}
+        for record in records:
+            login = status.cluster_of(record).login
+            elements = Records().elements(record)
+            why = self._why_kept(elements)
+            while why == _IN_QUEUE and time.monotonic() < until:
+                time.sleep(0.2)
+                why = self._why_kept(elements)
+            if why:
+                found[record.job_id] = Leftover(kept=why)
+            elif login is None:
+                found[record.job_id] = Leftover()
+            else:
+                wanted.setdefault(login, []).append(record.job_id)
+        if not wanted:
+            return found, 0
+        from clusterjob.remote.cleaning import JobsOnHost
+
+        there, code = shared.clean_hosts(
+            [JobsOnHost(self._logins.host(login).session, jobs) for login, jobs in wanted.items()],
+            remove=remove,
+        )
+        return found | there, code
+
+    def _why_kept(self, elements: Sequence[Record]) -> str:
+        """Return why an ended job must not be removed; empty if it can be."""
+        for record in elements:
+            if self._may_run(record):
+                snapshot = self._at(status.cluster_of(record))[1].poll()
+                return f"Slurm does not answer: {snapshot.error}" if snapshot.error else _IN_QUEUE
+        return ""
 
     # -- logs, results, cancelling -----------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from typing import Any
 from clusterjob.backends import shared
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.backends.slurm.remote_command import RemoteCommand
-from clusterjob.core import snapshot
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
@@ -255,16 +254,14 @@ class LoginHost:
         spec = plan.spec
         if not spec.sync:
             return None
-        code = snapshot.take(
-            spec.workdir,
-            ssh_options.ConnectionSettings.of(spec.options).sync_limit,
-            include_secrets=spec.include_secrets,
+        code, facts = shared.code_to_send(
+            plan, ssh_options.ConnectionSettings.of(spec.options).sync_limit
         )
         with Sending([self.label]) as progress:
             JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).install(
                 code
             )
-        return shared.keep_code(code, spec.workdir, job_dir=plan.job_dir)
+        return facts
 
     def remove(self, job_id: str) -> None:
         """Delete the job's directory on the host, if the host is reachable."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
-from clusterjob.backends.base import FetchLimits, Status
+from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.ssh import planning, status
 from clusterjob.backends.ssh.status import Job, Node
 from clusterjob.core.capabilities import Capability
@@ -68,17 +68,13 @@ class SshBackend:
                 processes of the job are left on any host.
         """
         from clusterjob.backends.ssh.submit import Submission
-        from clusterjob.core import snapshot
         from clusterjob.remote.progress import Sending
 
         spec, settings = plan.spec, planning.SshOptions.of(plan.spec.options).ssh
         place = settings.place(spec.hosts, spec.python, spec.setup)
         data, code = place.to_json(), None
         if spec.sync:
-            code = snapshot.take(
-                spec.workdir, settings.sync_limit, include_secrets=spec.include_secrets
-            )
-            data["code"] = shared.keep_code(code, spec.workdir, job_dir=plan.job_dir)
+            code, data["code"] = shared.code_to_send(plan, settings.sync_limit)
         with Sending([str(host) for host in spec.hosts]) as progress:
             try:
                 data["address"] = Submission(
@@ -214,6 +210,24 @@ class SshBackend:
         if outcome.errors:
             raise ClusterJobError(*complaint(outcome.errors, len(asked)))
         return [outcome.results[node] for node in asked]
+
+    def clean(self, records: Sequence[Record], *, remove: bool) -> tuple[dict[str, Leftover], int]:
+        """Measure or remove ended jobs on all their hosts; see `clusterjob.backends.base.Cleaner`.
+
+        A host is asked once for all its jobs. A job is kept if one of its hosts is not reachable.
+        """
+        from clusterjob.remote.cleaning import JobsOnHost
+
+        hosts: dict[Any, JobsOnHost] = {}
+        for record in records:
+            place = self._job(record).place
+            for node, host in enumerate(place.hosts):
+                key = (host, place.home, place.ssh_config)
+                on_host = hosts.setdefault(
+                    key, JobsOnHost(functools.partial(self._sessions.session, place, node))
+                )
+                on_host.jobs.append(record.job_id)
+        return shared.clean_hosts(list(hosts.values()), remove=remove)
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.

@@ -78,6 +78,7 @@ def status(record: Record, job: Job) -> Status:
         return progress.status(
             JobState.RUNNING if progress.started_at else JobState.PENDING,
             "; ".join(filter(None, (*errors, progress.waiting))),
+            clock=None if node0.answer is None else node0.answer.get("clock"),
         )
     recorded = _verdict_in(written)
     if recorded is not None and not any(alive[1:]):

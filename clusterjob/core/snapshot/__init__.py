@@ -160,6 +160,21 @@ def sent_digests(folder: Path) -> dict[str, str]:
     return {path: value for path, kind, _, _, value in rows if kind == "file"}
 
 
+def sent(folder: Path, root: Path) -> Snapshot | None:
+    """Return the snapshot that a job has sent; None if its list of files is missing or damaged.
+
+    Args:
+        folder: the job's directory.
+        root: the directory whose files are sent if a host does not have them any more.
+    """
+    try:
+        rows = json.loads(zlib.decompress((folder / _KEPT).read_bytes()))
+        entries = [SnapshotEntry(*row) for row in rows]
+    except (OSError, ValueError, TypeError, zlib.error):
+        return None
+    return Snapshot(root, tuple(entries))
+
+
 def changed(entry: SnapshotEntry) -> SubmitError:
     """Return the error for a file that changes while it is sent."""
     return SubmitError(

@@ -7,16 +7,19 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node.host_server import requests
-from clusterjob.node.logs.job_dir import CODE
-from clusterjob.node.system import private_dirs
+from clusterjob.node.logs.job_dir import CODE, CODE_LIST
+from clusterjob.node.system import files, private_dirs
 
 _CHUNK = 1 << 20
+_MAX_LIST = 256 << 20  # maximum bytes of an unpacked list of files
+_FRESH = 3600.0  # seconds for which a received file is kept: its job may not be installed yet
 
 
 def _blob(home: Path, digest: str) -> Path:
@@ -61,6 +64,7 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
             elif not _copy(_blob(home, value), target, mode=mode, digest=value):
                 missing.add(value)
         if not missing:
+            files.write_atomic(code.with_name(CODE_LIST), packed)  # `clean` reads it
             part.chmod(0o755)
             part.rename(code)
     except OSError:
@@ -82,7 +86,11 @@ def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
         Whether its content has the digest. If not, the file is removed from the store.
     """
     found = hashlib.sha256()
-    with blob.open("rb") as source, target.open("xb") as copy:
+    try:
+        source = blob.open("rb")
+    except FileNotFoundError:  # `clean` has removed it meanwhile
+        return False
+    with source, target.open("xb") as copy:
         os.fchmod(copy.fileno(), mode)
         while data := source.read(_CHUNK):
             found.update(data)
@@ -131,3 +139,45 @@ def receive(
         finally:
             Path(temporary).unlink(missing_ok=True)
     return {"wrong": wrong}
+
+
+def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
+    """Return the bytes of the stored files that no job uses; with `remove`, remove the files.
+
+    A job does not need the store after its start: a file that is used again is sent again.
+
+    Args:
+        home: clusterjob's directory on this host.
+        gone: names of jobs that do not count.
+        remove: whether to remove the files.
+
+    Raises:
+        OSError: the jobs or the store cannot be listed.
+    """
+    try:
+        jobs = [path for path in (home / "jobs").iterdir() if path.name not in gone]
+        folders = [path for path in (home / "store").iterdir() if path.is_dir()]
+    except FileNotFoundError:  # nothing was sent to this host
+        return 0
+    used = {digest for job in jobs for digest in _digests(job / CODE_LIST)}
+    size = 0
+    for blob in (blob for folder in folders for blob in folder.iterdir()):
+        try:
+            status = blob.lstat()
+            if blob.name not in used and time.time() - status.st_mtime > _FRESH:
+                if remove:
+                    blob.unlink()
+                size += status.st_blocks * 512
+        except OSError:
+            continue  # another process removes it
+    return size
+
+
+def _digests(path: Path) -> list[str]:
+    """Return the digests in a job's list of files; none if there is no valid list."""
+    try:
+        packed = files.read_regular(path, files.LARGEST_JSON)
+        data = zlib.decompressobj().decompress(packed, _MAX_LIST)
+        return [str(entry[4]) for entry in json.loads(data) if entry[1] == "file"]
+    except (OSError, ValueError, LookupError, TypeError, zlib.error, RecursionError):
+        return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,8 @@ def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any]
 
     Returns:
         ``known``: whether the job's directory exists; ``alive``: whether the agent runs; ``files``:
-        the files whose bytes follow; ``more``: whether there is more data.
+        the files whose bytes follow; ``more``: whether there is more data; ``clock``: the host's
+        monotonic clock, to which the events of node 0 refer.
     """
     node = request.node
     known = job_dir.is_dir()
@@ -84,9 +86,13 @@ def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any]
         answer.replaced(job_dir / RESULT)
     answer.replaced(job_dir / ENDS / f"node{node}.json")
     answer.replaced(job_dir / ENDS / f"node{node}.refused")
-    return {"known": known, "alive": alive, "files": answer.files, "more": answer.more}, bytes(
-        answer.data
-    )
+    return {
+        "known": known,
+        "alive": alive,
+        "files": answer.files,
+        "more": answer.more,
+        "clock": time.monotonic(),
+    }, bytes(answer.data)
 
 
 @dataclass

@@ -336,6 +336,19 @@ class Remove(JobRequest):
     """Delete the job's directory on this host."""
 
 
+@dataclass(frozen=True)
+class Clean:
+    """Measure ended jobs, and the code that no other job uses.
+
+    Attributes:
+        jobs: the names of their directories.
+        remove: whether to remove them too; a job whose agent runs is kept.
+    """
+
+    jobs: _Texts
+    remove: bool
+
+
 HostRequest: typing.TypeAlias = (
     Check | Fit | Facts
     | Put | Install | ReceiveFiles
@@ -343,6 +356,6 @@ HostRequest: typing.TypeAlias = (
     | Tree | Digests | Get
     | Listen | StopListening | ProbeAddresses
     | RunCommand | ReapCommand | DropCommand
-    | Reserve | Start | Up | Cancel | RequestStop | Remove
+    | Reserve | Start | Up | Cancel | RequestStop | Remove | Clean
 )  # fmt: skip
 REQUESTS = Codec(*typing.get_args(HostRequest))

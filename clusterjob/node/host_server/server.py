@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterjob.node.host_server import (
+    cleaning,
     code_store,
     commands,
     host_check,
@@ -105,6 +106,7 @@ class RequestHandler:
             requests.Cancel: work.cancel,
             requests.RequestStop: work.request_stop,
             requests.Remove: work.remove,
+            requests.Clean: lambda request: cleaning.clean(home, request),
         }
 
     def answer(self, request: requests.HostRequest, body: RequestBody) -> _Answer:

@@ -14,6 +14,8 @@ CODE = "code"  # the submitted code: a link to its snapshot; on a host, the sent
 SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled
+CODE_LIST = "code.list"  # compressed list of the files of the sent code, with their digests
+CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`
 ELEMENTS = "elements"  # one job directory per element of an array, by index
 
 ENDS = "ends"  # the end of each node; see `clusterjob.node.logs.ends`

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from clusterjob.node.logs.log_files import (
     FILE_NAME,
     by_start,
     file_names,
+    last_lines,
     last_state,
     node_directory,
     open_regular,
@@ -64,6 +65,7 @@ class _File:
     raw: bool = False
     offset: int = 0
     rest: bytes = b""
+    late: bool = True  # whether `rest` was recorded late enough for the reader
 
     def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[LogLine]]:
         """Yield the lines up to this file size, in batches that need little memory.
@@ -158,9 +160,13 @@ class LogReader:
 
     Args:
         job_dir: the job's directory.
-        rank: return only this worker's lines.
-        node: return only this node's lines.
+        rank: return only the lines of this worker, or of these workers.
+        node: return only the lines of this node, or of these nodes.
         attempt: return only the lines of this attempt of the job.
+        stream: return only the lines of this stream, ``out`` or ``err``.
+        since: return only lines that were recorded at this time or later, in seconds since the
+            epoch by the clock of the line's node.
+        last: return only the lines of the last seconds before the newest record of their node.
         raw: return each line's bytes unchanged (decoded with ``surrogateescape``), including
             carriage returns.
     """
@@ -168,16 +174,23 @@ class LogReader:
     def __init__(
         self,
         job_dir: Path,
-        rank: int | None = None,
-        node: int | None = None,
+        rank: int | Collection[int] | None = None,
+        node: int | Collection[int] | None = None,
         attempt: int | None = None,
         *,
+        stream: str | None = None,
+        since: float | None = None,
+        last: float | None = None,
         raw: bool = False,
     ) -> None:
         self._logs = job_dir / LOGS
-        self._rank = rank
-        self._node = node
+        self._ranks = (rank,) if isinstance(rank, int) else rank
+        self._wanted_nodes = (node,) if isinstance(node, int) else node
         self._attempt = attempt
+        self._stream = stream
+        self._since = since
+        self._last = last
+        self._begins: dict[int, float] = {}
         self._raw = raw
         self._files: dict[tuple[int, str], _File] = {}
         self._timelines: dict[int, _File] = {}
@@ -206,14 +219,40 @@ class LogReader:
         ):
             self._moment = max(self._moment, note.seconds)
             file = self._file(note.node_rank, note.name)
-            if file is not None:
-                yield from file.lines_up_to(note.size, note.seconds)
+            if file is None:
+                continue
+            file.late = note.seconds >= self._begin(note.node_rank)
+            lines = file.lines_up_to(note.size, note.seconds)
+            yield from lines if file.late else ([] for _ in lines)
         if not end:
             return
         for node_rank in self._nodes():
             for file in self._files_of(node_rank):
+                noted = file.offset
                 yield from file.lines_up_to(None, self._moment)
-                yield file.last_line(self._moment)
+                last_line = file.last_line(self._moment)
+                yield last_line if file.late or file.offset > noted else []
+
+    def attempts(self) -> set[int]:
+        """Return the attempts of the job whose workers have log files."""
+        return {
+            int(match["attempt"] or 0)
+            for node_rank in self._nodes()
+            for name in file_names(node_directory(self._logs.parent, node_rank))
+            if (match := FILE_NAME.fullmatch(name)) is not None
+        }
+
+    def _begin(self, node_rank: int) -> float:
+        """Return the earliest time of a node's lines, by the node's own clock."""
+        if node_rank not in self._begins:
+            begin = self._since or 0.0
+            if self._last is not None:
+                timeline = node_directory(self._logs.parent, node_rank) / TIMELINE
+                notes = [_NOTE.fullmatch(line) for line in last_lines(timeline)]
+                newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
+                begin = max(begin, newest - self._last)
+            self._begins[node_rank] = begin
+        return self._begins[node_rank]
 
     def skip_to_tail(self, count: int) -> None:
         """Continue at the last `count` lines of each file, or shortly before them."""
@@ -283,7 +322,8 @@ class LogReader:
         with contextlib.suppress(OSError):
             matches = [_NODE.fullmatch(path.name) for path in self._logs.iterdir()]
             numbers = [int(match[1]) for match in matches if match is not None]
-            return sorted(number for number in numbers if self._node in (None, number))
+            wanted = self._wanted_nodes
+            return sorted(number for number in numbers if wanted is None or number in wanted)
         return []
 
     def _file(self, node_rank: int, name: str) -> _File | None:
@@ -292,7 +332,11 @@ class LogReader:
             return None
         rank = int(match["rank"]) if match["rank"] else None
         attempt = int(match["attempt"] or 0)
-        if self._rank not in (None, rank) or self._attempt not in (None, attempt):
+        if (
+            (self._ranks is not None and rank not in self._ranks)
+            or self._attempt not in (None, attempt)
+            or self._stream not in (None, match["stream"])
+        ):
             return None
         path = node_directory(self._logs.parent, node_rank) / name
         return self._files.setdefault(

@@ -1,0 +1,75 @@
+"""Redraw a table on the terminal in place until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from clusterjob.cli import tables
+
+_INTERVAL = 2.0  # seconds between two redraws
+# xterm: 1049 switches to the alternate screen and back, 25 is the cursor, 7 the line wrap.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def show(lines: Callable[[os.terminal_size | None], list[str]]) -> None:
+    """Show lines and refresh them every 2 s and after each change of the terminal's size.
+
+    Ctrl-C ends it and restores the terminal. Without a terminal, the lines are printed whenever
+    they have changed.
+
+    Args:
+        lines: returns the current lines for a size of the terminal.
+    """
+    woken = threading.Event()
+    with contextlib.suppress(KeyboardInterrupt), _signals(woken):
+        if tables.terminal_size() is None:
+            _print_changes(lines, woken)
+            return
+        sys.stdout.write(_ENTER)
+        try:
+            while (size := tables.terminal_size()) is not None:
+                woken.clear()
+                text = "".join(f"{line}{_CLEAR_LINE}\r\n" for line in lines(size))
+                sys.stdout.write(_HOME + text.removesuffix("\r\n") + _CLEAR_BELOW)
+                sys.stdout.flush()
+                woken.wait(_INTERVAL)
+        finally:
+            sys.stdout.write(_LEAVE)
+            sys.stdout.flush()
+
+
+def _print_changes(
+    lines: Callable[[os.terminal_size | None], list[str]], woken: threading.Event
+) -> None:
+    shown: list[str] | None = None
+    while True:
+        if (now := lines(None)) != shown:
+            print("\n".join(now if shown is None else ["", *now]), flush=True)
+            shown = now
+        woken.wait(_INTERVAL)
+
+
+@contextlib.contextmanager
+def _signals(woken: threading.Event) -> Iterator[None]:
+    """Wake the view after a change of the terminal's size; end it on SIGTERM and SIGHUP."""
+
+    def resized(_number: int, _frame: FrameType | None) -> None:
+        woken.set()
+
+    def ended(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    handlers = {signal.SIGWINCH: resized, signal.SIGTERM: ended, signal.SIGHUP: ended}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

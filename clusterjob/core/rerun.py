@@ -1,0 +1,100 @@
+"""Plan an earlier job again: its recorded code, arguments and environment, under a new id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from clusterjob.core import config, jobs, polling
+from clusterjob.core.job_secrets import Secret
+from clusterjob.core.plans import Plan, PlannedFile, SentCode
+from clusterjob.core.records import Record, Records
+from clusterjob.errors import RecordError, UsageError
+from clusterjob.node.logs.job_dir import CALLS
+from clusterjob.node.verdict import JobState
+
+_FAILED = (JobState.FAILED, JobState.LOST, JobState.PREEMPTED)
+
+
+def plan(record: Record, secrets: Sequence[Secret], *, failed: bool) -> Plan:
+    """Return the plan of a job that repeats a recorded one; contact no host of it.
+
+    The jobs that the recorded one waited for are not waited for again.
+
+    Args:
+        record: the recorded job, or an element of an array.
+        secrets: where the values of secrets are; other secrets are read from this environment.
+        failed: whether to repeat only the elements that are FAILED, LOST or PREEMPTED.
+
+    Raises:
+        UsageError: nothing has failed, or the job has no such secret.
+        SpecError: a secret has no value, or the program does not exist any more.
+        RecordError: the record, or a file of the job that the new one needs, is missing.
+    """
+    whole = record if record.index is None else Records().find(record.whole_id)
+    only = _elements(record, whole, failed=failed)
+    spec = replace(
+        whole.job,
+        secret=_secrets(whole, secrets),
+        after=(),
+        only=only,
+    )
+    planned = jobs.plan(spec, config.Settings(whole.cluster, whole.backend, values={}))
+    return _with_code(_with_calls(planned, whole), whole)
+
+
+def _elements(record: Record, whole: Record, *, failed: bool) -> tuple[int, ...]:
+    """Return the indices to repeat; empty for a whole job."""
+    if failed:
+        pairs = polling.statuses([record])
+        repeated = [each for each, status in pairs if status.state in _FAILED]
+        if not repeated:
+            states = ", ".join(dict.fromkeys(str(status.state) for _, status in pairs))
+            raise UsageError(
+                f"nothing of job {record.job_id} has failed: it is {states}",
+                f"`clusterjob rerun {record.job_id}` repeats it",
+            )
+        return tuple(each.index for each in repeated if each.index is not None)
+    if record.index is not None:
+        return (record.index,)
+    # An array that was itself a part of another one.
+    return whole.job.only
+
+
+def _secrets(record: Record, given: Sequence[Secret]) -> tuple[Secret, ...]:
+    """Return the job's secrets with the places of their values; a record has only their names."""
+    places = {secret.name: secret for secret in given}
+    names = [secret.name for secret in record.job.secret]
+    for name in places:
+        if name not in names:
+            raise UsageError(
+                f"--secret {name}: job {record.job_id} has no such secret",
+                f"its secrets are {', '.join(names)}" if names else "it has no secrets",
+            )
+    return tuple(places.get(name, Secret(name)) for name in names)
+
+
+def _with_calls(plan: Plan, record: Record) -> Plan:
+    """Add the pickled calls, if the job runs Python functions.
+
+    Raises:
+        RecordError: a call cannot be read.
+    """
+    try:
+        files = [
+            PlannedFile(plan.job_dir / path.name, path.read_bytes())
+            for path in sorted(record.whole_dir.glob(CALLS))
+        ]
+    except OSError as error:
+        raise RecordError(
+            f"{error.filename} cannot be read: {error.strerror}", "submit the function again"
+        ) from error
+    return replace(plan, files=(*plan.files, *files)) if files else plan
+
+
+def _with_code(plan: Plan, record: Record) -> Plan:
+    """Let the new job run the code that the recorded job has run."""
+    facts = None if record.handle is None else record.handle.data.get("code")
+    if plan.sends_code and isinstance(facts, dict):
+        return replace(plan, sent_before=SentCode(record.whole_dir, facts))
+    return plan

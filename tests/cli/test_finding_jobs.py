@@ -1,0 +1,512 @@
+"""`list`, `logs`, `cancel`, `open` and `clean` on recorded jobs: filters, terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from terminals import Terminal, show
+
+from clusterjob.backends.base import Status
+from clusterjob.backends.local.backend import LocalBackend
+from clusterjob.cli import main
+from clusterjob.cli.line_search import LineSearch
+from clusterjob.cli.tables import cut, width_of
+from clusterjob.core.records import Handle, Record, Records, home
+from clusterjob.core.spec import JobSpec
+from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.node.logs.log_files import Timeline
+from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
+
+COMMAND = [sys.executable, "-m", "clusterjob"]
+WIDE = "训练"  # two letters of two columns each
+Run = Callable[..., tuple[int, str, str]]
+Save = Callable[..., Record]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs a command in this process without a terminal."""
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+    monkeypatch.setattr(sys.stderr, "reconfigure", lambda **_: None, raising=False)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(words)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Return a function that records an ended job, by default submitted `minutes` ago."""
+    spec = JobSpec(program=Program("command", "true"), workdir=tmp_path, nproc_per_node=2)
+
+    def save(job_id: str, minutes: int = 1, **fields: Any) -> Record:
+        at = datetime.now(timezone.utc) - timedelta(minutes=minutes, seconds=5)
+        end = Verdict(
+            fields.pop("state", JobState.SUCCEEDED),
+            fields.pop("code", 0),
+            reason=fields.pop("reason", ""),
+            started_at="2026-01-01T00:00:00Z",
+            ended_at="2026-01-01T00:03:20Z",
+        )
+        record = Record(
+            job_id,
+            fields.pop("name", job_id.partition("-")[0]),
+            cluster="local",
+            backend="local",
+            job_dir=home() / "jobs" / job_id,
+            nodes=2,
+            submitted_at=at.isoformat().replace("+00:00", "Z"),
+            spec=spec.to_json(),
+            handle=Handle("local", job_id, data={"agents": [], "boot_id": "b", "host": "h"}),
+            **{"end": end.to_json(), **fields},
+        )
+        (record.job_dir / "logs").mkdir(parents=True)
+        Records().save(record)
+        return record
+
+    return save
+
+
+def ids(output: str) -> list[str]:
+    return [line.split()[0] for line in output.splitlines()[1:]]
+
+
+# -- list ------------------------------------------------------------------------------------------
+
+
+def test_list_shows_20_newest_jobs_and_counts_the_others(run: Run, save: Save) -> None:
+    for number in range(25):
+        save(f"job-{number:02}", minutes=number)
+    code, out, err = run("list")
+    assert (code, ids(out)) == (0, [f"job-{number:02}" for number in range(20)])
+    assert err == "clusterjob: and 5 more: --all\n"
+    assert ids(run("list", "--all")[1])[-1] == "job-24"
+    assert ids(run("list", "-n", "3")[1]) == ["job-00", "job-01", "job-02"]
+    assert ids(run("list", "--since", "3m")[1]) == ["job-00", "job-01", "job-02"]
+    assert len(json.loads(run("list", "--json")[1])["jobs"]) == 25
+    limited = json.loads(run("list", "--json", "-n", "2", "--name", "job")[1])["jobs"]
+    assert [(job["id"], job["seconds"]) for job in limited] == [("job-00", 200.0), ("job-01", 200)]
+
+
+def test_list_filters_and_columns(run: Run, save: Save) -> None:
+    save("train-a", 1)
+    save("train-b", 2, state=JobState.FAILED, code=3, reason="boom")
+    save("eval-c", 3, state=JobState.FAILED, code=3)
+    assert ids(run("list", "--state", "fail")[1]) == ["train-b", "eval-c"]
+    assert ids(run("list", "--state", "f", "--name", "tr*")[1]) == ["train-b"]
+    assert ids(run("list", "--cluster", "gone")[1]) == []
+    table = run("list", "--columns", "State,name,duration,code", "-n", "2")[1].splitlines()
+    assert [line.split() for line in table] == [
+        ["STATE", "NAME", "DURATION", "CODE"],
+        ["SUCCEEDED", "train", "3m", "20s", "0"],
+        ["FAILED", "train", "3m", "20s", "3"],
+    ]
+    [job] = json.loads(run("list", "--json", "--state", "failed", "--name", "eval")[1])["jobs"]
+    assert job["id"] == "eval-c"
+
+
+def test_list_shows_local_time_without_a_terminal(
+    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC-5")
+    time.tzset()
+    record = save("job-a")
+    Records().save(Record(**{**vars(record), "submitted_at": "2026-01-01T20:00:00.5Z"}))
+    try:
+        assert "2026-01-02 01:00:00" in run("list")[1]
+    finally:
+        monkeypatch.delenv("TZ")
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--state", "done"], "is not a state"),
+        (["--since", "soon"], "is not a time"),
+        (["--columns", "id,nmae"], "no column 'nmae'"),
+        (["--all", "-n", "3"], "are both given"),
+        (["--json", "--watch"], "are both given"),
+        (["-n", "0"], "0"),
+    ],
+)
+def test_list_refuses_wrong_options_with_one_line(run: Run, words: list[str], part: str) -> None:
+    code, out, err = run("list", *words)
+    assert (code, out) == (2, "")
+    assert part in err
+    assert 1 <= len(err.splitlines()) <= 2
+
+
+def test_unreadable_record_is_named_and_others_are_listed(run: Run, save: Save) -> None:
+    save("job-a")
+    (Records().directory / "bad-b.json").write_text("{")
+    code, out, err = run("list")
+    assert (code, ids(out)) == (0, ["job-a"])
+    assert "bad-b.json cannot be read" in err
+    code, out, err = run("list", "--json")
+    assert [job["id"] for job in json.loads(out)["jobs"]] == ["job-a"]
+    assert "bad-b.json cannot be read" in err
+    assert run("status", "@")[0] == 0
+
+
+def test_list_of_10000_jobs_reads_each_record_once(
+    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = save("job-x").to_json()
+    for number in range(300):  # a cached row costs the same for each number of jobs
+        job_id = f"job-{number:05}"
+        path = Records().directory / f"{job_id}.json"
+        path.write_text(json.dumps({**data, "job_id": job_id}))
+    run("list")
+    monkeypatch.setattr(Records, "load", lambda *_: pytest.fail("a record was read"))
+    assert len(ids(run("list", "--all")[1])) == 301
+    assert len(ids(run("list", "--state", "succ", "--since", "1d")[1])) == 20
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_list_on_terminal_fits_its_width(save: Save, columns: int) -> None:
+    save("train-a", 3, state=JobState.FAILED, code=1, reason="\x1b[31mred\x1b[0m \x07" + "x" * 300)
+    save(f"{WIDE * 8}-b", 5, state=JobState.FAILED, code=1, reason=WIDE * 100)
+    code, out = show([*COMMAND, "list"], columns=columns)
+    assert code == 0
+    lines = out.splitlines()
+    assert [width_of(line) <= columns for line in lines] == [True] * 3
+    assert lines[1].startswith("train-a ")
+    assert all(line.endswith("…") for line in lines[1:])
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    if columns == 200:
+        assert "3 min ago" in lines[1]
+        assert "3m 20s" in lines[1]
+        assert "red \\x07xxx" in lines[1]
+
+
+def test_cut_counts_wide_and_combining_letters() -> None:
+    assert cut(WIDE, 4) == WIDE
+    assert cut(WIDE + "x", 4) == "训…"
+    assert width_of("e\u0301") == 1
+    assert cut("abc", 2) == "a…"
+    assert cut("abc", 0) == ""
+
+
+def test_watch_redraws_in_place_and_restores_the_terminal(save: Save) -> None:
+    save("one-a")
+    with Terminal([*COMMAND, "list", "--watch"], columns=60, rows=10) as terminal:
+        terminal.read_until(b"one-a")
+        assert terminal.shown.startswith(b"\x1b[?1049h\x1b[?25l")
+        save("two-b")
+        terminal.read_until(b"two-b")
+        terminal.resize(columns=30)
+        widths = [31]
+        while max(widths) > 30:  # a frame of the old width may be on its way
+            terminal.shown = b""
+            terminal.read_until(b"\x1b[J")
+            frame = re.sub(r"\x1b\[\??\w+|\r", "", terminal.shown.decode())
+            widths = [width_of(line) for line in frame.split("\n")]
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.finish() == 0
+    assert terminal.shown.endswith(b"\x1b[?7h\x1b[?25h\x1b[?1049l")
+
+
+def test_watch_that_is_terminated_restores_the_terminal(save: Save) -> None:
+    save("one-a")
+    with Terminal([*COMMAND, "list", "--watch"]) as terminal:
+        terminal.read_until(b"one-a")
+        terminal.process.terminate()
+        assert terminal.finish() == 143
+    assert terminal.shown.endswith(b"\x1b[?25h\x1b[?1049l")
+
+
+def test_watch_without_terminal_prints_changes_only(
+    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("one-a")
+    rounds = 0
+
+    def wait(_self: object, _seconds: float) -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 2:
+            save("two-b", 0)
+        if rounds == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("threading.Event.wait", wait)
+    code, out, _ = run("list", "--watch", "--columns", "id")
+    assert (code, out) == (0, "ID\none-a\n\nID\ntwo-b\none-a\n")
+
+
+# -- logs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logged(save: Save, monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Return a job with output of two nodes, which wrote at 1000, 1060 and 1120 s."""
+    record = save("log-a")
+    for node, ranks in ((0, (0, 1)), (1, (2, 3))):
+        folder = record.job_dir / "logs" / f"node{node}"
+        folder.mkdir()
+        timeline = Timeline(folder)
+        for step, now in enumerate((1000.0, 1060.0, 1120.0)):
+            monkeypatch.setattr(time, "time", lambda now=now, node=node: now + 5000 * node)
+            for rank in ranks:
+                attempt = ".attempt1" if step == 2 else ""
+                with (folder / f"rank{rank}{attempt}.out").open("a") as stream:
+                    stream.write(f"step {step} of {rank}\n")
+                with (folder / f"rank{rank}{attempt}.err").open("a") as stream:
+                    stream.write(f"\x1b[31mwarning\x1b[0m {step} of {rank}\n")
+            timeline.note()
+    monkeypatch.undo()
+    return record
+
+
+def lines(run: Run, *words: str) -> list[str]:
+    code, out, err = run("logs", *words)
+    assert code == 0, err
+    shown = [*out.splitlines(), *err.splitlines()]
+    return [re.sub(r"\x1b\[\d*m", "", line) for line in shown if not line.startswith("clusterjob")]
+
+
+@pytest.mark.usefixtures("logged")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--rank", "0,2-3"], {0: 6, 2: 6, 3: 6}),
+        (["--rank", "0", "--rank", "3"], {0: 6, 3: 6}),
+        (["--node", "1"], {2: 6, 3: 6}),
+        (["--node", "0-1", "--rank", "1"], {1: 6}),
+        (["--stderr", "--rank", "1"], {1: 3}),
+        (["--attempt", "1"], {0: 2, 1: 2, 2: 2, 3: 2}),
+        (["--since", "70s", "--rank", "0"], {0: 4}),
+        (["--since", "70s", "--rank", "3"], {3: 4}),
+        (["--since", "1970-01-01T01:00:00Z"], {2: 6, 3: 6}),
+        (["--grep", r"step [01]"], {0: 2, 1: 2, 2: 2, 3: 2}),
+        (["--grep", r"^warning 2", "--rank", "2"], {2: 1}),
+        (["-n", "1", "--grep", "step 0 of 3"], {3: 1}),
+        (["--stderr", "--since", "1s", "--grep", "of [13]", "-n", "2"], {1: 1, 3: 1}),
+        (["--grep", "nothing"], {}),
+    ],
+)
+def test_logs_filters_combine(run: Run, words: list[str], expected: dict[int, int]) -> None:
+    found: dict[int, int] = {}
+    for line in lines(run, "log-a", *words):
+        rank = int(line.rpartition(" ")[2])
+        found[rank] = found.get(rank, 0) + 1
+    assert found == expected
+
+
+@pytest.mark.usefixtures("logged")
+def test_logs_follow_applies_filters_and_exits_with_code_of_job(run: Run) -> None:
+    code, out, _ = run("logs", "-f", "--rank", "1", "--grep", "step [12]")
+    assert (code, out) == (0, "[1] step 1 of 1\n[1] step 2 of 1\n")
+
+
+def test_logs_without_id_shows_the_latest_job_and_names_it(
+    run: Run, save: Save, logged: Record
+) -> None:
+    code, out, err = run("logs")
+    assert code == 0
+    assert "step 0 of 0" in out
+    assert f"clusterjob: job {logged.job_id}\n" in err
+    save("new-b", minutes=0)
+    assert run("logs") == (0, "", "clusterjob: job new-b\n")
+    assert "step 0 of 0" in run("logs", "@2")[1]
+    assert "step 0 of 0" in run("logs", "log")[1]
+
+
+@pytest.mark.usefixtures("logged")
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--rank", "4"], "has no rank 4"),
+        (["--rank", "a"], "--rank a"),
+        (["--node", "2"], "has no node 2"),
+        (["--attempt", "2"], "no output of attempt 2"),
+        (["--grep", "("], "is not a regular expression"),
+        (["--since", "later"], "is not a time"),
+    ],
+)
+def test_logs_refuses_wrong_filters(run: Run, words: list[str], part: str) -> None:
+    code, out, err = run("logs", "log-a", *words)
+    assert (code, out) == (2, "")
+    assert part in err
+
+
+def test_hostile_expression_ends_with_an_error() -> None:
+    begin = time.monotonic()
+    with pytest.raises(UsageError, match="takes more than"):
+        LineSearch("(a+)+$").matching([LogLine(0, 0, stream="out", text="a" * 60 + "!")])
+    assert time.monotonic() - begin < 30
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
+
+
+# -- cancel ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let jobs without an end be PENDING or RUNNING by name; return the ids of cancelled jobs."""
+    done: list[str] = []
+
+    def status(_self: Any, records: list[Record]) -> dict[str, Status]:
+        states = {"wait": JobState.PENDING, "run": JobState.RUNNING}
+        return {record.job_id: Status(states[record.name]) for record in records}
+
+    def cancel(_self: Any, records: list[Record]) -> None:
+        if any(record.job_id == "run-stuck" for record in records):
+            raise ClusterJobError("its host does not answer")
+        done.extend(record.job_id for record in records)
+
+    monkeypatch.setattr(LocalBackend, "status", status)
+    monkeypatch.setattr(LocalBackend, "cancel", cancel)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--all"], {"run-a", "run-b", "wait-c"}),
+        (["--state", "pend"], {"wait-c"}),
+        (["--state", "running,pending", "--name", "r*"], {"run-a", "run-b"}),
+        (["--name", "ended"], set()),
+        (["@", "run-a"], {"run-b", "run-a"}),
+    ],
+)
+def test_cancel_selects_jobs_that_have_not_ended(
+    run: Run, save: Save, cancelled: list[str], words: list[str], expected: set[str]
+) -> None:
+    save("run-a", 5, end=None)
+    save("run-b", 1, end=None)
+    save("wait-c", 3, end=None)
+    save("ended-d", 9)
+    code, _, err = run("cancel", *words, "--yes")
+    assert (code, set(cancelled)) == (0, expected)
+    assert err.count("is cancelled") == len(expected)
+
+
+def test_cancel_of_several_selected_jobs_asks_first(
+    run: Run, save: Save, cancelled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save("run-a", end=None)
+    save("run-b", end=None)
+    code, _, err = run("cancel", "--all")
+    assert (code, cancelled) == (2, []), "without a terminal, --yes is needed"
+    assert "run-a" in err
+    assert "--yes" in err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+    assert (run("cancel", "--all")[0], cancelled) == (1, [])
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
+    assert (run("cancel", "--all")[0], sorted(cancelled)) == (0, ["run-a", "run-b"])
+
+
+def test_cancel_never_has_a_default(run: Run, cancelled: list[str]) -> None:
+    for words in ([], ["job", "--all"]):
+        code, _, err = run("cancel", *words)
+        assert (code, cancelled) == (2, [])
+        assert "give job ids, or one of" in err
+
+
+def test_job_that_cannot_be_cancelled_does_not_keep_others_running(
+    run: Run, save: Save, cancelled: list[str]
+) -> None:
+    save("run-a", 1, end=None)
+    save("run-stuck", 2, end=None)
+    save("run-z", 3, end=None)
+    code, _, err = run("cancel", "--all", "--yes")
+    assert (code, sorted(cancelled)) == (1, ["run-a", "run-z"])
+    assert "job run-stuck is not cancelled: its host does not answer" in err
+    assert "job run-stuck is cancelled" not in err
+
+
+# -- open, wait, clean -----------------------------------------------------------------------------
+
+
+def test_open_prints_directory_of_job(run: Run, save: Save) -> None:
+    record = save("job-a")
+    for words in ([], ["@"], ["job"], ["job-a"]):
+        assert run("open", *words) == (0, f"{record.job_dir}\n", "")
+    os.rename(record.job_dir, record.job_dir.with_name("gone"))
+    code, out, err = run("open")
+    assert (code, out) == (1, "")
+    assert "does not exist" in err
+
+
+@pytest.mark.parametrize("verb", ["logs", "open", "wait", "status", "cancel", "clean", "rerun"])
+def test_wrong_id_is_one_line_and_a_hint(run: Run, save: Save, verb: str) -> None:
+    save("train-a")
+    code, out, err = run(verb, "trian-a")
+    assert (code, out) == (2, "")
+    assert err == ("clusterjob: error: there is no job 'trian-a'\n  hint: did you mean train-a?\n")
+
+
+def test_clean_shows_asks_and_removes(
+    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        save(f"job-{number}")
+    code, out, err = run("clean", "--all", "--dry-run")
+    assert (code, ids(out)) == (0, ["job-2", "job-1", "job-0"])
+    assert re.fullmatch(r"clusterjob: would remove 3 jobs, [\d.]+ KB\n", err)
+    code, out, _ = run("clean", "--all", "--dry-run", "--json")
+    data = json.loads(out)
+    assert data["would_free"] == sum(job["bytes"] for job in data["jobs"]) > 0
+    code, _, err = run("clean", "--all")
+    assert code == 2
+    assert "--yes" in err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+    assert run("clean", "--all")[0] == 1
+    assert len(Records().all()) == 3
+    code, _, err = run("clean", "job-1", "--yes")
+    assert (code, sorted(Records().names())) == (0, ["job-0", "job-2"])
+    assert re.search(r"removed 1 job, freed [\d.]+ KB", err)
+    assert run("clean", "--all", "--yes", "--json")[0] == 0
+    assert Records().all() == []
+    assert run("clean", "--all", "--yes")[2] == "clusterjob: no ended job matches\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "give job ids, or one of"),
+        (["job-a", "--all"], "give job ids, or one of"),
+        (["--older-than", "30"], "is not an age"),
+        (["--larger-than", "big"], "is not a size"),
+        (["--state", "running"], "only ended jobs are removed"),
+    ],
+)
+def test_clean_refuses_wrong_options(run: Run, save: Save, words: list[str], part: str) -> None:
+    save("job-a")
+    code, out, err = run("clean", *words, "--yes")
+    assert (code, out) == (2, "")
+    assert part in err
+    assert len(Records().all()) == 1
+
+
+def test_clean_never_removes_a_job_that_runs(run: Run, save: Save, cancelled: list[str]) -> None:
+    save("run-a", end=None)
+    save("wait-b", end=None)
+    assert run("clean", "--all", "--yes")[0] == 0
+    code, _, err = run("clean", "run-a", "--yes")
+    assert code == 2
+    assert "is RUNNING: only ended jobs are removed" in err
+    assert len(Records().all()) == 2
+    assert (home() / "jobs" / "run-a").is_dir()
+    assert cancelled == []

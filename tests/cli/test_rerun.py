@@ -1,0 +1,146 @@
+"""`rerun` of real local jobs: recorded program, arguments and environment under a new id."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import TEST_TIMEOUT
+
+from clusterjob.core import job_settings, jobs, rerun
+from clusterjob.core.job_secrets import Secret
+from clusterjob.core.records import Record, Records
+from clusterjob.core.spec import JobSpec
+from clusterjob.errors import SpecError, UsageError
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
+
+SCRIPT = "import os, sys; print(sys.argv[1:], os.environ['PUBLIC'], os.environ['TOKEN'] * 2)\n"
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory with a script; the interpreter of jobs starts fast, without torch."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("CLUSTERJOB_PYTHON", str(python))
+    directory = tmp_path / "work"
+    directory.mkdir()
+    (directory / "script.py").write_text(SCRIPT)
+    return directory
+
+
+def command(work: Path, *words: str, code: int = 0, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", *words],
+        cwd=work,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=TEST_TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_rerun_repeats_program_environment_and_asks_for_secrets_again(work: Path) -> None:
+    options = ("--cluster", "local", "--env", "PUBLIC=yes", "--secret", "TOKEN")
+    first = command(work, "submit", *options, "script.py", "--lr", "a b", TOKEN="one").strip()
+    command(work, "wait", first)
+    assert "--secret TOKEN: it is not set here" in command(work, "rerun", first, code=2)
+    (work / "token").write_text("two\n")
+    second = command(work.parent, "rerun", "@", "--secret", "TOKEN=work/token").strip()
+    assert second.startswith("script-")
+    assert second != first
+    command(work, "wait", "@")
+    assert command(work, "logs") == "['--lr', 'a b'] yes twotwo\n"
+    saved = (Records().directory / f"{second}.json").read_text()
+    assert "two" not in saved
+    listed = json.loads(command(work, "list", "--json"))["jobs"]
+    assert [job["id"] for job in listed] == [second, first]
+    (work / "script.py").unlink()
+    error = command(work, "rerun", first, code=2, TOKEN="x")
+    assert "'script.py' does not exist" in error
+    assert len(Records().all()) == 2, "nothing is left of a rerun that is refused"
+
+
+def spec_of(work: Path, **settings: Any) -> JobSpec:
+    resolved = job_settings.resolve(settings, "local", directory=work)
+    return job_settings.make_spec(Program("script", "script.py"), resolved, directory=work)
+
+
+def recorded(work: Path, spec: JobSpec, **fields: Any) -> Record:
+    end = Verdict(fields.pop("state", JobState.SUCCEEDED), fields.pop("code", 0))
+    record = Record(
+        "job-a",
+        "job",
+        cluster="lab",
+        backend="local",
+        job_dir=work,
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00Z",
+        spec=json.loads(json.dumps(spec.to_json())),
+        **{"end": end.to_json(), **fields},
+    )
+    Records().save(record)
+    return record
+
+
+def test_failed_job_is_repeated_and_successful_one_is_refused(work: Path) -> None:
+    record = recorded(work, spec_of(work))
+    with pytest.raises(UsageError, match="has failed: it is SUCCEEDED"):
+        rerun.plan(record, (), failed=True)
+    record = recorded(work, spec_of(work), state=JobState.FAILED, code=3)
+    assert rerun.plan(record, (), failed=True).spec.program.target == "script.py"
+
+
+def test_secret_that_job_does_not_have_is_refused(work: Path) -> None:
+    record = recorded(work, spec_of(work))
+    with pytest.raises(UsageError, match="has no such secret"):
+        rerun.plan(record, [Secret("OTHER")], failed=False)
+
+
+def test_pickled_calls_are_copied(work: Path) -> None:
+    (work / "call.0.pkl").write_bytes(b"call")
+    planned = rerun.plan(recorded(work, spec_of(work)), (), failed=False)
+    assert [file.data for file in planned.files if file.path.name == "call.0.pkl"] == [b"call"]
+    assert all(file.path.parent == planned.job_dir for file in planned.files)
+
+
+def test_elements_to_repeat_keep_their_indices_and_values(work: Path) -> None:
+    spec = JobSpec(
+        Program("script", "script.py"), work, sweep=("lr=1,2,3,4",), array="%2", only=(1, 3)
+    )
+    array = spec.elements()
+    assert array is not None
+    assert (array.indices, array.at_once, len(array.values)) == ((1, 3), 2, 4)
+    assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))).only == (1, 3)
+    with pytest.raises(SpecError, match="has no element 4"):
+        JobSpec(Program("script", "script.py"), work, sweep=("lr=1,2,3,4",), only=(4,))
+
+
+def test_spec_of_older_version_repeats_all_elements(work: Path) -> None:
+    data = spec_of(work).to_json()
+    del data["only"]
+    assert JobSpec.from_json(data).only == ()
+
+
+def test_settings_of_record_are_used_without_configuration(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's cluster may be a profile that does not exist any more."""
+    submitted: list[str] = []
+    record = recorded(work, spec_of(work, max_restarts=2, env=["A=b"]))
+    monkeypatch.setattr(jobs, "submit", lambda *_, **__: submitted.append("x"))
+    planned = rerun.plan(record, (), failed=False)
+    assert (planned.spec.max_restarts, dict(planned.spec.env)) == (2, {"A": "b"})
+    assert submitted == []

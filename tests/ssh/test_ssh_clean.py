@@ -1,0 +1,92 @@
+"""`clean` and `rerun` on hosts over SSH, with a host that is cut off."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from sshsite import SLEEPER, TEST_TIMEOUT, Site, close_connections, output_lines, wait_for_lines
+from verdicts import wait_for_verdict
+
+from clusterjob.core import cleaning, jobs, polling, rerun
+from clusterjob.core.cleaning import Wanted
+from clusterjob.core.records import Record, Records
+from clusterjob.node.verdict import JobState
+
+
+def stored(site: Site, host: str) -> list[Path]:
+    return list((site.ssh_network.hosts[host].home / ".clusterjob" / "store").glob("*/*"))
+
+
+def ended(site: Site, text: str) -> Record:
+    record = site.submit(text)
+    wait_for_verdict(record)
+    return Records().find(record.job_id)
+
+
+def test_ended_jobs_and_their_code_are_removed_from_all_hosts(site: Site) -> None:
+    site.path("data.bin").write_bytes(b"x" * 300_000)
+    record = ended(site, "print('done')")
+    for host in ("gpu1", "gpu2"):
+        for path in stored(site, host):
+            os.utime(path, (time.time() - 7200,) * 2)
+    found, code = cleaning.find(Wanted())
+    assert [job.record.job_id for job in found] == [record.job_id]
+    assert found[0].size > 600_000, "both hosts have a copy"
+    assert code > 600_000
+    assert site.remote_dir(record, "gpu1").is_dir()
+    done, freed = cleaning.remove(found)
+    assert [(job.kept, job.size) for job in done] == [("", found[0].size)]
+    assert freed == code
+    for host in ("gpu1", "gpu2"):
+        assert not site.remote_dir(record, host).exists()
+        assert stored(site, host) == []
+    assert Records().all() == []
+    assert not record.job_dir.exists()
+
+
+@pytest.mark.slow
+def test_job_with_unreachable_host_is_kept_everywhere_and_removed_later(site: Site) -> None:
+    record = ended(site, "print('done')")
+    close_connections()
+    host = site.ssh_network.hosts["gpu2"]
+    host.stop()
+    try:
+        found, _ = cleaning.find(Wanted())
+        assert "gpu2" in found[0].kept
+        cleaning.remove(found)
+    finally:
+        host.start()
+    assert site.remote_dir(record, "gpu1").is_dir()
+    assert record.job_dir.is_dir()
+    close_connections()
+    found, _ = cleaning.find(Wanted())
+    assert found[0].kept == ""
+    cleaning.remove(found)
+    assert Records().all() == []
+    assert not site.remote_dir(record, "gpu2").exists()
+
+
+@pytest.mark.slow
+def test_rerun_installs_the_code_that_was_sent_before(site: Site) -> None:
+    site.path("value.txt").write_text("old")
+    record = ended(site, "print(open('value.txt').read())")
+    site.path("value.txt").write_text("new")
+    site.path("more.txt").touch()
+    again = jobs.submit(rerun.plan(record, (), failed=False), "ssh", detach=True)
+    assert sorted(output_lines(again)) == ["0 out old", "1 out old"]
+    assert again.handle is not None
+    assert record.handle is not None
+    assert again.handle.data["code"] == record.handle.data["code"]
+
+
+def test_running_job_has_a_duration_by_the_clock_of_its_host(site: Site) -> None:
+    record = site.submit(SLEEPER)
+    wait_for_lines(record, "up 0", "up 1")
+    status = polling.status(record)
+    assert status.state is JobState.RUNNING
+    assert status.elapsed is not None
+    assert 0 <= status.elapsed < TEST_TIMEOUT
+    jobs.cancel([record])
