@@ -43,15 +43,14 @@ class MlpBackend(PlatformBackend):
     NAME = NAME
     capabilities = (
         Capability.GPU_TYPES,
+        Capability.COUNTED_WORKERS,
         Capability.SHARED_DIRECTORY,
         Capability.BACKEND_OPTIONS,
         Capability.ARRAYS,
         Capability.REQUEUE,
     )
     hints: ClassVar[Mapping[Capability, str]] = {
-        Capability.GPU_LIST: (
-            "a task gets whole machines: use --gpus-per-node, or --set flavor=NAME"
-        ),
+        Capability.GPU_LIST: ("a task gets whole machines: use --gpus N, or --set flavor=NAME"),
         Capability.CONTAINERS: "set the task's image with --set image=URL",
         Capability.ARRAY_LIMITS: "remove the % part: the queue's quota limits them",
     }
@@ -68,8 +67,8 @@ class MlpBackend(PlatformBackend):
         options = MlpOptions.of(spec.options)
         gpus = task.gpus_of(spec)
         left_open = spec.nproc_is_default  # the platform sets the number of GPUs of each worker
-        if left_open and gpus:
-            spec = replace(spec, nproc_per_node=gpus, nproc_is_default=False)
+        if left_open and gpus and spec.nproc_word != "cpu":
+            spec = replace(spec, nproc_per_node=gpus, nproc_word="", nproc_is_default=False)
         if spec.sync:
             spec = replace(spec, program=shared.sent_program(spec))
         for key, default in (
@@ -250,7 +249,7 @@ def _values(
         more["warning"] = options.number("kill_grace", _KILL_GRACE, 1e-3)
     launch = replace(spec.launch_options(**more), max_restarts=0 if uploaded else spec.max_restarts)
     if left_open:
-        launch = replace(launch, nproc_per_node=None)
+        launch = replace(launch, nproc_per_node=spec.nproc_word or None)
     workdir: str = spec.options.get("workdir", "" if uploaded and spec.sync else str(spec.workdir))
     return shared.common_values(spec, job_id, job_dir=job_dir) | {
         "workdir": workdir,

@@ -37,7 +37,13 @@ class SlurmBackend:
     """Run jobs under Slurm, with the client commands of this machine or of an SSH login host."""
 
     capabilities = tuple(
-        set(Capability) - {Capability.HOSTS, Capability.GPU_LIST, Capability.SHARED_DIRECTORY}
+        set(Capability)
+        - {
+            Capability.HOSTS,
+            Capability.GPU_LIST,
+            Capability.COUNTED_WORKERS,
+            Capability.SHARED_DIRECTORY,
+        }
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
 

@@ -46,6 +46,7 @@ class SshBackend:
     capabilities = (
         Capability.HOSTS,
         Capability.GPU_LIST,
+        Capability.COUNTED_WORKERS,
         Capability.SHARED_DIRECTORY,
         Capability.BACKEND_OPTIONS,
     )
