@@ -49,7 +49,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
         if spelled in _FOUND_OUT:
             return (
                 "leave it out: the nodes of a job find each other; "
-                "`clusterjob launch` starts one node by hand and takes it"
+                "`clusterjob launch` starts one node manually and takes it"
             )
         if spelled in _OUTPUT:
             return "leave it out: `clusterjob logs` has a file for each rank"

@@ -1,4 +1,4 @@
-"""Options that users of sbatch, docker, SkyPilot and torchrun know: help, flags, GPUs, launch."""
+"""Options that users know from sbatch, docker, SkyPilot and torchrun: flags, GPUs, help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse --gpus and --nproc-per-node: numbers, types, chosen GPUs, idle GPUs, torchrun's words."""
+"""Parse --gpus and --nproc-per-node: numbers, types, chosen and idle GPUs, words."""
 
 from __future__ import annotations
 
