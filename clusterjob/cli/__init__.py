@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from clusterjob import __version__
-from clusterjob.cli import completion, hosts, inspect, manage, start
+from clusterjob.cli import completion, hosts, init, inspect, manage, start
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
@@ -46,6 +46,7 @@ app.command()(inspect.trust)
 app.command()(with_job_options(inspect.doctor))
 app.command()(hosts.fetch)
 app.command()(completion.completion)
+app.command()(init.init)
 app.add_typer(hosts.app)
 
 _verbose = False

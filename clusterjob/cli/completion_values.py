@@ -6,21 +6,17 @@ after a TAB. Only values of `_PLAIN` characters are offered, so that none can ru
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 _PLAIN = re.compile(r"[\w@%+./][\w@%+:./,\[\]-]{0,254}", re.ASCII)
 _SORT_TIME = 0.05  # seconds; a slow file system must not delay the shell
 _SINFO_WAIT = 0.08  # seconds; after that, sinfo fills the cache for the next TAB
 _SINFO_AGE = 300.0  # seconds
-_LARGEST = 1_000_000  # maximum bytes of a file that is read
-_MOST_FILES = 32  # maximum number of files of the ssh configuration
 # Argument 1 is the cache: a slow sinfo writes it after the completion has ended.
 _SINFO = 'timeout 10 sinfo -h -o %R > "$1.$$" && mv "$1.$$" "$1" || rm -f "$1.$$"'
 
@@ -65,6 +61,7 @@ def partitions() -> list[str]:
     """Return Slurm's partitions; sinfo runs at most once in five minutes."""
     from clusterjob.core.node_zip import cache_directory
     from clusterjob.node.system import private_dirs
+    from clusterjob.remote.ssh_host_names import read_lines
 
     if shutil.which("sinfo") is None:
         return []
@@ -86,46 +83,18 @@ def partitions() -> list[str]:
             asked.wait(_SINFO_WAIT)
         except subprocess.TimeoutExpired:
             asked.returncode = 0  # it continues without this process
-    return plain(_lines(place))
+    return plain(read_lines(place))
 
 
 def hosts() -> list[str]:
     """Return the host names of the ssh configuration and of the profiles."""
     from clusterjob.core.config_files import find_files
+    from clusterjob.remote.ssh_host_names import configured_hosts
 
-    found = list(_ssh_hosts([Path("~/.ssh/config").expanduser()]))
+    found = configured_hosts()
     for file in find_files(Path.cwd()):
         for profile in (file.data.get("defaults", {}), *file.clusters.values()):
             for key in ("hosts", "login"):
                 value = profile.get(key, "")
                 found += value if isinstance(value, list) else str(value).split(",")
     return plain(map(str, found))
-
-
-def _ssh_hosts(files: list[Path]) -> Iterator[str]:
-    """Yield the names of Host lines, also of included files; a pattern is not a name.
-
-    Source: ssh_config(5), "Host" and "Include".
-    """
-    for count, path in enumerate(files):
-        if count == _MOST_FILES:
-            return
-        for line in _lines(path):
-            key, *words = re.split(r"[\s=]+", line.replace('"', " ").strip()) or [""]
-            if key.lower() == "host":
-                yield from (word for word in words if not re.search(r"[*?!]", word))
-            elif key.lower() == "include":
-                for word in words:
-                    pattern = os.path.join(Path("~/.ssh").expanduser(), os.path.expanduser(word))
-                    files += map(Path, sorted(glob.glob(pattern)))
-
-
-def _lines(path: Path) -> list[str]:
-    """Return the lines of a regular file; nothing if it cannot be read."""
-    try:
-        if not path.is_file():
-            return []  # a pipe would block
-        with path.open("rb") as stream:
-            return stream.read(_LARGEST).decode(errors="replace").splitlines()
-    except OSError:
-        return []

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
@@ -34,6 +34,9 @@ from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import private_dirs, processes
 from clusterjob.node.verdict import JobState
+
+if TYPE_CHECKING:
+    from clusterjob.core.proposals import Proposal
 
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
@@ -204,6 +207,12 @@ class LocalBackend:
 
     def close(self) -> None:
         """Do nothing: the lifelines of detached jobs are already closed."""
+
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.local import proposal
+
+        return proposal.propose()
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of this machine for a job."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.batch_command import upload
@@ -26,6 +26,9 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import parse_size
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import SubmitError
+
+if TYPE_CHECKING:
+    from clusterjob.core.proposals import Proposal
 
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
@@ -129,6 +132,12 @@ class MlpBackend(PlatformBackend):
             sends_code=spec.sync and not missing,
             array={"indices": list(array.indices), "pieces": [0]} if array else None,
         )
+
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.mlp import proposal
+
+        return proposal.propose()
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the account for a job."""

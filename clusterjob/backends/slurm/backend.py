@@ -28,6 +28,7 @@ from clusterjob.node.logs import ends
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
+    from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
 
 _SCANCEL_WORDS = 1000  # maximum number of ids on one command line
@@ -53,6 +54,12 @@ class SlurmBackend:
     # -- planning ----------------------------------------------------------------------------------
 
     plan = staticmethod(planning.plan)
+
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.slurm import proposal
+
+        return proposal.propose()
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the cluster for a job.

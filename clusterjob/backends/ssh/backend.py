@@ -32,6 +32,7 @@ from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
 
 if TYPE_CHECKING:
+    from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
     from clusterjob.remote.sessions import Sessions
 
@@ -215,6 +216,12 @@ class SshBackend:
         if outcome.errors:
             raise ClusterJobError(*complaint(outcome.errors, len(asked)))
         return [outcome.results[node] for node in asked]
+
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.ssh import proposal
+
+        return proposal.propose()
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.
