@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from doctoring import CLUSTERJOB, PACKAGE, doctor, light_torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +20,11 @@ from sshsite import Site
 from clusterjob.core import config_files, interpreters
 from clusterjob.core.proposals import Proposal, profile_lines, toml_value
 from clusterjob.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FILE = "clusterjob.toml"
 
@@ -33,7 +37,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (work / ".venv/bin").mkdir(parents=True)
     plain = python_without_torch(tmp_path)
     python = work / ".venv/bin/python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={light_torch(tmp_path / "lib")} exec {plain} "$@"\n')
+    library = light_torch(tmp_path / "lib")
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={library}:$PYTHONPATH exec {plain} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("PATH", f"/usr/bin:/bin:{tmp_path}")
@@ -195,11 +200,18 @@ def test_without_a_terminal_yes_is_required(place: Path) -> None:
 
 
 @pytest.mark.root
-def test_full_disk_is_one_line(place: Path, full_disk: Path) -> None:
+def test_full_disk_is_one_line(place: Path, tmp_path: Path) -> None:
     assert place
-    done = init("--yes", code=2, cwd=full_disk)
-    assert "clusterjob.toml cannot be written: No space left on device" in done.stderr
-    assert not (full_disk / FILE).exists()
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", small], check=True)
+    try:
+        (small / "all").write_bytes(b"x" * 4096)
+        done = init("--yes", code=2, cwd=small)
+        assert "clusterjob.toml cannot be written: No space left on device" in done.stderr
+        assert [path.name for path in small.iterdir()] == ["all"]
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 @pytest.mark.slow
@@ -252,6 +264,3 @@ def test_foreign_text_in_comments_and_values_stays_there(found: str, value: str)
     assert tomllib.loads(text) == {"clusters": {"a": {"backend": "local", "name": value}}}
     other = profile_lines(Proposal("a", "local", found=found), active=False)
     assert tomllib.loads("\n".join(other)) == {}
-
-
-assert sys.version_info >= (3, 11), "the tests read TOML with the standard library"
