@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast, overload, runtime_checkable
@@ -19,6 +19,7 @@ from clusterjob.errors import UnknownCluster
 if TYPE_CHECKING:
     from clusterjob.core.capabilities import Capability
     from clusterjob.core.plans import Plan
+    from clusterjob.core.proposals import Proposal
     from clusterjob.core.records import Handle, Record
     from clusterjob.core.spec import JobSpec
     from clusterjob.doctor.engine import Check
@@ -184,6 +185,14 @@ class Cleaner(Protocol):
         Returns:
             The files of each job by its id, and the bytes of shared files that no other job uses.
         """
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """A backend that proposes profiles for this machine to `clusterjob init`."""
+
+    def propose(self) -> Iterable[Proposal]:
+        """Return profiles; look at this machine only, and contact no host except Slurm's own."""
 
 
 @runtime_checkable

@@ -10,7 +10,19 @@ from typing import Annotated
 import typer
 
 from clusterjob import __version__
-from clusterjob.cli import clean, hosts, inspect, list_jobs, login, logs, manage, rerun, start
+from clusterjob.cli import (
+    clean,
+    completion,
+    hosts,
+    init,
+    inspect,
+    list_jobs,
+    login,
+    logs,
+    manage,
+    rerun,
+    start,
+)
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
@@ -50,6 +62,8 @@ app.command()(with_job_options(inspect.doctor))
 app.command()(hosts.fetch)
 app.command()(login.login)
 app.command()(login.logout)
+app.command()(completion.completion)
+app.command()(init.init)
 app.add_typer(hosts.app)
 
 _verbose = False
@@ -94,8 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == [completion.REQUEST]:
+        from clusterjob.cli import completion_answers
+
+        return completion_answers.answer(app, words[1:])
     try:
-        code = app(args=None if argv is None else list(argv), standalone_mode=False)
+        code = app(args=words, standalone_mode=False)
     except AmbiguousId as error:
         from clusterjob.core import polling
 

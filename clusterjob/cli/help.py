@@ -48,9 +48,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "config": ("clusterjob config --cluster hpc",),
     "trust": ("clusterjob trust", "clusterjob trust --yes ~/project"),
     "doctor": ("clusterjob doctor", "clusterjob doctor --cluster slurm -N 2 --gpus 8"),
+    "completion": ("source <(clusterjob completion bash)", "clusterjob completion fish | source"),
     "fetch": ("clusterjob fetch train-7f3a checkpoints --to results",),
     "login": ("clusterjob login me@login1",),
     "logout": ("clusterjob logout me@login1",),
+    "init": ("clusterjob init", "clusterjob init --yes --force"),
     "hosts": ("clusterjob hosts --hosts gpu[1-4]",),
     "hosts trust": ("clusterjob hosts trust gpu1 gpu2",),
 }

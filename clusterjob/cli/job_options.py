@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from clusterjob.cli.help import Command, dashes
 from clusterjob.core.options import OPTIONS
 from clusterjob.errors import UsageError
-from clusterjob.node.program import Program
+from clusterjob.node.program import NO_EFFECT, Program
 
 Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
 Id = Annotated[
@@ -82,7 +83,7 @@ class ProgramCommand(Command):
         """Split the program off before the options are parsed."""
         own, program = self._split(list(args))
         ctx.meta[_PROGRAM] = program
-        return super().parse_args(ctx, own)
+        return super().parse_args(ctx, _without_torchruns(own))
 
     def _split(self, args: list[str]) -> tuple[list[str], Program | None]:
         takes_value = {
@@ -90,7 +91,7 @@ class ProgramCommand(Command):
             for param in self.params
             if not getattr(param, "is_flag", False)
             for word in (*param.opts, *param.secondary_opts)
-        }
+        } | {*NO_EFFECT}
         index = 0
         while index < len(args):
             word, rest = args[index], tuple(args[index + 2 :])
@@ -108,6 +109,20 @@ class ProgramCommand(Command):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """Return the usage line with the forms of a program."""
         return ["[OPTIONS]", "SCRIPT [ARGS]... | -m MODULE [ARGS]... | -- COMMAND..."]
+
+
+def _without_torchruns(args: list[str]) -> list[str]:
+    """Remove torchrun's options that have no effect here, and say so."""
+    kept, words = [], iter(args)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if dashes(name) not in (*NO_EFFECT, "--standalone"):
+            kept.append(word)
+            continue
+        print(f"clusterjob: {name} has no effect: the nodes find each other", file=sys.stderr)
+        if dashes(name) in NO_EFFECT and not equals:
+            next(words, None)
+    return kept
 
 
 def program_of(ctx: typer.Context) -> Program:

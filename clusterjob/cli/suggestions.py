@@ -8,16 +8,16 @@ from clusterjob.errors import did_you_mean
 
 # Options of other launchers, with the equivalent option of clusterjob.
 _OURS = {
-    "--nnodes": "--nodes", "-N": "--nodes", "--num-nodes": "--nodes", "--num-machines": "--nodes",
+    "--num-nodes": "--nodes", "--num-machines": "--nodes",
     "--nproc": "--nproc-per-node", "-n": "--nproc-per-node", "--np": "--nproc-per-node",
     "--ntasks": "--nproc-per-node", "--ntasks-per-node": "--nproc-per-node",
-    "--num-processes": "--nproc-per-node", "--num-gpus": "--gpus-per-node", "-G": "--gpus-per-node",
-    "--gpus-per-task": "--gpus-per-node", "-c": "--cpus-per-task", "-t": "--time",
-    "--timeout": "--time", "-J": "--name", "--job-name": "--name", "-D": "--workdir",
-    "--chdir": "--workdir", "-p": "--partition", "-A": "--account", "-w": "--nodelist",
-    "-x": "--exclude", "-a": "--array", "-d": "--after", "--dependency": "--after", "-H": "--hosts",
-    "--host": "--hosts", "--export": "--env", "--signal": "--signal-before", "-r": "--max-restarts",
-    "-l": "--login",
+    "--num-processes": "--nproc-per-node", "--num-gpus": "--gpus", "-G": "--gpus",
+    "--gres": "--gpus", "--gpus-per-task": "--gpus", "--accelerators": "--gpus",
+    "--timeout": "--time", "--job-name": "--name", "-D": "--workdir", "--chdir": "--workdir",
+    "-w": "--nodelist", "-x": "--exclude", "-a": "--array", "-d": "--after",
+    "--dependency": "--after", "-H": "--hosts", "--host": "--hosts", "--export": "--env",
+    "--signal": "--signal-before", "-r": "--max-restarts", "-l": "--login", "-e": "--env",
+    "--start-method": "--start", "--module": "-m MODULE", "--no-python": "-- COMMAND",
 }  # fmt: skip
 _SBATCH_LETTERS = {
     "-q": "qos",
@@ -27,17 +27,10 @@ _SBATCH_LETTERS = {
     "-b": "begin",
     "-m": "distribution",
 }
-# Options of torchrun that clusterjob does not need: the agents detect these values.
-_FOUND_OUT = (
-    "--node-rank",
-    "--master-addr",
-    "--master-port",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--standalone",
-)
+# Options of torchrun that place one node.
+_FOUND_OUT = ("--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint")
+# Options of torchrun for the output of each rank, with what clusterjob has instead.
+_OUTPUT = ("--log-dir", "--redirects", "--tee", "--local-ranks-filter")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -50,11 +43,16 @@ def suggest(word: str, known: Iterable[str]) -> str:
     options = set(known)
     spelled = word.replace("_", "-") if word.startswith("--") else word
     ours = spelled if spelled in options else _OURS.get(spelled, "")
-    if ours in options:
+    if ours in options or (ours.endswith(("MODULE", "COMMAND")) and "--set" in options):
         return f"did you mean {ours}?"
     if "--set" in options:
         if spelled in _FOUND_OUT:
-            return "leave it out: the nodes of a job find each other"
+            return (
+                "leave it out: the nodes of a job find each other; "
+                "`clusterjob launch` starts one node manually and takes it"
+            )
+        if spelled in _OUTPUT:
+            return "leave it out: `clusterjob logs` has a file for each rank"
         from clusterjob.backends.slurm import flags
 
         name = _SBATCH_LETTERS.get(spelled, spelled[2:] if spelled.startswith("--") else "")

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from clusterjob.core import gpu_request
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 
@@ -16,6 +17,7 @@ class Capability(enum.Enum):
     HOSTS = "hosts"  # the user names the hosts
     GPU_LIST = "gpu_list"  # the user lists the GPUs of each host
     GPU_TYPES = "gpu_types"
+    COUNTED_WORKERS = "counted_workers"  # each node counts its GPUs or cores, one worker for each
     SHARED_DIRECTORY = "shared_directory"  # the working directory is on the hosts already
     BACKEND_OPTIONS = "backend_options"  # the backend's own options, given with --set
     CONTAINERS = "containers"
@@ -50,14 +52,20 @@ _FEATURES = {
     ),
     Capability.GPU_LIST: _Feature(
         lambda spec: spec.gpus,
-        "--gpus {spec.gpus} lists GPUs, which the {cluster} cluster cannot choose",
-        "did you mean --gpus-per-node {gpu_count}?",
+        "--gpus {gpus}: the {cluster} cluster cannot choose GPUs",
+        "--gpus {gpu_count} is their number on each node",
     ),
     Capability.GPU_TYPES: _Feature(
         lambda spec: spec.resources.gpu_type,
-        "--gpus-per-node {spec.resources.gpu_type}:{spec.resources.gpus_per_node}:"
+        "--gpus {spec.resources.gpu_type}:{spec.resources.gpus_per_node}:"
         " the {cluster} cluster cannot choose GPUs by their type",
-        "--gpus-per-node {spec.resources.gpus_per_node}",
+        "--gpus {spec.resources.gpus_per_node}",
+    ),
+    Capability.COUNTED_WORKERS: _Feature(
+        lambda spec: spec.nproc_word,
+        "--nproc-per-node {spec.nproc_word}: the number of workers must be known before the"
+        " {cluster} cluster starts the job",
+        "--gpus N starts one worker per GPU; or write --nproc-per-node N",
     ),
     Capability.SHARED_DIRECTORY: _Feature(
         lambda spec: not spec.sync and not spec.login,
@@ -114,13 +122,14 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
     """
     supported: Collection[Capability] = getattr(backend, "capabilities", ())
     hints: Mapping[Capability, str] = getattr(backend, "hints", {})
-    gpu_count = spec.gpus if spec.gpus.isdigit() else len(spec.gpus.split(","))
+    unknown = "N" if spec.gpus == gpu_request.IDLE else spec.gpus.count(",") + 1
     values = {
         "spec": spec,
         "cluster": cluster,
         "option": next(iter(spec.options), ""),
         "array_flag": "--array" if spec.array else "--sweep",
-        "gpu_count": "N" if spec.gpus == "auto" else gpu_count,
+        "gpus": gpu_request.shown(spec.gpus),
+        "gpu_count": spec.resources.gpus_per_node or unknown,
     }
     for capability, feature in _FEATURES.items():
         if capability not in supported and feature.used(spec):

@@ -15,6 +15,7 @@ from typing import Any
 
 from clusterjob.core import trust
 from clusterjob.core.config_files import ConfigFile, find_files, nearest
+from clusterjob.core.gpu_request import IDLE
 from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.trust import RiskySetting, Usage
 from clusterjob.core.units import show_size
@@ -87,6 +88,12 @@ def resolve(
     for origin, base, layer, table in _layers(
         files, cluster, environ=environ, flags=flags, directory=directory
     ):
+        for key in layer:
+            other = OPTIONS[key].excludes
+            # `auto` says which GPUs, and leaves their number to the other option.
+            if other and other not in layer and IDLE not in (layer[key], values.get(other)):
+                values.pop(other, None)
+                origins.pop(other, None)
         for key, value in layer.items():
             read = _below(base, key, value=read_setting(key, value, origin=origin(key)))
             if table:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.backends import base
-from clusterjob.core import config, hosts
+from clusterjob.core import config, gpu_request, hosts
 from clusterjob.core.options import OPTIONS, Target
 from clusterjob.core.records import home, secure_home
 from clusterjob.core.spec import JobSpec, Resources
@@ -126,27 +126,32 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         SpecError: a field is invalid.
     """
     values = dict(settings.values)
-    if values.get("gpus", "auto") != "auto":
-        values.setdefault("gpus_per_node", len(values["gpus"].split(",")))
-    gpu_type, gpus_per_node = _gpus(values.get("gpus_per_node"))
+    asked = gpu_request.merge(values.get("gpus"), values.get("gpus_per_node"))
+    workers = values.pop("nproc_per_node", asked.count or None)
+    if workers in ("gpu", "auto") and asked.count:
+        workers = asked.count
+    word = workers if isinstance(workers, str) else ""
     options = values.pop("set", {}) | _pop(values, Target.BACKEND)
-    chosen = _hosts(values, settings.backend, directory=directory)
+    sized = workers is not None or asked.count is not None
+    chosen = _hosts(values, settings.backend, directory=directory, sized=sized)
     slots = max((host.slots or 1 for host in chosen), default=1)
     resources = Resources(
         **({"nodes": len(chosen) or 1} | _pop(values, Target.RESOURCES)),
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=asked.count,
         time_limit=values.pop("time", None),
-        gpu_type=gpu_type,
+        gpu_type=asked.type,
     )
     values.pop("gpus_per_node", None)
+    values["gpus"] = asked.chosen
     if "template" in values:
         values["template"] = directory / values["template"]
     return JobSpec(
         program=program,
         resources=resources,
         workdir=directory / values.pop("workdir", ""),
-        nproc_is_default="nproc_per_node" not in values and gpus_per_node is None,
-        nproc_per_node=values.pop("nproc_per_node", gpus_per_node or slots),
+        nproc_is_default=bool(word) or not sized,
+        nproc_per_node=1 if word else slots if workers is None else workers,
+        nproc_word=word,
         python=values.pop("python", None)
         or (
             "python3"
@@ -164,23 +169,25 @@ def _pop(values: dict[str, Any], target: Target) -> dict[str, Any]:
     return {key: values.pop(key) for key in list(values) if OPTIONS[key].target is target}
 
 
-def _gpus(asked: int | str | None) -> tuple[str, int | None]:
-    """Return the type (may be empty) and the number of GPUs from ``8`` or ``a100:8``."""
-    gpu_type, _, count = asked.rpartition(":") if isinstance(asked, str) else ("", "", asked)
-    return gpu_type, None if count is None else int(count)
-
-
-def _hosts(values: dict[str, Any], backend: str, directory: Path) -> tuple[hosts.Host, ...]:
+def _hosts(
+    values: dict[str, Any], backend: str, directory: Path, *, sized: bool
+) -> tuple[hosts.Host, ...]:
     """Remove the hosts from the settings and return them.
 
     The hosts are those of --hosts or --hostfile. If neither is set, the ssh backend reads the hosts
     from the platform's variables.
+
+    Args:
+        values: the settings.
+        backend: name of the cluster's backend.
+        directory: base of relative paths.
+        sized: whether an option gives the number of workers or GPUs of a node.
     """
     text, file = values.pop("hosts", None), values.pop("hostfile", None)
     found = hosts.named_hosts(text, file, directory=directory)
     if not found:
         return hosts.of_platform(os.environ) if backend == "ssh" else ()
-    if values.keys() & {"nproc_per_node", "gpus_per_node"}:
+    if sized:
         # An explicit number of workers or GPUs overrides the slots of the host file.
         return tuple(replace(host, slots=None) for host in found)
     return found

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterjob.core.gpu_request import read_gpus
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.units import parse_duration, parse_size
 from clusterjob.errors import ConfigError, SpecError
+from clusterjob.node.program import WORKER_WORDS
 
 _GPUS_OF_TYPE = re.compile(r"[A-Za-z][\w.-]*:\d{1,9}", re.ASCII)
 
@@ -45,6 +47,8 @@ class Option:
         short: a short flag, such as ``-N``; empty for none.
         aliases: other long flags of the same option, as torchrun spells it.
         group: the heading of its flag in `--help`, one of `GROUPS`.
+        excludes: the key of an option for the same thing: a flag for one overrides a profile's
+            value for the other.
         merge: whether the option is repeatable: a table or a list adds to earlier values.
         target: the part of the job that it sets.
         node: the field of `LaunchOptions` that it sets on each node; empty if the nodes do not
@@ -58,6 +62,7 @@ class Option:
     short: str = ""
     aliases: tuple[str, ...] = ()
     group: str = "job"
+    excludes: str = ""
     merge: bool = False
     target: Target = Target.SPEC
     node: str = ""
@@ -135,6 +140,31 @@ def _gpus_per_node(value: Any) -> int | str:
     return typed[0] if typed else _whole_number(value)
 
 
+def _nodes(value: Any) -> int:
+    """Return a number of nodes; torchrun's MIN:MAX is one only if both are equal."""
+    least, colon, most = value.partition(":") if isinstance(value, str) else (value, "", value)
+    if colon and least != most:
+        raise SpecError(
+            f"{_short(value)}: the number of nodes of a job is fixed",
+            f"write one number, such as {most}" if most.isdigit() else "write one number",
+        )
+    return _whole_number(most if colon else value)
+
+
+def _workers(value: Any) -> int | str:
+    """Return a number of workers, or torchrun's word for what each node counts."""
+    return value if value in WORKER_WORDS else _whole_number(value)
+
+
+def _after(value: Any) -> tuple[str, ...]:
+    """Return one KIND:ID or ID for each job; sbatch also writes afterok:1:2,afterany:3."""
+    found: list[str] = []
+    for text in (part.strip() for line in _lines(value) for part in line.split(",")):
+        kind, *ids = text.split(":")
+        found += [f"{kind}:{job.strip()}" for job in ids] or [text]
+    return tuple(found)
+
+
 def _text_or_count(value: Any) -> str:
     return value if isinstance(value, str) else str(_whole_number(value))
 
@@ -202,13 +232,19 @@ def _cell(value: Any) -> str:
 
 
 _ROWS = (
-    Option("nodes", _whole_number, metavar="N", target=Target.RESOURCES,
+    Option("nodes", _nodes, metavar="N", target=Target.RESOURCES,
         short="-N", aliases=("--nnodes",), group="resources",
         help="Number of nodes (default: 1)."),
+    Option("gpus", read_gpus, metavar="N", target=Target.OTHER, group="resources",
+        excludes="gpus_per_node",
+        help="GPUs on each node: a number, a100:8, those to use as 0,1 or device=5, or auto:4 for "
+        "idle ones (default: none requested)."),
     Option("gpus_per_node", _gpus_per_node, metavar="N", target=Target.OTHER, group="resources",
-        help="GPUs per node (default: none requested)."),
-    Option("nproc_per_node", _whole_number, metavar="N", node="nproc_per_node", group="resources",
-        help="Workers per node (default: its GPUs, else 1)."),
+        excludes="gpus",
+        help="The same as --gpus with a number or a100:8 (default: none requested)."),
+    Option("nproc_per_node", _workers, metavar="N", node="nproc_per_node", group="resources",
+        help="Workers per node: a number, or gpu, cpu or auto to count those of the node "
+        "(default: its GPUs, else 1)."),
     Option("cpus_per_task", _whole_number, metavar="N", target=Target.RESOURCES,
         short="-c", group="resources",
         node="cpus_per_task",
@@ -254,8 +290,6 @@ _ROWS = (
     Option("transport", _text, metavar="WHO", target=Target.BACKEND, group="cluster",
         help="SSH implementation: paramiko, openssh, or auto for what each host needs "
         "(default: auto)."),
-    Option("gpus", _text, metavar="LIST", group="resources",
-        help="GPUs to use on each host: 0,1,4, or auto for idle ones (default: all)."),
     Option("sync", _switch, group="code",
         help="Copy of the working directory to the hosts; --no-sync for a shared disk "
         "(default: yes)."),
@@ -282,8 +316,9 @@ _ROWS = (
     Option("sweep", _lines, metavar="K=A,B", merge=True,
         help="Values of a sweep, one job each: as argument --K=A, or for {K} in the arguments; "
         "repeatable (default: none)."),
-    Option("after", _lines, metavar="ID", merge=True,
-        help="Job to wait for: ID, or KIND:ID such as afterany:ID; repeatable (default: none)."),
+    Option("after", _after, metavar="ID", merge=True,
+        help="Job to wait for, in sbatch's words: afterok:ID, afterany:ID, afternotok:ID or "
+        "after:ID; ID alone means afterok; repeatable (default: none)."),
     Option("requeue", _switch, group="restart",
         help="Requeue after a preemption or the time limit (default: no)."),
     Option("signal_before", _duration, metavar="TIME", group="restart",

@@ -84,7 +84,8 @@ class JobSpec:
             submitted.
         setup: shell lines run on every node before the interpreter starts (modules, conda, venv).
         resources: the requested resources.
-        nproc_per_node: workers on each node.
+        nproc_per_node: workers on each node; 1 if `nproc_word` is set.
+        nproc_word: ``gpu``, ``cpu`` or ``auto`` if each node counts its workers; else empty.
         nproc_is_default: whether nproc_per_node is a default, which a platform may replace by a
             node's number of GPUs; in a plan: whether the platform will replace it.
         max_restarts: maximum number of restarts of the workers after a failure.
@@ -125,6 +126,7 @@ class JobSpec:
     setup: tuple[str, ...] = ()
     resources: Resources = field(default_factory=Resources)
     nproc_per_node: int = 1
+    nproc_word: str = ""
     nproc_is_default: bool = False
     max_restarts: int = 0
     start: str = "auto"
@@ -256,6 +258,8 @@ class JobSpec:
             for option in OPTIONS.values()
             if option.node
         }
+        if self.nproc_word:
+            values["nproc_per_node"] = self.nproc_word
         values |= {"program": self.program, "time_limit": float(limit) if limit else None}
         return LaunchOptions(**(values | more))
 

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Only the agent's process returns. A forked worker runs the program, which ends by SystemExit.
     """
     try:
-        return launch(parse(sys.argv[1:] if argv is None else argv), os.environ)
+        options = parse(sys.argv[1:] if argv is None else argv)
+        os.environ.update(options.placement)
+        return launch(options, os.environ)
     except ClusterJobError as error:
         if os.environ.get(contract.STREAM) == "1":
             print(
@@ -68,17 +70,15 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     """
     finding = this_node.find_node(environ)
     topology = this_node.with_reachable_master(finding, environ)
-    chosen = []
+    gpus = devices.visible_gpus(environ)
     if options.gpus is not None:
-        chosen = devices.choose_gpus(options.gpus.split(","), environ)
+        chosen = devices.requested_gpus(options.gpus, environ)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    nproc = (
-        options.nproc_per_node
-        or len(chosen)
-        or topology.nproc_per_node
-        or devices.visible_gpus(environ)
-        or 1
-    )
+        nproc, gpus = len(chosen) or 1, len(chosen)
+    else:
+        nproc = topology.nproc_per_node or gpus or 1
+    if options.nproc_per_node is not None:
+        nproc = _worker_count(options.nproc_per_node, gpus)
     os.environ.update(
         worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
         | contract.read_secrets(environ)
@@ -146,6 +146,22 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     if temporary and verdict.state is JobState.SUCCEEDED:
         shutil.rmtree(job_dir, ignore_errors=True)
     return verdict.exit_code
+
+
+def _worker_count(wanted: int | str, gpus: int) -> int:
+    """Return the number of workers that a number or a word of torchrun means on this node.
+
+    Raises:
+        UsageError: the word is ``gpu``, and no GPU is visible.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    if wanted == "gpu" and not gpus:
+        raise UsageError(
+            "--nproc-per-node gpu: no GPU is visible here",
+            "--nproc-per-node cpu starts one worker per core",
+        )
+    return gpus if gpus and wanted != "cpu" else len(os.sched_getaffinity(0))
 
 
 def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
-from clusterjob.errors import UsageError
-from clusterjob.node.program import Program
+from clusterjob.errors import UsageError, did_you_mean
+from clusterjob.node.program import NO_EFFECT, WORKER_WORDS, Program
 
 START_MODES = ("auto", "fork", "exec")
 LAUNCHERS = ("agent", "torchrun")
@@ -31,6 +31,10 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 _COUNT = _at_least(1)
+
+
+def _workers(text: str) -> int | str:
+    return text if text in WORKER_WORDS else _COUNT(text)
 
 
 def seconds(text: str) -> float:
@@ -61,8 +65,8 @@ class LaunchOptions:
 
     Attributes:
         program: the program of each worker.
-        nproc_per_node: number of workers on this node. None for the number of `gpus`; without
-            `gpus`, for the number in the environment, or for 1.
+        nproc_per_node: number of workers on this node, or one of `WORKER_WORDS`. None for the
+            number of `gpus`; without `gpus`, for the number in the environment, or for 1.
         cpus_per_task: cores per worker, the value of its OMP_NUM_THREADS; None for an even share.
         max_restarts: maximum number of restarts of the workers after a failure.
         start: ``fork`` the workers from a process that has imported torch, ``exec`` a new process
@@ -82,12 +86,15 @@ class LaunchOptions:
             be preempted.
         insecure_no_token: whether nodes may join without the job's secret; anyone who can connect
             to node 0 can then end the job.
-        gpus: GPUs of this node's workers, in the form of CUDA_VISIBLE_DEVICES; None for all visible
-            ones.
+        gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
+            device=5; None for all visible ones.
+        placement: CLUSTERJOB_* variables from torchrun's options, such as --node-rank.
     """
 
     program: Program
-    nproc_per_node: int | None = _option(None, "N", "Number of workers on this node.", _COUNT)
+    nproc_per_node: int | str | None = _option(
+        None, "N", "Workers on this node: a number, or gpu, cpu or auto to count them.", _workers
+    )
     cpus_per_task: int | None = _option(None, "N", "Cores per worker (OMP_NUM_THREADS).", _COUNT)
     max_restarts: int = _option(
         0,
@@ -127,16 +134,19 @@ class LaunchOptions:
         "Seconds between a preemption warning and the end of the job (default: no warning).",
         seconds,
     )
-    gpus: str | None = _option(None, "LIST", "GPUs of the workers, such as 0,1; one worker each.")
+    gpus: str | None = _option(
+        None, "N", "GPUs of the workers, one worker each: a number, or 0,1 or device=5."
+    )
     insecure_no_token: bool = _option(
         False, "", "Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job."
     )
+    placement: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
         """Return the arguments that `parse` turns into these options, without the defaults."""
         words: list[str] = []
         for name, value in vars(self).items():
-            if name == "program" or value == getattr(LaunchOptions, name):
+            if name in ("program", "placement") or value == getattr(LaunchOptions, name):
                 continue
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
@@ -158,11 +168,32 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         raise _no_such_option(unknown[0].partition("=")[0])
     if program is None:
         raise UsageError("nothing to launch", "give a script, -m MODULE, or -- COMMAND")
-    return LaunchOptions(program=program, **vars(known))
+    values = vars(known)
+    placement = {
+        variable: value for variable in _PLACEMENT if (value := values.pop(variable)) is not None
+    }
+    values.pop("no_effect")
+    if values.pop("standalone"):
+        placement = _STANDALONE
+    elif placement.get(_NNODES) == "1":
+        placement = {_NODE_RANK: "0"} | placement
+    return LaunchOptions(program=program, placement=_with_port(placement), **values)
+
+
+def _with_port(placement: dict[str, str]) -> dict[str, str]:
+    """Divide HOST:PORT of --rdzv-endpoint into two variables; port 0 means any, as in torchrun."""
+    host, colon, port = placement.get(_MASTER_ADDR, "").rpartition(":")
+    if colon and port.isdecimal() and (":" not in host or host.startswith("[")):
+        chosen = {_MASTER_PORT: port} if int(port) else {}
+        placement = chosen | placement | {_MASTER_ADDR: host.strip("[]")}
+    return placement
 
 
 def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
-    """Split the command line into options and the program; all later words are its arguments."""
+    """Split the command line into options and the program; all later words are its arguments.
+
+    The options are returned with dashes: torchrun's underscores are the same options.
+    """
     takes_value = {
         flag
         for action in _parser()._actions
@@ -172,6 +203,9 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
     index = 0
     while index < len(argv):
         word = argv[index]
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = argv[index] = name.replace("_", "-") + equals + value
         kind = {"--": "command", "-m": "module"}.get(word, "script")
         if kind != "script" or not word.startswith("-"):
             words = argv[index:] if kind == "script" else argv[index + 1 :]
@@ -180,22 +214,24 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
     return argv, None
 
 
-# torchrun's options that a node reads from environment variables instead.
-_VARIABLES = {
-    "--nnodes": "CLUSTERJOB_NNODES", "--nodes": "CLUSTERJOB_NNODES", "-N": "CLUSTERJOB_NNODES",
-    "--node-rank": "CLUSTERJOB_NODE_RANK", "--master-addr": "CLUSTERJOB_MASTER_ADDR",
-    "--master-port": "CLUSTERJOB_MASTER_PORT", "--rdzv-endpoint": "CLUSTERJOB_MASTER_ADDR",
-}  # fmt: skip
+_NNODES, _NODE_RANK = "CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK"
+_MASTER_ADDR, _MASTER_PORT = "CLUSTERJOB_MASTER_ADDR", "CLUSTERJOB_MASTER_PORT"
+# torchrun's options that place a node: the variable that each sets, its flags, form and help.
+_PLACEMENT = {
+    _NNODES: (("-N", "--nodes", "--nnodes"), "N", "Number of nodes"),
+    _NODE_RANK: (("--node-rank",), "RANK", "Rank of this node"),
+    _MASTER_ADDR: (("--master-addr", "--rdzv-endpoint"), "HOST", "Address of node 0"),
+    _MASTER_PORT: (("--master-port",), "PORT", "Port on node 0"),
+}
+_STANDALONE = {_NNODES: "1", _NODE_RANK: "0", _MASTER_ADDR: "127.0.0.1"}
 
 
 def _no_such_option(word: str) -> UsageError:
-    spelled = word.replace("_", "-")
     hint = "`clusterjob launch --help` lists the options"
-    if spelled in _VARIABLES:
-        variable = _VARIABLES[spelled]
-        hint = f"set {variable}=... in the environment, if the platform has no variable for it"
-    elif spelled != word and spelled in _parser()._option_string_actions:
-        hint = f"did you mean {spelled}?"
+    if word == "--no-python":
+        hint = "write the command after --, such as -- bash train.sh"
+    else:
+        hint = did_you_mean(word, sorted(_parser()._option_string_actions), hint, cutoff=0.7)
     return UsageError(f"there is no option {word}", hint)
 
 
@@ -225,4 +261,14 @@ def _parser() -> argparse.ArgumentParser:
         else:
             values |= {"metavar": form, "type": each.metadata["read"]}
         parser.add_argument(flag, dest=each.name, **values)
+    for variable, (flags, form, help_) in _PLACEMENT.items():
+        parser.add_argument(
+            *flags, dest=variable, metavar=form, help=f"{help_} (default: the environment's)."
+        )
+    parser.add_argument(
+        "--standalone", action="store_true", help="One node, whatever the environment says."
+    )
+    parser.add_argument(
+        *NO_EFFECT, dest="no_effect", metavar="X", help="No effect: torchrun's rendezvous."
+    )
     return parser

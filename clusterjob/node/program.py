@@ -26,6 +26,14 @@ _LAUNCHER_FILES = (
     "<frozen importlib._bootstrap_external>",
 )
 
+# Words of torchrun's --nproc-per-node: one worker per GPU, per core, or per GPU and without GPUs
+# per core.
+WORKER_WORDS = ("gpu", "cpu", "auto")
+# Options of torchrun's own rendezvous, which the agents do not use.
+NO_EFFECT = (
+    "--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--monitor-interval", "--local-addr", "--role",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Program:

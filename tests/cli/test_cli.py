@@ -1017,35 +1017,50 @@ USAGE = {
         "there is no option --xyzzy",
         "--help",
     ),
-    "torchrun's nodes": (
-        ["run", "--nnodes", "2", "script.py"],
-        "there is no option --nnodes",
-        "did you mean --nodes?",
+    "torchrun's elastic nodes": (
+        ["run", "--nnodes", "1:4", "script.py"],
+        "'1:4': the number of nodes of a job is fixed",
+        "write one number, such as 4",
     ),
     "torchrun's underscores": (
-        ["run", "--nproc_per_node=2", "script.py"],
-        "no option --nproc_per_node",
+        ["run", "--nproc_per_nod=2", "script.py"],
+        "no option --nproc-per-nod",
         "did you mean --nproc-per-node?",
     ),
     "torchrun's master port": (
         ["run", "--master_port", "1", "script.py"],
-        "no option --master_port",
+        "no option --master-port",
         "find each other",
     ),
-    "sbatch's nodes": (
-        ["submit", "-N", "2", "script.py"],
-        "there is no option -N",
-        "did you mean --nodes?",
+    "torchrun's logs": (
+        ["run", "--tee", "3", "script.py"],
+        "there is no option --tee",
+        "clusterjob logs",
+    ),
+    "sbatch's chdir": (
+        ["submit", "-D", "/tmp", "script.py"],
+        "there is no option -D",
+        "did you mean --workdir?",
     ),
     "sbatch's qos": (
         ["submit", "--qos", "high", "script.py"],
         "there is no option --qos",
         "--set qos=VALUE",
     ),
-    "a number for --gpus": (
-        ["run", "--gpus", "8", "script.py"],
-        "--gpus 8 lists GPUs",
-        "did you mean --gpus-per-node 8?",
+    "no GPUs": (
+        ["run", "--gpus", "all", "script.py"],
+        "'all' names no GPUs",
+        "device=5",
+    ),
+    "GPUs of a type": (
+        ["run", "--gpus", "a100:8", "script.py"],
+        "cannot choose GPUs by their type",
+        "--gpus 8",
+    ),
+    "two numbers of GPUs": (
+        ["run", "--gpus", "2", "--gpus-per-node", "4", "script.py"],
+        "--gpus 2 and --gpus-per-node 4 ask for different GPUs",
+        "leave one of them out",
     ),
     "time 0": (["submit", "--time", "0", "script.py"], "'0': a duration must be positive", "90s"),
     "script with syntax error": (

@@ -22,6 +22,7 @@ HELP_THIRD_PARTY = {"annotated_doc", "shellingham", "typer"}
 HELP_MODULES = {
     "clusterjob.__main__",
     "clusterjob.core",
+    "clusterjob.core.gpu_request",
     "clusterjob.core.job_secrets",
     "clusterjob.core.options",
     "clusterjob.core.units",

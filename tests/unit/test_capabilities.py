@@ -30,6 +30,7 @@ USES: dict[Capability, dict[str, Any]] = {
     Capability.PREEMPTION_WARNINGS: {"signal_before": 90},
     Capability.LOGIN_HOSTS: {"login": "login1"},
     Capability.SRUN: {"launcher": "srun"},
+    Capability.COUNTED_WORKERS: {"nproc_word": "gpu"},
 }
 NEEDED_TOO = {Capability.ARRAY_LIMITS: {Capability.ARRAYS}}
 

@@ -133,7 +133,7 @@ def find_unknown_option(line: str) -> str:
         (
             word
             for word in rest
-            if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known
+            if re.match(r"--?[a-z]", word) and word.partition("=")[0].replace("_", "-") not in known
         ),
         "",
     )

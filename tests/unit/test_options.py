@@ -104,7 +104,6 @@ def test_missing_program_is_usage_error_with_hint(argv: list[str]) -> None:
         ["--no-such-option"],
         ["--no-such-option=3"],
         ["-x"],
-        ["--nnodes", "2"],
         ["--nproc", "2"],  # no abbreviations: a later option might make them ambiguous
         ["--nproc-per-node"],
         ["--lifeline=yes"],
@@ -172,10 +171,9 @@ def test_any_arguments_are_parsed_or_usage_error(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ("--nnodes=2", "CLUSTERJOB_NNODES"),
-        ("--node_rank", "CLUSTERJOB_NODE_RANK"),
-        ("--master-addr", "CLUSTERJOB_MASTER_ADDR"),
-        ("--nproc_per_node", "did you mean --nproc-per-node?"),
+        ("--nodez=2", "did you mean --nodes?"),
+        ("--no-python", "-- bash train.sh"),
+        ("--nproc-per-nod", "did you mean --nproc-per-node?"),
         ("--xyzzy=3", "clusterjob launch --help"),
     ],
 )
@@ -184,6 +182,38 @@ def test_unknown_option_of_launch_names_alternative(option: str, hint: str) -> N
         parse([option, "1", "train.py"])
     assert caught.value.message == f"there is no option {option.partition('=')[0]}"
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("argv", "placement"),
+    [
+        ("--nnodes 2 --node_rank=1 --master_addr h --master_port 1234", ("2", "1", "h", "1234")),
+        ("-N 2 --node-rank 0 --rdzv_endpoint=h:29500", ("2", "0", "h", "29500")),
+        ("--nodes 2 --node-rank 0 --rdzv-endpoint [::1]:29500", ("2", "0", "::1", "29500")),
+        ("--nnodes 1 --rdzv-endpoint localhost:0", ("1", "0", "localhost", None)),
+        ("--rdzv-endpoint h:1 --master-port 2", (None, None, "h", "2")),
+        ("--standalone --nnodes 1 --rdzv_backend=c10d --rdzv_id 7", ("1", "0", "127.0.0.1", None)),
+        ("--max_restarts=3", (None, None, None, None)),
+    ],
+)
+def test_options_of_torchrun_place_a_node(argv: str, placement: tuple[str | None, ...]) -> None:
+    options = parse([*argv.split(), "train.py", "--node_rank", "9"])
+    assert options.program.args == ("--node_rank", "9")
+    names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert tuple(options.placement.get(f"CLUSTERJOB_{name}") for name in names) == placement
+
+
+def test_underscores_are_dashes_in_options_but_not_in_values() -> None:
+    options = parse(["--nproc_per_node=2", "--launcher", "agent", "--gpus=a_b", "my_train.py"])
+    assert options.program.target == "my_train.py"
+    assert (options.nproc_per_node, options.gpus) == (2, "a_b")
+
+
+@pytest.mark.parametrize("word", ["gpu", "cpu", "auto"])
+def test_words_of_torchrun_for_the_number_of_workers_are_kept(word: str) -> None:
+    options = parse(["--nproc_per_node", word, "train.py"])
+    assert options.nproc_per_node == word
+    assert parse(options.arguments()) == options
 
 
 # -- round trip ------------------------------------------------------------------------------------

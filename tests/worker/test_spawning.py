@@ -246,7 +246,8 @@ def test_killed_caller_leaves_no_processes(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "requested", "expected"), [("2,3", "3", ["3"]), (None, "0,1", ["0,1", "0,1"])]
+    ("visible", "requested", "expected"),
+    [("2,3", "device=3", ["3"]), (None, "0,1", ["0,1", "0,1"])],
 )
 def test_launch_gpus_option_sets_visible_devices(
     visible: str | None, requested: str, expected: list[str], tmp_path: Path

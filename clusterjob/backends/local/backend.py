@@ -16,11 +16,11 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Leftover, Status
-from clusterjob.core import gpus
+from clusterjob.backends.local import devices
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Handle, Record
@@ -36,6 +36,9 @@ from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import private_dirs, processes
 from clusterjob.node.verdict import JobState
 
+if TYPE_CHECKING:
+    from clusterjob.core.proposals import Proposal
+
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
@@ -49,7 +52,7 @@ _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is kille
 class LocalBackend:
     """Run jobs on this machine."""
 
-    capabilities = ()
+    capabilities = (Capability.GPU_LIST, Capability.COUNTED_WORKERS)
     hints: ClassVar[Mapping[Capability, str]] = {}
 
     def __init__(self) -> None:
@@ -68,7 +71,7 @@ class LocalBackend:
         return self._plan(spec)
 
     def _plan(self, spec: JobSpec) -> Plan:
-        spec = replace(spec, nproc_is_default=False)
+        spec = replace(devices.counted(spec), nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
         code, program = shared.code_of(spec), spec.program
         if code is not None:
@@ -81,7 +84,9 @@ class LocalBackend:
             "lifeline": True,
             "launch_arguments": options.arguments(),
         }
-        devices, notes = _devices(spec)
+        of_nodes, notes = devices.of_nodes(spec)
+        if spec.resources.mem is not None:
+            notes.append("--mem is not enforced on this machine")
         return Plan(
             job_id=job_id,
             backend=NAME,
@@ -96,7 +101,7 @@ class LocalBackend:
             commands=tuple(
                 PlannedCommand(
                     ("bash", str(job_dir / _SCRIPT)),
-                    {"CLUSTERJOB_NODE_RANK": str(node_rank)} | devices[node_rank],
+                    {"CLUSTERJOB_NODE_RANK": str(node_rank)} | of_nodes[node_rank],
                     node_rank=node_rank,
                 )
                 for node_rank in range(spec.resources.nodes)
@@ -112,16 +117,19 @@ class LocalBackend:
             SubmitError: an agent cannot be started; the agents that already run are stopped.
         """
         agents: list[dict[str, int]] = []
+        of_nodes, reserved = devices.reserve(plan)
         lifelines = self._lifelines.setdefault(plan.job_id, [])
         try:
             for command in plan.commands:
                 folder = node_directory(plan.job_dir, command.node_rank)
                 private_dirs.make(folder)
+                more = of_nodes[command.node_rank] if of_nodes else {}
                 pid, lifeline = _start(
-                    command,
+                    replace(command, env=dict(command.env) | more),
                     folder / AGENT_LOG,
                     hidden={secret.name for secret in plan.spec.secret},
                     stdin=None if command.node_rank else self.stdin,
+                    locks=reserved.descriptors if reserved else (),
                 )
                 lifelines.append(lifeline)
                 agents.append(
@@ -135,6 +143,9 @@ class LocalBackend:
             self._cut(plan.job_id)  # the started agents see the end of their lifeline
             processes.end_groups([agent["pid"] for agent in agents], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
+        finally:
+            if reserved is not None:
+                reserved.release()  # the agents and their children hold the locks
         return Handle(
             NAME,
             plan.job_id,
@@ -220,6 +231,12 @@ class LocalBackend:
     def close(self) -> None:
         """Do nothing: the lifelines of detached jobs are already closed."""
 
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.local import proposal
+
+        return proposal.propose()
+
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of this machine for a job."""
         from clusterjob.doctor.this_machine import Machine
@@ -249,26 +266,12 @@ def _check_interpreter(spec: JobSpec) -> None:
         )
 
 
-def _devices(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
-    """Return each node's device variables, and notes for the user."""
-    nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node
-    notes = ["--mem is not enforced on this machine"] if spec.resources.mem is not None else []
-    if per_node is None:
-        return [{}] * nodes, notes
-    available = gpus.visible_gpus(os.environ) if per_node else []
-    if (shares := gpus.shares(available, nodes, per_node=per_node)) is None:
-        missing = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
-        if spec.require_gpus:
-            raise SpecError(
-                missing, "without --require-gpus the workers run on the CPU, as a rehearsal"
-            )
-        notes.insert(0, f"{missing}: a rehearsal, with the workers on the CPU and gloo")
-        shares = [[]] * nodes
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares], notes
-
-
 def _start(
-    command: PlannedCommand, log: Path, hidden: Collection[str], stdin: int | None
+    command: PlannedCommand,
+    log: Path,
+    hidden: Collection[str],
+    stdin: int | None,
+    locks: Sequence[int] = (),
 ) -> tuple[int, int]:
     """Start one agent in its own session; return its pid and the write end of its lifeline.
 
@@ -278,6 +281,7 @@ def _start(
         hidden: variables of this process that the script does not get: secrets, which the agent
             reads from a file.
         stdin: the descriptor that becomes rank 0's stdin; the agent's own stdin is its lifeline.
+        locks: descriptors of the job's locks on GPUs, which the agent holds.
     """
     inherited = {
         name: value
@@ -298,7 +302,7 @@ def _start(
                 stdout=output,
                 stderr=output,
                 env=inherited | dict(command.env) | stdin_variable,
-                pass_fds=copies,
+                pass_fds=(*copies, *locks),
                 start_new_session=True,
             )
     except BaseException:

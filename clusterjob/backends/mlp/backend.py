@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.batch_command import upload
@@ -27,6 +27,9 @@ from clusterjob.core.units import parse_size
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import SubmitError
 
+if TYPE_CHECKING:
+    from clusterjob.core.proposals import Proposal
+
 NAME = "mlp"
 _SCRIPT = "mlp.sh"
 _TASK = "task.yaml"
@@ -43,15 +46,14 @@ class MlpBackend(PlatformBackend):
     NAME = NAME
     capabilities = (
         Capability.GPU_TYPES,
+        Capability.COUNTED_WORKERS,
         Capability.SHARED_DIRECTORY,
         Capability.BACKEND_OPTIONS,
         Capability.ARRAYS,
         Capability.REQUEUE,
     )
     hints: ClassVar[Mapping[Capability, str]] = {
-        Capability.GPU_LIST: (
-            "a task gets whole machines: use --gpus-per-node, or --set flavor=NAME"
-        ),
+        Capability.GPU_LIST: ("a task gets whole machines: use --gpus N, or --set flavor=NAME"),
         Capability.CONTAINERS: "set the task's image with --set image=URL",
         Capability.ARRAY_LIMITS: "remove the % part: the queue's quota limits them",
     }
@@ -68,8 +70,8 @@ class MlpBackend(PlatformBackend):
         options = MlpOptions.of(spec.options)
         gpus = task.gpus_of(spec)
         left_open = spec.nproc_is_default  # the platform sets the number of GPUs of each worker
-        if left_open and gpus:
-            spec = replace(spec, nproc_per_node=gpus, nproc_is_default=False)
+        if left_open and gpus and spec.nproc_word != "cpu":
+            spec = replace(spec, nproc_per_node=gpus, nproc_word="", nproc_is_default=False)
         if spec.sync:
             spec = replace(spec, program=shared.sent_program(spec))
         for key, default in (
@@ -130,6 +132,12 @@ class MlpBackend(PlatformBackend):
             sends_code=spec.sync and not missing,
             array={"indices": list(array.indices), "pieces": [0]} if array else None,
         )
+
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.mlp import proposal
+
+        return proposal.propose()
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the account for a job."""
@@ -250,7 +258,7 @@ def _values(
         more["warning"] = options.number("kill_grace", _KILL_GRACE, 1e-3)
     launch = replace(spec.launch_options(**more), max_restarts=0 if uploaded else spec.max_restarts)
     if left_open:
-        launch = replace(launch, nproc_per_node=None)
+        launch = replace(launch, nproc_per_node=spec.nproc_word or None)
     workdir: str = spec.options.get("workdir", "" if uploaded and spec.sync else str(spec.workdir))
     return shared.common_values(spec, job_id, job_dir=job_dir) | {
         "workdir": workdir,

@@ -28,6 +28,7 @@ from clusterjob.node.logs import ends
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
+    from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
 
 _IN_QUEUE = "it is in Slurm's queue"
@@ -39,7 +40,13 @@ class SlurmBackend:
     """Run jobs under Slurm, with the client commands of this machine or of an SSH login host."""
 
     capabilities = tuple(
-        set(Capability) - {Capability.HOSTS, Capability.GPU_LIST, Capability.SHARED_DIRECTORY}
+        set(Capability)
+        - {
+            Capability.HOSTS,
+            Capability.GPU_LIST,
+            Capability.COUNTED_WORKERS,
+            Capability.SHARED_DIRECTORY,
+        }
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
 
@@ -49,6 +56,12 @@ class SlurmBackend:
     # -- planning ----------------------------------------------------------------------------------
 
     plan = staticmethod(planning.plan)
+
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.slurm import proposal
+
+        return proposal.propose()
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the cluster for a job.

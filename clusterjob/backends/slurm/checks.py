@@ -37,7 +37,7 @@ _SHOWN = 8  # maximum number of partitions to list if the job names no partition
 
 
 @dataclass
-class _Partition:
+class Partition:
     """A partition in the output of sinfo."""
 
     name: str
@@ -49,16 +49,21 @@ class _Partition:
 
     @property
     def summary(self) -> str:
+        """One line with its state, limits and nodes."""
         states = ", ".join(f"{count} {state}" for state, count in self.nodes.items())
-        limit = "no time limit" if self.limit == "infinite" else f"time limit {self.limit}"
         gpus = f", {self.gpus} GPUs a node" if self.gpus else ""
         return (
-            f"{self.name}{' (default)' if self.is_default else ''}: {self.availability}, {limit},"
-            f" nodes: {states or 'none'}{gpus}"
+            f"{self.name}{' (default)' if self.is_default else ''}: {self.availability},"
+            f" {self.describe_limit()}, nodes: {states or 'none'}{gpus}"
         )
+
+    def describe_limit(self) -> str:
+        """Return the time limit in words."""
+        return "no time limit" if self.limit == "infinite" else f"time limit {self.limit}"
 
     @property
     def usable(self) -> int:
+        """Number of nodes on which jobs can start."""
         return sum(
             count for state, count in self.nodes.items() if not submit.UNUSABLE.search(state)
         )
@@ -77,7 +82,7 @@ class SlurmCluster:
         self._host = host
         self._client = Client(host=host)
         self._remote_home = ""
-        self._partitions: dict[str, _Partition] = {}
+        self._partitions: dict[str, Partition] = {}
         self._config: dict[str, str] = {}
 
     def check_steps(self) -> list[CheckStep]:
@@ -211,7 +216,7 @@ class SlurmCluster:
         shown = self._ask("sinfo", *hidden, "--noheader", "--format=%P|%a|%l|%D|%T|%G")
         if shown.code != 0:
             raise SubmitError(f"sinfo: {shown.message}", hint(shown.message))
-        self._partitions = _partitions(shown.out)
+        self._partitions = partitions_of(shown.out)
         wanted = self._wanted()
         there = listed(self._partitions) or "no partition"
         if not wanted:
@@ -336,9 +341,9 @@ def _script_of(plan: Plan, *, local: bool) -> Iterator[Sequence[str]]:
         yield [*words, str(script)]
 
 
-def _partitions(text: str) -> dict[str, _Partition]:
+def partitions_of(text: str) -> dict[str, Partition]:
     """Return the partitions by name; sinfo prints several lines for a partition."""
-    found: dict[str, _Partition] = {}
+    found: dict[str, Partition] = {}
     for line in text.splitlines():
         cells = line.split("|")
         if len(cells) != 6 or not re.fullmatch(r"\d{1,9}", cells[3], re.ASCII):
@@ -346,9 +351,7 @@ def _partitions(text: str) -> dict[str, _Partition]:
         name, availability, limit, count, state, gres = cells
         partition = found.setdefault(
             name.rstrip("*"),
-            _Partition(
-                name.rstrip("*"), name.endswith("*"), availability=availability, limit=limit
-            ),
+            Partition(name.rstrip("*"), name.endswith("*"), availability=availability, limit=limit),
         )
         if int(count):
             partition.nodes[state] = partition.nodes.get(state, 0) + int(count)

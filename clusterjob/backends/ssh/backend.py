@@ -32,6 +32,7 @@ from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
 
 if TYPE_CHECKING:
+    from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
     from clusterjob.remote.sessions import Sessions
 
@@ -46,6 +47,7 @@ class SshBackend:
     capabilities = (
         Capability.HOSTS,
         Capability.GPU_LIST,
+        Capability.COUNTED_WORKERS,
         Capability.SHARED_DIRECTORY,
         Capability.BACKEND_OPTIONS,
     )
@@ -228,6 +230,12 @@ class SshBackend:
                 )
                 on_host.jobs.append(record.job_id)
         return shared.clean_hosts(list(hosts.values()), remove=remove)
+
+    def propose(self) -> Iterator[Proposal]:
+        """Yield the profiles that `clusterjob init` offers."""
+        from clusterjob.backends.ssh import proposal
+
+        return proposal.propose()
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.

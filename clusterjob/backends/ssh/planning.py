@@ -101,7 +101,7 @@ def plan(spec: JobSpec) -> plans.Plan:
 
 def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     options = spec.launch_options(echo=False)
-    if _uneven(spec):
+    if _uneven(spec) and not spec.nproc_word:
         options = replace(options, nproc_per_node=None)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
@@ -127,14 +127,17 @@ def settled(spec: JobSpec) -> JobSpec:
         )
     _check_gpus(spec)
     return replace(
-        spec, program=shared.sent_program(spec), hosts=spec.hosts[:nodes], nproc_is_default=False
+        spec,
+        program=shared.sent_program(spec),
+        hosts=spec.hosts[:nodes],
+        nproc_is_default=bool(spec.nproc_word),
     )
 
 
 def _check_gpus(spec: JobSpec) -> None:
     asked = spec.resources.gpus_per_node
     if spec.gpus == "auto" and not asked:
-        raise SpecError("--gpus auto: the number of GPUs is missing", "add --gpus-per-node N")
+        raise SpecError("--gpus auto: the number of GPUs is missing", "write --gpus auto:4")
     if spec.gpus and spec.gpus != "auto":
         listed = spec.gpus.split(",")
         if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(
@@ -142,7 +145,7 @@ def _check_gpus(spec: JobSpec) -> None:
         ) < len(listed):
             raise SpecError(
                 f"--gpus {spec.gpus!r} is not a list of GPUs",
-                "write it as 0,1,4, or auto for idle GPUs",
+                "write it as 0,1,4 or device=4, or auto:4 for idle GPUs",
             )
         if asked != len(listed):
             raise SpecError(

@@ -279,10 +279,7 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
                 gpu = next((gpu for gpu in there if entry in (str(gpu.index), gpu.uuid)), None)
                 if gpu is None:
                     known = ", ".join(str(gpu.index) for gpu in there) or "none"
-                    raise TooFewGpusError(
-                        f"GPU {entry} does not exist; existing GPUs: {known} "
-                        "(--gpus lists GPUs, --gpus-per-node counts them)"
-                    )
+                    raise TooFewGpusError(f"GPU {entry} does not exist; existing GPUs: {known}")
                 if holder := held.take(gpu):
                     raise TooFewGpusError(f"GPU {entry} is held by {holder}")
             return held

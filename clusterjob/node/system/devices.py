@@ -11,6 +11,7 @@ from clusterjob.errors import UsageError
 from clusterjob.node.system import files
 
 _NVIDIA = re.compile(r"nvidia[0-9]+\Z")
+_COUNT = re.compile(r"[0-9]{1,4}")
 _SIMD = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _DEVICES = "/dev"
 _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
@@ -63,6 +64,31 @@ def listed_gpus(listed: str | None, installed: int) -> list[str]:
         return [str(index) for index in range(installed)]
     entries = cuda_devices(listed) if installed else []
     return list(itertools.takewhile(lambda e: not e.isdigit() or int(e) < installed, entries))
+
+
+def requested_gpus(text: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the GPUs of ``launch --gpus``, for CUDA_VISIBLE_DEVICES.
+
+    Args:
+        text: a number of GPUs, or their indices or UUIDs: ``0,1``, ``device=5``.
+        environ: the environment that the workers inherit.
+
+    Raises:
+        UsageError: there are fewer GPUs, or a GPU is not visible on this machine.
+    """
+    named = text.strip().strip('"').removeprefix("device=")
+    if named != text.strip() or not _COUNT.fullmatch(named):
+        return choose_gpus(named.split(","), environ)
+    limit, installed = environ.get("CUDA_VISIBLE_DEVICES"), _nvidia() or visible_gpus(environ)
+    if not installed and limit is None:
+        return [str(index) for index in range(int(named))]  # a test on the CPU
+    there = listed_gpus(limit, installed) if installed else cuda_devices(limit or "")
+    if len(there) < int(named):
+        raise UsageError(
+            f"--gpus {named}: {len(there)} GPUs are visible here",
+            f"--gpus device={named} chooses GPU {named}",
+        )
+    return there[: int(named)]
 
 
 def choose_gpus(wanted: Sequence[str], environ: Mapping[str, str]) -> list[str]:

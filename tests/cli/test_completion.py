@@ -1,0 +1,249 @@
+"""Completion in real shells: a test types a line and a TAB in a terminal and reads the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import run
+from procs import TEST_TIMEOUT
+
+import clusterjob
+from clusterjob.cli import completion_answers, completion_values
+from clusterjob.cli.completion import SCRIPTS
+
+SOURCE = Path(clusterjob.__file__).parent.parent
+START = {
+    "bash": ["bash", "--noprofile", "--norc", "-i"],
+    "zsh": ["zsh", "--no-rcs", "-i"],
+    "fish": ["fish", "--no-config", "-i"],
+}
+LOAD = {
+    "bash": "source <(clusterjob completion bash)",
+    "zsh": "autoload -Uz compinit; compinit -u -D; source <(clusterjob completion zsh)",
+    "fish": "clusterjob completion fish | source",
+}
+WAIT_FOR_SHELL = "echo re''ady\n"  # its echo on the terminal does not contain the word
+PRINT_WORDS = "\x01printf '<%s>' \n"  # Ctrl-A moves to the begin of the line
+
+
+class Shell:
+    """An interactive shell in a terminal, with the completion loaded."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.pid, self._terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(directory)
+            os.environ["TERM"] = "xterm"
+            os.execvp(START[name][0], START[name])
+        self._shown = b""
+        self._send(f"{LOAD[name]}\n{WAIT_FOR_SHELL}")
+        self._read_until(b"ready")
+
+    def complete(self, text: str) -> list[str]:
+        """Type a text and a TAB; return the words of the line, as the shell reads them."""
+        self._shown = b""
+        self._send(f"{text}\t{PRINT_WORDS}{WAIT_FOR_SHELL}")
+        self._read_until(b"ready")
+        found = re.findall(r"(?:<[^<>\s]*>)+", self._shown.decode(errors="replace"))
+        assert found, self._shown
+        return found[-1][1:-1].split("><")
+
+    def close(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._terminal)
+
+    def _send(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def _read_until(self, wanted: bytes) -> None:
+        end = time.monotonic() + TEST_TIMEOUT
+        while wanted not in self._shown:
+            ready, _, _ = select.select([self._terminal], [], [], end - time.monotonic())
+            assert ready, f"{wanted!r} is not shown, but {self._shown.decode(errors='replace')}"
+            self._shown += os.read(self._terminal, 65536)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a project with a profile and a script; the command, sinfo and ssh hosts exist."""
+    home, work, tools = (tmp_path / name for name in ("home", "work", "bin"))
+    for folder in (home / ".ssh", work, tools):
+        folder.mkdir(parents=True)
+    (work / "clusterjob.toml").write_text('[clusters.hpc]\nbackend = "slurm"\n')
+    (work / "training.py").write_text("")
+    (home / ".ssh/config").write_text("Include more\nHost node-7 *.example\nHost $(touch${IFS}p)\n")
+    (home / ".ssh/more").write_text("Host=bastion\nHost `touch${IFS}q`x\n")
+    command = tools / "clusterjob"
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={SOURCE} exec {sys.executable} -m clusterjob "$@"\n')
+    sinfo = tools / "sinfo"
+    sinfo.write_text("#!/bin/sh\nprintf 'gpu-long\\ndebug\\n$(touch r)\\n'\n")
+    for each in (command, sinfo):
+        each.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    monkeypatch.chdir(work)
+    make_records(["training-abc234", "other-xyz789"])
+    return work
+
+
+def make_records(names: list[str]) -> None:
+    folder = Path(os.environ["CLUSTERJOB_HOME"]) / "records"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, name in enumerate(names, start=len(list(folder.iterdir()))):
+        path = folder / f"{name}.json"
+        path.write_text("{}")
+        os.utime(path, (1_000_000 + number, 1_000_000 + number))
+
+
+@pytest.fixture(params=list(SCRIPTS))
+def shell(request: pytest.FixtureRequest, place: Path) -> Iterator[Shell]:
+    name = request.param
+    assert shutil.which(name), f"{name} is missing: run tools/shells.sh"
+    opened = Shell(name, place)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_tab_completes_in_the_shell(shell: Shell, place: Path) -> None:
+    lines = {
+        "clusterjob logs tr": ["logs", "training-abc234"],
+        "clusterjob run --nproc": ["run", "--nproc-per-node"],
+        "clusterjob submit --cluster=hp": ["submit", "--cluster=hpc"],
+        "clusterjob submit -p deb": ["submit", "-p", "debug"],
+        "clusterjob submit --hosts bastion,nod": ["submit", "--hosts", "bastion,node-7"],
+        "clusterjob submit --after afterok:tr": ["submit", "--after", "afterok:training-abc234"],
+        "clusterjob run -N 2 tra": ["run", "-N", "2", "training.py"],
+    }
+    for line, words in lines.items():
+        assert shell.complete(line) == ["clusterjob", *words], line
+    for line in ("clusterjob hosts trust ", "clusterjob submit -p "):
+        shell.complete(f"{line}\t\t")
+    assert sorted(path.name for path in place.iterdir()) == ["clusterjob.toml", "training.py"]
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+def answers(capsys: pytest.CaptureFixture[str], *words: str, shell: str = "fish") -> list[str]:
+    from clusterjob.cli import app
+
+    assert completion_answers.answer(app, [shell, *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return [line.partition("\t")[0] for line in out.splitlines()]
+
+
+def test_ids_are_completed_newest_first(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    assert place
+    make_records(["a-222222", "b-222222", "a-333333_7"])
+    assert answers(capsys, "clusterjob", "cancel", "") == [
+        "b-222222", "a-222222", "other-xyz789", "training-abc234",
+    ]  # fmt: skip
+    assert answers(capsys, "clusterjob", "cancel", "a-222222", "a") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("submit", "--start", ""), ["auto", "fork", "exec"]),
+        (("submit", "--nproc_per_node", ""), ["gpu", "cpu", "auto"]),
+        (("submit", "--after", "afterok:a,aftern"), ["afterok:a,afternotok:"]),
+        (("submit", "--workdir", "x"), [":files"]),
+        (("run", "train.py", "--l"), [":files"]),
+        (("run", "--", "ba"), [":files"]),
+        (("launch", "--node-r"), ["--node-rank"]),
+        (("launch", "--start", ""), ["auto", "fork", "exec"]),
+        (("hosts", "tr"), ["trust"]),
+        (("completion", ""), ["bash", "zsh", "fish"]),
+        (("no-such-command", ""), []),
+        (("submit", "--no-such-option", ""), [":files"]),
+        (("env", ""), []),
+    ],
+)
+def test_word_at_the_cursor_is_completed(
+    capsys: pytest.CaptureFixture[str], place: Path, words: tuple[str, ...], expected: list[str]
+) -> None:
+    assert place
+    assert answers(capsys, "clusterjob", *words) == expected
+
+
+def test_only_plain_values_are_offered() -> None:
+    hostile = ["$(x)", "`x`", "a b", "a;b", "a'b", "-rf", "~x", "a\nb", "\x1b[2J", "a$b", "é"]
+    assert completion_values.plain([*hostile, "gpu-1", "gpu[1-4]", "me@a.b:22", "gpu-1"]) == [
+        "gpu-1", "gpu[1-4]", "me@a.b:22",
+    ]  # fmt: skip
+
+
+def test_slow_sinfo_does_not_delay_the_shell(place: Path) -> None:
+    """The first TAB starts sinfo, which fills the cache after it; a later TAB reads the cache."""
+    release = place.parent / "release"
+    os.mkfifo(release)
+    sinfo = place.parent / "bin/sinfo"
+    sinfo.write_text(f"#!/bin/sh\ncat {release} > /dev/null\necho slow\n")
+    begin = time.monotonic()
+    assert completion_values.partitions() == []
+    assert time.monotonic() - begin < TEST_TIMEOUT / 2
+    release.write_text("")
+    end = time.monotonic() + TEST_TIMEOUT
+    cache = Path(os.environ["XDG_CACHE_HOME"]) / "clusterjob/partitions"
+    while not (cache.exists() and cache.read_text()):
+        assert time.monotonic() < end
+        os.sched_yield()
+    sinfo.write_text("#!/bin/sh\nexit 1\n")
+    assert completion_values.partitions() == ["slow"]
+
+
+def test_broken_sources_give_no_candidates_and_no_error(
+    capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
+    (place / "clusterjob.toml").write_text("[[[")
+    os.mkfifo(place.parent / "home/.ssh/pipe")
+    (place.parent / "home/.ssh/config").write_text("Include pipe config\nHost a\n")
+    assert answers(capsys, "clusterjob", "submit", "--cluster", "") == []
+    assert answers(capsys, "clusterjob", "submit", "--login", "") == []
+    (place / "clusterjob.toml").unlink()
+    assert answers(capsys, "clusterjob", "submit", "--login", "") == ["a"]
+    assert answers(capsys, 'clusterjob submit --login "', shell="bash") == []
+
+
+def test_unknown_shell_is_refused() -> None:
+    done = run([sys.executable, "-m", "clusterjob", "completion", "csh"], Path.cwd())
+    assert (done.code, done.out) == (2, "")
+    assert "there is no completion for 'csh'" in done.err
+    assert "hint: use bash, zsh, fish" in done.err
+
+
+@pytest.mark.slow
+def test_completion_is_fast_with_ten_thousand_records(place: Path) -> None:
+    """The limit of 0.15 s is compared with the bare interpreter, to leave out a busy machine."""
+    make_records([f"job{number}-abcdef" for number in range(10_000)])
+
+    def seconds(*argv: str) -> float:
+        begin = time.monotonic()
+        done = subprocess.run([sys.executable, *argv], check=True, capture_output=True, cwd=place)
+        assert argv[0] == "-c" or done.stdout.startswith(b"job9999-abcdef\n")
+        return time.monotonic() - begin
+
+    line = ("-m", "clusterjob", "__complete", "zsh", "clusterjob", "logs", "job")
+    pairs = [(seconds(*line), seconds("-c", "")) for _ in range(5)]
+    shown, bare = (statistics.median(each) for each in zip(*pairs, strict=True))
+    print(json.dumps({"completion": round(shown, 3), "interpreter": round(bare, 3)}))
+    assert shown < max(0.45, 40 * bare)

@@ -1,0 +1,237 @@
+"""Parse --gpus and --nproc-per-node: numbers, types, chosen and idle GPUs, words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.backends import base
+from clusterjob.backends.local import devices as local_devices
+from clusterjob.core import capabilities, gpu_request, gpus, job_settings
+from clusterjob.core.gpu_request import GpuRequest, parse, read_gpus
+from clusterjob.core.spec import JobSpec
+from clusterjob.errors import SpecError, UsageError
+from clusterjob.node import launch
+from clusterjob.node.program import Program
+from clusterjob.node.system import devices
+
+
+def spec_of(directory: Path, cluster: str = "local", **flags: Any) -> JobSpec:
+    settings = job_settings.resolve(flags, cluster, directory)
+    return job_settings.make_spec(Program("command", "true"), settings, directory=directory)
+
+
+# -- one value -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "canonical", "request_"),
+    [
+        (8, 8, GpuRequest(8)),
+        ("8", 8, GpuRequest(8)),
+        ("0", 0, GpuRequest(0)),
+        ("a100:4", "a100:4", GpuRequest(4, "a100")),
+        ("0,1", "0,1", GpuRequest(2, chosen="0,1")),
+        ("0, 1", "0,1", GpuRequest(2, chosen="0,1")),
+        ("device=5", "device=5", GpuRequest(1, chosen="5")),
+        ("device=0,2", "0,2", GpuRequest(2, chosen="0,2")),
+        ('"device=0,2"', "0,2", GpuRequest(2, chosen="0,2")),
+        ("GPU-3a,GPU-7b", "GPU-3a,GPU-7b", GpuRequest(2, chosen="GPU-3a,GPU-7b")),
+        ("GPU-3a", "device=GPU-3a", GpuRequest(1, chosen="GPU-3a")),
+        ([5], "device=5", GpuRequest(1, chosen="5")),
+        ([0, 1], "0,1", GpuRequest(2, chosen="0,1")),
+        ("auto", "auto", GpuRequest(chosen="auto")),
+        ("auto:4", "auto:4", GpuRequest(4, chosen="auto")),
+    ],
+)
+def test_value_of_gpus_is_a_number_a_type_or_a_choice(
+    value: Any, canonical: int | str, request_: GpuRequest
+) -> None:
+    assert read_gpus(value) == canonical
+    assert parse(read_gpus(canonical)) == request_
+
+
+@pytest.mark.parametrize("value", ["", "all", "0,0", "device=", "0;1", "a b:2", True, 1.5, {}, []])
+def test_value_of_gpus_that_means_nothing_is_refused_with_the_forms(value: Any) -> None:
+    with pytest.raises(SpecError) as refused:
+        read_gpus(value)
+    assert "device=5" in refused.value.hint
+
+
+@given(st.text() | st.lists(st.text() | st.integers()) | st.integers() | st.floats())
+def test_any_value_of_gpus_is_read_the_same_twice_or_refused(value: Any) -> None:
+    try:
+        canonical = read_gpus(value)
+    except SpecError:
+        return
+    assert read_gpus(canonical) == canonical
+    assert parse(canonical) is not None
+
+
+def test_gpus_and_gpus_per_node_must_agree() -> None:
+    assert gpu_request.merge(None, None) == GpuRequest()
+    assert gpu_request.merge("auto", 4) == GpuRequest(4, chosen="auto")
+    assert gpu_request.merge("0,1", 2) == GpuRequest(2, chosen="0,1")
+    with pytest.raises(SpecError, match="--gpus 0,1 and --gpus-per-node 8 ask for different GPUs"):
+        gpu_request.merge("0,1", 8)
+    with pytest.raises(SpecError, match="different GPUs"):
+        gpu_request.merge("a100:2", 2)
+
+
+# -- flags and profiles ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("profile", "flags", "expected"),
+    [
+        ("gpus_per_node = 8", {"gpus": "2"}, (2, "", "")),
+        ("gpus_per_node = 8", {"gpus": "0,1"}, (2, "0,1", "")),
+        ("gpus = [0, 1]", {"gpus_per_node": "4"}, (4, "", "")),
+        ('gpus = "0,1"', {"gpus": "4"}, (4, "", "")),
+        ("gpus = 8", {}, (8, "", "")),
+        ('gpus = "a100:8"', {}, (8, "", "a100")),
+        ('gpus = "auto"', {"gpus_per_node": "4"}, (4, "auto", "")),
+        ("gpus_per_node = 4", {"gpus": "auto"}, (4, "auto", "")),
+        ("gpus_per_node = 4", {"gpus": "auto:2"}, (2, "auto", "")),
+    ],
+)
+def test_flag_for_gpus_overrides_either_setting_of_a_profile(
+    tmp_path: Path, profile: str, flags: dict[str, str], expected: tuple[int, str, str]
+) -> None:
+    (tmp_path / "clusterjob.toml").write_text(f"[defaults]\n{profile}\n")
+    spec = spec_of(tmp_path, **flags)
+    found = (spec.resources.gpus_per_node, spec.gpus, spec.resources.gpu_type)
+    assert found == expected
+    assert spec.nproc_per_node == expected[0], "one worker per GPU"
+
+
+def test_gpus_is_the_number_on_each_node(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "slurm", gpus="8", nodes="2")
+    command = base.load("slurm").plan(spec).commands[0].argv
+    assert "--gpus-per-node=8" in command
+    assert not any(word.startswith("--gpus=") for word in command)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "value", "message"),
+    [
+        ("slurm", "0,1", "--gpus 0,1: the slurm cluster cannot choose GPUs"),
+        ("slurm", "device=5", "--gpus device=5: the slurm cluster cannot choose GPUs"),
+        ("slurm", "auto:2", "--gpus auto: the slurm cluster cannot choose GPUs"),
+        ("mlp", "0,1", "--gpus 0,1: the mlp cluster cannot choose GPUs"),
+        ("local", "a100:2", "--gpus a100:2: the local cluster cannot choose GPUs by their type"),
+        ("ssh", "a100:2", "--gpus a100:2: the ssh cluster cannot choose GPUs by their type"),
+    ],
+)
+def test_backend_refuses_the_choice_of_gpus_that_it_cannot_make(
+    tmp_path: Path, cluster: str, value: str, message: str
+) -> None:
+    more = {"hosts": "a"} if cluster == "ssh" else {}
+    spec = spec_of(tmp_path, cluster, gpus=value, **more)
+    with pytest.raises(SpecError) as refused:
+        capabilities.check(spec, cluster, base.load(cluster))
+    assert refused.value.message == message
+    assert refused.value.hint
+
+
+# -- this machine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_installed", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("word", "nodes", "workers", "per_node"),
+    [("gpu", 1, 4, 4), ("gpu", 2, 2, 2), ("auto", 1, 4, 4), ("cpu", 1, None, None)],
+)
+def test_local_job_counts_its_workers(
+    tmp_path: Path, word: str, nodes: int, workers: int | None, per_node: int | None
+) -> None:
+    spec = local_devices.counted(spec_of(tmp_path, nproc_per_node=word, nodes=nodes))
+    assert spec.nproc_per_node == (workers or len(os.sched_getaffinity(0)))
+    assert (spec.nproc_word, spec.resources.gpus_per_node) == ("", per_node)
+
+
+def test_local_job_without_gpus_refuses_one_worker_per_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cores = len(os.sched_getaffinity(0))
+    assert local_devices.counted(spec_of(tmp_path, nproc_per_node="auto")).nproc_per_node == cores
+    with pytest.raises(SpecError, match="--nproc-per-node gpu: this machine has 0 GPUs") as refused:
+        local_devices.counted(spec_of(tmp_path, nproc_per_node="gpu"))
+    assert "--nproc-per-node cpu" in refused.value.hint
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_local_nodes_cannot_share_chosen_gpus(tmp_path: Path) -> None:
+    assert local_devices.of_nodes(spec_of(tmp_path, gpus="1,3"))[0] == [
+        {"CUDA_VISIBLE_DEVICES": "1,3"}
+    ]
+    with pytest.raises(SpecError, match="2 nodes on this machine cannot share these GPUs"):
+        local_devices.of_nodes(spec_of(tmp_path, gpus="1,3", nodes="2"))
+    with pytest.raises(SpecError, match="the number of GPUs is missing"):
+        local_devices.of_nodes(spec_of(tmp_path, gpus="auto"))
+
+
+@pytest.mark.parametrize("word", ["gpu", "auto"])
+def test_word_with_a_number_of_gpus_is_that_number(tmp_path: Path, word: str) -> None:
+    spec = spec_of(tmp_path, "slurm", gpus="8", nproc_per_node=word)
+    assert (spec.nproc_per_node, spec.nproc_word) == (8, "")
+    without = spec_of(tmp_path, "slurm", nproc_per_node=word)
+    with pytest.raises(SpecError, match=f"--nproc-per-node {word}: the number of workers"):
+        capabilities.check(without, "slurm", base.load("slurm"))
+
+
+def test_hosts_count_their_workers_themselves(tmp_path: Path) -> None:
+    plan = base.load("ssh").plan(spec_of(tmp_path, "ssh", hosts="a,b", nproc_per_node="gpu"))
+    script = next(file for file in plan.files if file.path.name == "ssh-node.sh")
+    assert b"--nproc-per-node gpu" in script.data
+    assert plan.spec.nproc_is_default, "the world size is not known before the start"
+
+
+# -- a node ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "installed", "expected"),
+    [
+        ("2", None, 4, ["0", "1"]),
+        ("2", "3,1,0", 4, ["3", "1"]),
+        ("0", None, 4, []),
+        ("device=3", None, 4, ["3"]),
+        ("2", None, 0, ["0", "1"]),
+        ("0,3", None, 4, ["0", "3"]),
+    ],
+)
+def test_node_uses_a_number_of_gpus_or_the_chosen_ones(
+    monkeypatch: pytest.MonkeyPatch, text: str, limit: str | None, installed: int, expected: Any
+) -> None:
+    monkeypatch.setattr(devices, "_nvidia", lambda: installed)
+    environ = {} if limit is None else {"CUDA_VISIBLE_DEVICES": limit}
+    assert devices.requested_gpus(text, environ) == expected
+
+
+def test_node_with_fewer_gpus_refuses_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_nvidia", lambda: 4)
+    with pytest.raises(UsageError, match="--gpus 5: 4 GPUs are visible here") as refused:
+        devices.requested_gpus("5", {})
+    assert refused.value.hint == "--gpus device=5 chooses GPU 5"
+
+
+def test_node_counts_its_workers_as_torchrun_does() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert launch._worker_count(3, 8) == 3
+    assert (launch._worker_count("gpu", 8), launch._worker_count("auto", 8)) == (8, 8)
+    assert (launch._worker_count("cpu", 8), launch._worker_count("auto", 0)) == (cores, cores)
+    with pytest.raises(UsageError, match="no GPU is visible here"):
+        launch._worker_count("gpu", 0)

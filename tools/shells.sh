@@ -1,0 +1,22 @@
+#!/bin/sh
+# Install zsh and fish for the tests of the completion, if missing.
+# Usage: tools/shells.sh
+set -eu
+
+say() { printf 'shells: %s\n' "$1" >&2; }
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+if command -v zsh > /dev/null && command -v fish > /dev/null; then
+  exit 0
+fi
+if ! command -v apt-get > /dev/null; then
+  say "install zsh and fish: the tests of the completion type into them"
+  exit 1
+fi
+say "installing zsh and fish"
+as_root apt-get update -qq
+DEBIAN_FRONTEND=noninteractive as_root apt-get -o DPkg::Lock::Timeout=300 \
+  install -y -qq zsh fish > /dev/null
