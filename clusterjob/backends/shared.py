@@ -118,8 +118,8 @@ def private_variables(plan: plans.Plan) -> dict[str, str]:
         SpecError: a secret has no value.
     """
     values = {contract.TOKEN: plans.token_file(plan.job_dir).read_text()}
-    for secret in plan.spec.secret:
-        values[secret.name] = os.fsdecode(secret.value(os.environ))
+    for name, value in plan.spec.private_values(os.environ, plan.backend).items():
+        values[name] = os.fsdecode(value)
     return values
 
 

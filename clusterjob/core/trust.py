@@ -64,7 +64,9 @@ class RiskySetting:
     value: Any
 
     def text(self) -> str:
-        """Return the setting as one line without terminal control characters."""
+        """Return the setting as one line without terminal control characters and passwords."""
+        if self.key == "notify":  # a URL contains a password
+            return f"{self.table} {self.key} = ...".lstrip()
         return f"{self.table} {self.key} = {json.dumps(self.value, default=str)}".lstrip()
 
 

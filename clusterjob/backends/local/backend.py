@@ -112,7 +112,7 @@ class LocalBackend:
                 pid, lifeline = _start(
                     command,
                     folder / AGENT_LOG,
-                    hidden={secret.name for secret in plan.spec.secret},
+                    hidden=plan.spec.hidden_variables,
                     stdin=None if command.node_rank else self.stdin,
                 )
                 lifelines.append(lifeline)

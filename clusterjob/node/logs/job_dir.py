@@ -14,6 +14,7 @@ SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled
 ELEMENTS = "elements"  # one job directory per element of an array, by index
+NOTIFIED = "notified"  # of an array: the elements that have ended, and the events that were sent
 
 ENDS = "ends"  # the end of each node; see `clusterjob.node.logs.ends`
 AGENTS = "agents"  # on a host: the process of each agent

@@ -107,11 +107,17 @@ def descendants(pid: int) -> list[int]:
     return [each for each in found if stats[each][0] not in "ZX"]
 
 
-def kill_descendants() -> None:
-    """Kill every process below this one, adopted orphans included."""
+def kill_descendants(keep: int | None = None) -> None:
+    """Kill every process below this one, adopted orphans included.
+
+    Args:
+        keep: pid of a descendant that is left alone, with all processes below it.
+    """
     for _ in range(100):
         try:
             left = descendants(os.getpid())
+            if keep is not None:
+                left = sorted(set(left) - {keep, *descendants(keep)})
         except OSError:  # no descriptor is free; PR_SET_PDEATHSIG ends the workers instead
             return
         if not left:
