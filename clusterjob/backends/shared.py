@@ -106,6 +106,7 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         "workdir": str(spec.workdir),
         "setup": list(spec.setup),
         "python": spec.python,
+        "notifies": spec.notifies,
     }
 
 

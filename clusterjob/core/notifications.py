@@ -47,7 +47,7 @@ class NotifyPlace:
         text = text.strip()
         if _URL.fullmatch(text) or _VARIABLE.fullmatch(text) or (text[:1] == "@" and text[1:]):
             return cls(text)
-        raise SpecError("a value of --notify is not a URL", _FORMS)
+        raise SpecError("the value is not a URL", _FORMS)
 
     @property
     def file(self) -> Path | None:

@@ -94,7 +94,7 @@ class Agent:
         if self._supervisor is not None and self._topology.node_rank == 0:
             self._requests.poll_job_dir()  # node 0's coordinator informs the other nodes
         if self._notifier is not None:
-            await self._notifier.start()
+            self._workers.sender = await self._notifier.start()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
         try:
@@ -116,8 +116,9 @@ class Agent:
             await asyncio.wait([self._coordinator_task])
         self._workers.stop_ordered = True
         await self._forkserver.quit()
-        sender = self._notifier.pid if self._notifier is not None else None
-        processes.kill_descendants(keep=sender)  # background processes of the setup lines
+        processes.kill_descendants(
+            keep=self._workers.sender
+        )  # background processes of the setup lines
         self._timeline.note()
         self._console.finish()
         self._record_end(verdict)

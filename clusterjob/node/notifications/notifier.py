@@ -64,13 +64,11 @@ class Notifier:
         self._state = JobState.UNKNOWN
         self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def pid(self) -> int | None:
-        """The sender's process id; None if it does not run."""
-        return self._process.pid if self._process is not None else None
+    async def start(self) -> int | None:
+        """Start the sender, which imports apprise while the job starts.
 
-    async def start(self) -> None:
-        """Start the sender; it imports apprise while the job starts."""
+        Return its pid; None if it cannot be started.
+        """
         package = str(Path(__file__).parents[3])  # a directory, or the node zip
         paths = (package, os.environ.get("PYTHONPATH", ""))
         try:
@@ -84,16 +82,16 @@ class Notifier:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
         except OSError as error:
-            self._print_line(f"no notifications: {error.strerror}")
-            return
-        lost = Event(
+            self._print_line(f"notify: the sender cannot be started: {error.strerror}")
+            return None
+        killed = Event(
             events.FAILURE,
             state=str(JobState.LOST),
-            reason="the agent of node 0 was killed, or its node failed",
+            reason="the agent of node 0 was killed",
             final=True,
             **self._job,
         )
-        self._write(self._settings | {"lost": asdict(lost)})
+        self._write(self._settings | {"killed": asdict(killed)})
         self._tasks.append(asyncio.create_task(self._print_notices()))
         if self._attempt and not ends.preempted_before(self._job_dir, self._attempt):
             self._send(
@@ -103,6 +101,7 @@ class Notifier:
                     **self._job,
                 )
             )
+        return self._process.pid
 
     def started(self, nnodes: int, world_size: int) -> None:
         """Report that the workers start."""

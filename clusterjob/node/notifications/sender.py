@@ -14,15 +14,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node import contract
+from clusterjob.node.environments import scheduler
+from clusterjob.node.logs import ends
 from clusterjob.node.notifications import targets
 from clusterjob.node.notifications.array import WholeArray
-from clusterjob.node.notifications.events import ARRAY_TASKS, Event
+from clusterjob.node.notifications.events import ARRAY_TASKS, END, FAILURE, Event, short
+from clusterjob.node.system.sanitize import sanitize
+from clusterjob.node.verdict import JobState
 
 _PAUSES = (1.0, 2.0, 4.0)  # seconds between two attempts
-_LAST_SEND = 20.0  # seconds for the last notification if no agent is left to wait for this process
+_LAST_SEND = 15.0  # seconds for the last notification if no agent waits for this process
 _Send = Callable[[Event], str]
 
 
@@ -62,6 +68,7 @@ class _Target:
 
 def main() -> None:
     """Send the events of stdin until it ends, then exit."""
+    os.setpgid(0, 0)  # the forkserver kills the process group of an agent that was killed
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the end of a cancelled job is sent too
     settings = json.loads(sys.stdin.buffer.readline() or b"null")
@@ -74,14 +81,51 @@ def main() -> None:
         event = Event(**json.loads(line))
         ended = ended or event.final
         _put(everywhere, merge(event), settings["on"])
-    if not ended:  # the agent was killed
-        _put(everywhere, merge(Event(**settings["lost"])), settings["on"])
+    if not ended:
+        _put(everywhere, merge(_killed(settings)), settings["on"])
+    _finish(everywhere)
+
+
+def refused(exit_code: str, why: str) -> None:
+    """Send the failure of node 0's script before its agent, such as that of a setup line."""
+    text = os.environ.get(contract.NOTIFICATIONS) or contract.read_secrets(os.environ).get(
+        contract.NOTIFICATIONS
+    )
+    if not text:
+        return
+    settings = json.loads(text) | {"job_dir": os.environ.get(contract.JOB_DIR, "")}
+    event = Event(
+        FAILURE,
+        os.environ[contract.JOB_ID],
+        name=settings["name"],
+        cluster=settings["cluster"],
+        state=str(JobState.FAILED),
+        exit_code=int(exit_code) or 1,
+        reason=short(f"node 0 (host {scheduler.node_name()}): {why}"),
+        host=scheduler.node_name(),
+        final=True,
+    )
+    everywhere = [_Target(name, send) for name, send in _places(settings)]
+    _put(everywhere, _merger(settings)(event), settings["on"])
+    _finish(everywhere)
+
+
+def _finish(everywhere: list[_Target]) -> None:
+    """Wait a limited time until everything is sent, and exit."""
     deadline = time.monotonic() + _LAST_SEND
     for target in everywhere:
         target.put(None)
     for target in everywhere:
         target.join(deadline - time.monotonic())
     os._exit(0)  # a thread may still wait for an answer
+
+
+def _killed(settings: dict[str, Any]) -> Event:
+    """Return the end of a job whose agent was killed."""
+    event = Event(**settings["killed"])
+    if ends.cancelled(Path(settings["job_dir"])):
+        return replace(event, event=END, state=str(JobState.CANCELLED))
+    return event
 
 
 def _places(settings: dict[str, Any]) -> list[tuple[str, _Send]]:
@@ -127,6 +171,8 @@ def _put(everywhere: list[_Target], found: list[Event], kinds: list[str]) -> Non
 
 def _say(text: str) -> None:
     try:
-        os.write(1, f"{' '.join(text.split())}\n".encode())  # one write: several threads call it
+        os.write(
+            1, f"{sanitize(' '.join(text.split()))}\n".encode()
+        )  # one write: several threads call it
     except OSError:
         pass  # the agent is gone

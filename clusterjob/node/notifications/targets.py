@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-from clusterjob.node.notifications.events import END, FAILURE, REQUEUE, Event, short
+from clusterjob.node.notifications.events import END, FAILURE, REQUEUE, START, Event, short
+from clusterjob.node.verdict import JobState
 
 _COMMAND_TIMEOUT = 30.0  # seconds
-_TYPES = {END: "success", FAILURE: "failure", REQUEUE: "warning"}
+_TYPES = {START: "info", END: "success", FAILURE: "failure", REQUEUE: "warning"}
 _HTTP_ERROR = re.compile(r"error=([1-5][0-9]{2})\b")
 _MAX_STDERR = 4_096  # bytes of a command's stderr that are kept
 Send = Callable[[Event], str]  # returns the error; empty if the event was sent
@@ -44,10 +45,11 @@ def of_url(url: str) -> tuple[str, Send]:
 
     def send(event: Event) -> str:
         last.code = ""
+        kind = "warning" if event.state == JobState.CANCELLED else _TYPES[event.event]
         sent = service.notify(
             title=event.title(),
             body=event.text(),
-            notify_type=apprise.NotifyType(_TYPES.get(event.event, "info")),
+            notify_type=apprise.NotifyType(kind),
             body_format=apprise.NotifyFormat.TEXT,  # apprise escapes it for the service
         )
         return "" if sent else last.code or "refused, or no answer"
