@@ -40,6 +40,8 @@ def of_url(url: str) -> tuple[str, Send]:
     name = f"{url.partition(':')[0]}://"
     if plugin is None:
         raise ValueError(f"apprise cannot read the URL {name}***")
+    # apprise waits 5.5 s between two messages to most services: too long at a job's end.
+    plugin.request_rate_per_sec = min(plugin.request_rate_per_sec, 1.0)
     service = apprise.Apprise(asset=plugin.asset)
     service.add(plugin)
 
