@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import SpecError
-from clusterjob.node.notifications.events import ARRAY_TASKS, DEFAULT, KINDS
+from clusterjob.node.notifications import ARRAY_TASKS, KINDS
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})://\S+", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
@@ -126,11 +126,15 @@ def check_urls(places: Iterable[NotifyPlace], environ: Mapping[str, str]) -> Non
     except ImportError:  # the job's interpreter may have it
         return
     import logging
+    import warnings
 
     logging.getLogger("apprise").addHandler(logging.NullHandler())  # its errors may show the URL
     logging.getLogger("apprise").propagate = False
     for place, url in found:
-        if apprise.Apprise.instantiate(url) is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of modules that apprise's plug-ins import
+            plugin = apprise.Apprise.instantiate(url)
+        if plugin is None:
             scheme = url.partition("://")[0]
             raise SpecError(
                 f"--notify {place}: apprise cannot read this {scheme}:// URL",
@@ -170,6 +174,3 @@ def packed(
             f"the maximum is {_MAX_BYTES}: put a long command into a script",
         )
     return data
-
-
-__all__ = ["DEFAULT", "NotifyPlace", "check_kinds", "check_urls", "packed"]

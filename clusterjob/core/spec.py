@@ -24,6 +24,7 @@ from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.options import OPTIONS, Target
 from clusterjob.errors import SpecError, did_you_mean
 from clusterjob.node import contract
+from clusterjob.node.notifications import DEFAULT_KINDS
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
 
@@ -111,7 +112,7 @@ class JobSpec:
             warning.
         notify: where node 0 sends notifications: URLs of apprise, which are never recorded.
         notify_cmd: shell commands that node 0 runs for each notification.
-        notify_on: events to notify about; see `clusterjob.node.notifications.events`.
+        notify_on: events to notify about; see `clusterjob.node.notifications`.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
@@ -147,7 +148,7 @@ class JobSpec:
     signal_before: int | None = None
     notify: tuple[NotifyPlace, ...] = ()
     notify_cmd: tuple[str, ...] = ()
-    notify_on: tuple[str, ...] = notifications.DEFAULT
+    notify_on: tuple[str, ...] = DEFAULT_KINDS
     join_timeout: float = LaunchOptions.join_timeout
     heartbeat: float = LaunchOptions.heartbeat
     lease: float = LaunchOptions.lease

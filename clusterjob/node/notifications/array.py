@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
-from clusterjob.node.notifications.events import END, FAILURE, Event
+from clusterjob.node.notifications import END, FAILURE
+from clusterjob.node.notifications.events import Event
 from clusterjob.node.system import private_dirs
 from clusterjob.node.verdict import JobState
 

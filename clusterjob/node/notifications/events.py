@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from clusterjob.node.notifications import END, FAILURE, REQUEUE, START
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
-START, END, FAILURE, REQUEUE = "start", "end", "failure", "requeue"
-ARRAY_TASKS = "array_tasks"  # each element of an array, as in sbatch's --mail-type
-KINDS = (START, END, FAILURE, REQUEUE)
-DEFAULT = (END, FAILURE, REQUEUE)
 _MAX_TEXT = 500  # characters of an error
 
 
@@ -21,7 +18,7 @@ class Event:
     """One event of a job.
 
     Attributes:
-        event: one of `KINDS`.
+        event: one of `clusterjob.node.notifications.KINDS`.
         job_id, name, cluster: the job.
         state: the job's state, or RESTARTING.
         reason: one line; the first failure of a failed job.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.logs import ends
-from clusterjob.node.notifications import events
+from clusterjob.node.notifications import FAILURE, REQUEUE, START, events
 from clusterjob.node.notifications.events import Event
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -85,7 +85,7 @@ class Notifier:
             self._print_line(f"notify: the sender cannot be started: {error.strerror}")
             return None
         killed = Event(
-            events.FAILURE,
+            FAILURE,
             state=str(JobState.LOST),
             reason="the agent of node 0 was killed",
             final=True,
@@ -96,7 +96,7 @@ class Notifier:
         if self._attempt and not ends.preempted_before(self._job_dir, self._attempt):
             self._send(
                 Event(
-                    events.REQUEUE,
+                    REQUEUE,
                     state=f"QUEUED AGAIN, attempt {self._attempt} starts",
                     **self._job,
                 )
@@ -106,7 +106,7 @@ class Notifier:
     def started(self, nnodes: int, world_size: int) -> None:
         """Report that the workers start."""
         text = f"{world_size} worker{'s' * (world_size > 1)} on {nnodes} node{'s' * (nnodes > 1)}"
-        self._send(Event(events.START, state=str(JobState.RUNNING), reason=text, **self._job))
+        self._send(Event(START, state=str(JobState.RUNNING), reason=text, **self._job))
 
     def restarts(self, number: int, maximum: int, why: str, failure: Failure | None) -> None:
         """Report that the workers are started again after a failure."""
@@ -114,7 +114,7 @@ class Notifier:
             return
         self._send(
             Event(
-                events.FAILURE,
+                FAILURE,
                 state=f"RESTARTING, restart {number} of {maximum}",
                 reason=events.short(why),
                 seconds=self._seconds(),

@@ -21,9 +21,9 @@ from typing import Any
 from clusterjob.node import contract
 from clusterjob.node.environments import scheduler
 from clusterjob.node.logs import ends
-from clusterjob.node.notifications import targets
+from clusterjob.node.notifications import ARRAY_TASKS, END, FAILURE, targets
 from clusterjob.node.notifications.array import WholeArray
-from clusterjob.node.notifications.events import ARRAY_TASKS, END, FAILURE, Event, short
+from clusterjob.node.notifications.events import Event, short
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
 

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-from clusterjob.node.notifications.events import END, FAILURE, REQUEUE, START, Event, short
+from clusterjob.node.notifications import END, FAILURE, REQUEUE, START
+from clusterjob.node.notifications.events import Event, short
 from clusterjob.node.verdict import JobState
 
 _COMMAND_TIMEOUT = 30.0  # seconds
