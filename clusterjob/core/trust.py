@@ -321,6 +321,6 @@ def _recorded() -> dict[str, Any]:
 
 
 def _place() -> Path:
-    import platformdirs
+    from platformdirs.unix import Unix  # the same directories on macOS
 
-    return platformdirs.user_config_path("clusterjob") / "trusted.json"
+    return Unix("clusterjob").user_config_path / "trusted.json"

@@ -10,6 +10,7 @@ import logging
 import random
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -279,7 +280,8 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
     except (OSError, UnicodeError) as error:
         raise HostError(target.label, f"{_text(error).lower()} ({where})") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT)
+    if sys.platform == "linux":  # elsewhere the timeout of a request ends a cut connection
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT)
     return sock
 
 
