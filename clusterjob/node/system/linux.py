@@ -7,6 +7,9 @@ import sys
 from clusterjob.errors import UsageError
 
 
+_NAMES = {"darwin": "macOS"}
+
+
 def require(what: str) -> None:
     """Refuse an action on a system other than Linux.
 
@@ -18,6 +21,6 @@ def require(what: str) -> None:
     """
     if sys.platform != "linux":
         raise UsageError(
-            f"{what} needs Linux, and this is {sys.platform}",
+            f"{what} needs Linux, and this is {_NAMES.get(sys.platform, sys.platform)}",
             "submit to Linux machines: --hosts HOST (over SSH), or --login HOST (its Slurm)",
         )

@@ -65,7 +65,11 @@ def _forbid(event: str, args: tuple[object, ...]) -> None:
     """Let every way to open a hidden file, and every Linux call, fail as on macOS."""
     if event == "open" and _hidden(args[0]):
         raise FileNotFoundError(2, "No such file or directory", args[0])
-    if event in ("socket.bind", "socket.connect") and args[1:] and isinstance(args[1], (str, bytes)):
+    if (
+        event in ("socket.bind", "socket.connect")
+        and args[1:]
+        and isinstance(args[1], (str, bytes))
+    ):
         name = os.fsencode(args[1])
         if name.startswith(b"\0"):
             raise FileNotFoundError(2, "No such file or directory")
