@@ -83,7 +83,7 @@ def test_commands_against_login_host_work_from_macos(laptop: Laptop, macos: None
     check_job(run, job_id, workers=2)
     run("fetch", job_id, "runs", "--to", "results")
     assert (laptop.path("results") / "runs" / "model.bin").read_bytes() == b"weights"
-    assert "on PATH" in run("doctor", "--cluster", "hpc", code=None)
+    assert "on PATH" in run("doctor", "--cluster", "hpc")
     waiting = laptop.submit(GUEST)
     wait_until((laptop.meeting / "up0").exists, TEST_TIMEOUT, "the worker")
     assert "is cancelled" in run("cancel", waiting)
@@ -108,6 +108,29 @@ def test_command_that_runs_workers_here_states_what_it_needs(
         "  hint: submit to Linux machines: --hosts HOST (over SSH), or --login HOST (its Slurm)\n"
     )
     assert not Path(os.environ["CLUSTERJOB_HOME"]).exists()
+
+
+def test_identity_of_process_without_proc_is_that_of_ps(macos: None) -> None:
+    code = (
+        "import dataclasses, os\n"
+        "from clusterjob.node.system import files\n"
+        "from clusterjob.node.system.processes import ProcessIdentity, start_ticks\n"
+        "from clusterjob.remote.destination import _umask\n"
+        "own = ProcessIdentity.of_this_process()\n"
+        "assert own.alive() and own.ticks > 1_700_000_000, own\n"
+        "assert not dataclasses.replace(own, ticks=own.ticks - 60).alive()\n"
+        "child = os.fork()\n"
+        "if child == 0: os._exit(0)\n"
+        "os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)\n"
+        "assert start_ticks(child) is None, 'a zombie'\n"
+        "os.waitpid(child, 0)\n"
+        "assert start_ticks(child) is None\n"
+        "here = os.uname().nodename\n"
+        "assert files._killed(here, child) and not files._killed(here, os.getpid())\n"
+        "os.umask(0o027)\n"
+        "assert _umask() == 0o027\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TEST_TIMEOUT)
 
 
 def test_this_simulation_hides_proc_and_linux_calls(tmp_path: Path, macos: None) -> None:
