@@ -54,6 +54,7 @@ def check_job(run: Any, job_id: str, workers: int) -> None:
     assert job_id in run("list")
 
 
+@pytest.mark.slow
 def test_commands_against_hosts_work_from_macos(site: Site, macos: None) -> None:
     def run(*args: str, code: int | None = 0) -> str:
         return clusterjob(site.directory, *args, code=code)
@@ -73,6 +74,7 @@ def test_commands_against_hosts_work_from_macos(site: Site, macos: None) -> None
     assert "CANCELLED" in run("status", waiting, code=None)
 
 
+@pytest.mark.slow
 def test_commands_against_login_host_work_from_macos(laptop: Laptop, macos: None) -> None:
     def run(*args: str, code: int | None = 0) -> str:
         done = laptop(*args, code=code)

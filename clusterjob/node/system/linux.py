@@ -6,7 +6,6 @@ import sys
 
 from clusterjob.errors import UsageError
 
-
 _NAMES = {"darwin": "macOS"}
 
 
