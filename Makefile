@@ -42,6 +42,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --no-warn-unreachable --follow-imports silent -p clusterjob.cli -p clusterjob.core -p clusterjob.backends -p clusterjob.remote -p clusterjob.doctor -p clusterjob.api
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_words.py
 

@@ -14,6 +14,8 @@ def main() -> int:
     if sys.argv[1:2] == ["launch"]:
         # This process runs on a node. It does not load the submit half, so that the workers'
         # forkserver stays small.
+        if sys.platform != "linux":
+            return _refuse_launch()
         try:
             from clusterjob.node.launch import main as launch
         except KeyboardInterrupt:
@@ -41,6 +43,18 @@ def main() -> int:
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # the command is done: Ctrl-C must not interrupt the exit
+
+
+def _refuse_launch() -> int:
+    from clusterjob.errors import UsageError
+    from clusterjob.node.system import linux
+
+    try:
+        linux.require("`clusterjob launch`")
+    except UsageError as error:
+        print(f"clusterjob: error: {error.message}\n  hint: {error.hint}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from clusterjob.node.logs.job_dir import AGENT_LOG, RESULT
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.system import devices, files
+from clusterjob.node.system import devices, files, linux
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 from clusterjob.worker import call
@@ -64,8 +64,8 @@ def spawn(
         Exception: the function's exception on the rank that failed first, with the rank and its
             traceback as the cause.
         JobFailed: a process was killed, or ended without a result.
-        UsageError: a GPU is not visible to this process, an argument is invalid, or this machine is
-            one of several nodes of a job.
+        UsageError: this is not Linux, a GPU is not visible to this process, an argument is
+            invalid, or this machine is one of several nodes of a job.
         PlacementError: this process already belongs to a job, or the environment's variables for
             the rank are incomplete or contradictory.
         ClusterJobError: the call cannot be pickled.
@@ -75,6 +75,7 @@ def spawn(
             f"{function!r} is not a function",
             "to start a script: `clusterjob run SCRIPT`",
         )
+    linux.require("spawn")
     environ = _environment(gpus)
     count = _count(nprocs, gpus, environ=environ)
     payload = call.pickled(

@@ -109,6 +109,7 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         "workdir": str(spec.workdir),
         "setup": list(spec.setup),
         "python": spec.python,
+        "notifies": spec.notifies,
     }
 
 
@@ -156,8 +157,8 @@ def private_variables(plan: plans.Plan) -> dict[str, str]:
         SpecError: a secret has no value.
     """
     values = {contract.TOKEN: plans.token_file(plan.job_dir).read_text()}
-    for secret in plan.spec.secret:
-        values[secret.name] = os.fsdecode(secret.value(os.environ))
+    for name, value in plan.spec.private_values(os.environ, plan.backend).items():
+        values[name] = os.fsdecode(value)
     return values
 
 

@@ -129,7 +129,7 @@ def _below(base: Path, key: str, value: Any) -> Any:
     if key == "set" and isinstance(value, dict) and "ssh_config" in value:
         place = value["ssh_config"]
         return value if place.startswith("~") else value | {"ssh_config": str(base / place)}
-    if key == "secret":
+    if key in ("secret", "notify"):
         return tuple(one.beside(base) for one in value)
     return base / value if isinstance(value, Path) else value
 
@@ -145,7 +145,7 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
     named: list[Path] = []
     if isinstance(value, Path):
         named = [value]
-    elif key == "secret":
+    elif key in ("secret", "notify"):
         named = [one.file for one in value if one.file is not None]
     elif key == "set" and "ssh_config" in value:
         named = [Path(value["ssh_config"])]

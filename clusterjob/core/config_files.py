@@ -64,10 +64,10 @@ def find_files(directory: Path) -> list[ConfigFile]:
     Raises:
         ConfigError: a file is broken or has an unknown key.
     """
-    import platformdirs
+    from platformdirs.unix import Unix  # the same directories on macOS
 
     found = []
-    user = platformdirs.user_config_path("clusterjob") / "config.toml"
+    user = Unix("clusterjob").user_config_path / "config.toml"
     if user.is_file():
         found.append(_check(ConfigFile(user, _read(user), own=True)))
     project = find_project(directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,12 +81,6 @@ class Secret:
         return value
 
 
-def packed(secrets: Iterable[Secret], environ: Mapping[str, str]) -> bytes:
-    """Return the content of the secrets file: NAME=VALUE and a NUL byte for each secret.
-
-    Raises:
-        SpecError: a secret has no value, or its value does not fit into a variable.
-    """
-    return b"".join(
-        f"{secret.name}=".encode() + secret.value(environ) + b"\0" for secret in secrets
-    )
+def packed(values: Mapping[str, bytes]) -> bytes:
+    """Return the content of the secrets file: NAME=VALUE and a NUL byte for each secret."""
+    return b"".join(f"{name}=".encode() + value + b"\0" for name, value in values.items())

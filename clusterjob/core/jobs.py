@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from clusterjob.backends import base
 from clusterjob.backends.base import FETCH_LIMITS, FetchLimits, Foreground, Interrupter
 from clusterjob.backends.shared import nothing_to_fetch
-from clusterjob.core import config, job_secrets, node_zip, plans, polling
+from clusterjob.core import config, job_secrets, node_zip, notifications, plans, polling
 from clusterjob.core.capabilities import check as check_capabilities
 from clusterjob.core.job_settings import make_spec
 from clusterjob.core.plans import Plan
@@ -66,7 +66,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
             "submit again: the job gets a new id",
         )
     _remove_leftovers(records)
-    values = job_secrets.packed(plan.spec.secret, os.environ)
+    values = job_secrets.packed(plan.spec.private_values(os.environ, cluster))
     record = Record(
         plan.job_id,
         plan.spec.name,
@@ -159,7 +159,8 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
         spec = replace(spec, snapshot=False)
     check_capabilities(spec, settings.backend, backend)
     plan = backend.plan(spec)
-    job_secrets.packed(spec.secret, os.environ)  # raises if a secret has no value
+    spec.private_values(os.environ, settings.cluster)  # raises if a secret has no value
+    notifications.check_urls(spec.notify, os.environ)
     wrong = spec.syntax_error()  # a note, no error: the job's Python may be newer than this one
     return (
         replace(

@@ -68,9 +68,9 @@ def cache_directory() -> Path:
 
     It is in the user's cache directory, such as ~/.cache/clusterjob (XDG_CACHE_HOME).
     """
-    import platformdirs
+    from platformdirs.unix import Unix  # the same directories on macOS
 
-    return platformdirs.user_cache_path("clusterjob")
+    return Unix("clusterjob").user_cache_path
 
 
 def keep(data: bytes, cache: Path) -> None:

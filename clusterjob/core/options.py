@@ -12,6 +12,7 @@ from typing import Any
 
 from clusterjob.core.gpu_request import read_gpus
 from clusterjob.core.job_secrets import Secret
+from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.units import parse_duration, parse_size
 from clusterjob.errors import ConfigError, SpecError
 from clusterjob.node.program import WORKER_WORDS
@@ -180,6 +181,19 @@ def _secrets(value: Any) -> tuple[Secret, ...]:
     return tuple(Secret.parse(item) for item in _lines(value))
 
 
+def _notify(value: Any) -> tuple[NotifyPlace, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(one, str) for one in values):
+        raise SpecError("notify is not a text or a list of texts")  # does not show a URL
+    return tuple(NotifyPlace.parse(one) for one in values)
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """Return the words of a comma-separated text, or of a list."""
+    words = value.split(",") if isinstance(value, str) else _lines(value)
+    return tuple(word.strip().lower() for word in words if word.strip())
+
+
 def _listed(value: Any) -> str:
     """Return a list as comma-separated text; a text stays unchanged."""
     return value if isinstance(value, str) else ",".join(_lines(value))
@@ -323,6 +337,15 @@ _ROWS = (
         help="Requeue after a preemption or the time limit (default: no)."),
     Option("signal_before", _duration, metavar="TIME", group="restart",
         help="Time before the limit to warn the workers, such as 90s (default: none)."),
+    Option("notify", _notify, metavar="URL", merge=True, group="output",
+        help="Where node 0 sends notifications: a URL of apprise, or VARIABLE or @FILE that holds "
+        "it; never shown; repeatable (default: none)."),
+    Option("notify_cmd", _lines, metavar="CMD", merge=True, group="output",
+        help="Shell command that node 0 runs for each notification, with CLUSTERJOB_NOTIFY_* "
+        "variables; repeatable (default: none)."),
+    Option("notify_on", _words, metavar="EVENTS", group="output",
+        help="Events to notify about: start, end, failure, requeue, array_tasks "
+        "(default: end,failure,requeue)."),
     Option("join_timeout", _seconds, metavar="S", node="join_timeout", group="restart",
         help="Seconds that nodes wait for each other (default: 300)."),
     Option("heartbeat", _seconds, node="heartbeat", group="restart"),

@@ -152,6 +152,12 @@ class Plan:
                 "### secrets, whose values are not shown\n"
                 f"{', '.join(secret.name for secret in self.spec.secret)}\n"
             )
+        if self.spec.notifies:
+            places = [*map(str, self.spec.notify), *self.spec.notify_cmd]
+            parts.append(
+                f"### notifications on {', '.join(self.spec.notify_on)}\n"
+                + "".join(f"{place}\n" for place in places)
+            )
         if (code := self._code()) is not None:
             parts.append(
                 f"### code: {code.files} files, {show_size(code.size)}, of {code.root}\n"
@@ -181,6 +187,7 @@ class Plan:
             ],
             "code": None if (code := self._code()) is None else code.to_json(),
             "secrets": [secret.name for secret in self.spec.secret],
+            "notify": [*map(str, self.spec.notify), *self.spec.notify_cmd],
             "notes": list(self.notes),
         }
 

@@ -16,12 +16,15 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core import arrays
+from clusterjob.core import arrays, notifications
 from clusterjob.core.arrays import Array
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
+from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.options import OPTIONS, Target
 from clusterjob.errors import SpecError, did_you_mean
+from clusterjob.node import contract
+from clusterjob.node.notifications import DEFAULT_KINDS
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
 
@@ -111,6 +114,9 @@ class JobSpec:
         requeue: queue the job again after a preemption or after the time limit.
         signal_before: seconds before the time limit at which the workers are warned; None for no
             warning.
+        notify: where node 0 sends notifications: URLs of apprise, which are never recorded.
+        notify_cmd: shell commands that node 0 runs for each notification.
+        notify_on: events to notify about; see `clusterjob.node.notifications`.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
@@ -147,6 +153,9 @@ class JobSpec:
     after: tuple[str, ...] = ()
     requeue: bool = False
     signal_before: int | None = None
+    notify: tuple[NotifyPlace, ...] = ()
+    notify_cmd: tuple[str, ...] = ()
+    notify_on: tuple[str, ...] = DEFAULT_KINDS
     join_timeout: float = LaunchOptions.join_timeout
     heartbeat: float = LaunchOptions.heartbeat
     lease: float = LaunchOptions.lease
@@ -183,6 +192,7 @@ class JobSpec:
                     f"{secret.name} has two values",
                     "give it once: --env for a public value, --secret for a hidden one",
                 )
+        self._check_notifications()
         twice = next((host for host in self.hosts if self.hosts.count(host) > 1), None)
         if twice is not None:
             raise SpecError(
@@ -190,7 +200,7 @@ class JobSpec:
                 "name it once; --nproc-per-node 2 starts two workers on each host",
             )
         program = (self.python, self.program.target, *self.program.args)
-        for text in (*self.setup, *program, str(self.workdir)):
+        for text in (*self.setup, *self.notify_cmd, *program, str(self.workdir)):
             if "\0" in text:
                 raise SpecError(
                     f"{text!r} contains a NUL byte, which a command line cannot contain"
@@ -199,6 +209,14 @@ class JobSpec:
         if self.template is not None and not self.template.is_file():
             raise SpecError(f"the template {str(self.template)!r} does not exist")
         self._check_program()
+
+    def _check_notifications(self) -> None:
+        notifications.check_kinds(self.notify_on)
+        if self.notifies and self.launcher == "srun":
+            raise SpecError(
+                "--notify needs clusterjob's agent, and --launcher srun starts none",
+                "Slurm's own mail: --set mail-type=END,FAIL --set mail-user=ADDRESS",
+            )
 
     def _check_program(self) -> None:
         if not self.sync:
@@ -238,6 +256,47 @@ class JobSpec:
             source.startswith(b"#!") and b"python" in source.partition(b"\n")[0]
         )
         return _syntax_error(source, target) if is_python else ""
+
+    @property
+    def notifies(self) -> bool:
+        """Whether the job sends notifications."""
+        return bool(self.notify or self.notify_cmd)
+
+    def private_values(self, environ: Mapping[str, str], cluster: str) -> dict[str, bytes]:
+        """Return the variables of each node whose values are secrets.
+
+        Args:
+            environ: the variables of this process.
+            cluster: the cluster's name, for the notifications.
+
+        Raises:
+            SpecError: a secret has no value.
+        """
+        values = {secret.name: secret.value(environ) for secret in self.secret}
+        if self.notifies:
+            array = self.elements()
+            values[contract.NOTIFICATIONS] = notifications.packed(
+                self.notify,
+                self.notify_cmd,
+                self.notify_on,
+                environ,
+                name=self.name,
+                cluster=cluster,
+                elements=len(array.indices) if array else 0,
+            )
+        return values
+
+    @property
+    def private_names(self) -> tuple[str, ...]:
+        """The names of `private_values`."""
+        names = tuple(secret.name for secret in self.secret)
+        return (*names, contract.NOTIFICATIONS) if self.notifies else names
+
+    @property
+    def hidden_variables(self) -> frozenset[str]:
+        """Variables of this process that hold secrets; no command of a cluster inherits them."""
+        holders = {place.variable for place in self.notify if place.variable}
+        return frozenset({secret.name for secret in self.secret} | holders)
 
     def elements(self) -> Array | None:
         """Return the elements of the job; None if it is not an array.
@@ -290,6 +349,7 @@ class JobSpec:
         """Return the spec as plain data, for the record and for spec.json."""
         return asdict(self) | {
             "secret": [secret.name for secret in self.secret],
+            "notify": [str(place) for place in self.notify],
             "workdir": str(self.workdir),
             "template": str(self.template) if self.template else None,
         }
@@ -305,9 +365,12 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "hosts": lambda hosts: tuple(Host(**host) for host in hosts),
     "secret": lambda names: tuple(Secret(str(name)) for name in names),
     "only": lambda numbers: tuple(map(int, numbers)),
+    "notify": lambda texts: tuple(NotifyPlace(str(text)) for text in texts),
     "signal_before": lambda seconds: None if seconds is None else int(seconds),
     **dict.fromkeys(("env", "options"), dict),
-    **dict.fromkeys(("setup", "sweep", "after"), lambda lines: tuple(map(str, lines))),
+    **dict.fromkeys(
+        ("setup", "sweep", "after", "notify_cmd", "notify_on"), lambda lines: tuple(map(str, lines))
+    ),
 }
 
 

@@ -14,6 +14,6 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     """
     if environ.get("CLUSTERJOB_HOME"):
         return Path(environ["CLUSTERJOB_HOME"]).expanduser().absolute()
-    import platformdirs
+    from platformdirs.unix import Unix  # the same directories on macOS
 
-    return platformdirs.user_state_path("clusterjob")
+    return Unix("clusterjob").user_state_path

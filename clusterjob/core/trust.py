@@ -30,7 +30,7 @@ HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
     "max_restarts", "start", "launcher", "require_gpus", "gpus", "sync", "snapshot", "account",
     "partition", "nodelist", "exclude", "reservation", "array", "after", "requeue",
-    "signal_before", "join_timeout", "heartbeat", "lease", "grace",
+    "signal_before", "join_timeout", "heartbeat", "lease", "grace", "notify_on",
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing to another machine or cluster
 _NAMED_FILES = ("template", "hostfile")
@@ -64,7 +64,9 @@ class RiskySetting:
     value: Any
 
     def text(self) -> str:
-        """Return the setting as one line without terminal control characters."""
+        """Return the setting as one line without terminal control characters and passwords."""
+        if self.key == "notify":  # a URL contains a password
+            return f"{self.table} {self.key} = ...".lstrip()
         return f"{self.table} {self.key} = {json.dumps(self.value, default=str)}".lstrip()
 
 
@@ -319,6 +321,6 @@ def _recorded() -> dict[str, Any]:
 
 
 def _place() -> Path:
-    import platformdirs
+    from platformdirs.unix import Unix  # the same directories on macOS
 
-    return platformdirs.user_config_path("clusterjob") / "trusted.json"
+    return Unix("clusterjob").user_config_path / "trusted.json"

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
@@ -31,6 +31,10 @@ from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import preload, snapshot_imports
 from clusterjob.node.workers.forkserver import Forkserver
 from clusterjob.node.workers.report import report
+
+if TYPE_CHECKING:
+    from clusterjob.node.logs.console import Console
+    from clusterjob.node.notifications.notifier import Notifier
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +87,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
         | contract.read_secrets(environ)
     )
+    notifications = os.environ.pop(contract.NOTIFICATIONS, "")  # the workers must not get the URLs
     os.environ.pop(contract.SECRETS_FILE, None)  # another job in a worker must not inherit it
     job = _identity(environ, topology, finding=finding, insecure=options.insecure_no_token)
     job_dir, temporary = _job_directory(environ, topology, attempt=job.attempt)
@@ -125,6 +130,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             console.print(f"logs: {job_dir}")
         if topology.node_rank == 0:
             console.print_verdict(verdict)
+        await agent.finish_notifications()
         # Write all output while the signal handlers are set: a platform may stop this node when
         # another node has ended.
         console.close()
@@ -139,6 +145,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             job_dir=job_dir,
             forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
             console=console,
+            notifier=_notifier(notifications, topology, job=job, job_dir=job_dir, console=console),
         )
         verdict = asyncio.run(live())
     finally:
@@ -162,6 +169,23 @@ def _worker_count(wanted: int | str, gpus: int) -> int:
             "--nproc-per-node cpu starts one worker per core",
         )
     return gpus if gpus and wanted != "cpu" else len(os.sched_getaffinity(0))
+
+
+def _notifier(
+    settings: str, topology: Topology, job: JobIdentity, job_dir: Path, console: Console
+) -> Notifier | None:
+    """Return node 0's notifier; None on another node or without --notify."""
+    if not settings or topology.node_rank:
+        return None
+    from clusterjob.node.notifications.notifier import Notifier
+
+    return Notifier(
+        settings,
+        job_id=job.job_id,
+        job_dir=job_dir,
+        attempt=job.attempt,
+        print_line=console.print,
+    )
 
 
 def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:

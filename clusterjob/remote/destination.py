@@ -11,6 +11,7 @@ import contextlib
 import os
 import posixpath
 import re
+import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
@@ -257,4 +258,7 @@ class Destination:
 def _umask() -> int:
     """Return the umask of this process without setting it, which would affect other threads."""
     found = re.search(r"^Umask:\s*([0-7]+)", files.read_text("/proc/self/status"), re.MULTILINE)
-    return int(found[1], 8) if found else 0o022
+    if found:
+        return int(found[1], 8)
+    shown = subprocess.run(["sh", "-c", "umask"], capture_output=True, text=True, check=False)
+    return int(shown.stdout, 8) if re.fullmatch(r"[0-7]{1,4}\s*", shown.stdout) else 0o077

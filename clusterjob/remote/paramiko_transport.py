@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
 from functools import partial
 from typing import Any, ClassVar
@@ -275,7 +276,8 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
     except (OSError, UnicodeError) as error:
         raise HostError(target.label, f"{_text(error).lower()} ({where})") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT)
+    if sys.platform == "linux":  # elsewhere the timeout of a request ends a cut connection
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT)
     return sock
 
 

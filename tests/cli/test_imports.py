@@ -24,10 +24,12 @@ HELP_MODULES = {
     "clusterjob.core",
     "clusterjob.core.gpu_request",
     "clusterjob.core.job_secrets",
+    "clusterjob.core.notifications",
     "clusterjob.core.options",
     "clusterjob.core.units",
     "clusterjob.errors",
     "clusterjob.node",
+    "clusterjob.node.notifications",
     "clusterjob.node.program",
 }
 REPORT = "import json, os, sys; os.write(3, json.dumps(sorted(sys.modules)).encode())"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT
+from servers import webhook
 from slurm_user import User
 from sshsite import Site, output_lines
 from verdicts import wait_for_verdict
@@ -248,10 +249,47 @@ def test_secret_path_in_config_file_is_relative_to_that_file(work: Path) -> None
 
 def test_secrets_file_restores_packed_values(tmp_path: Path) -> None:
     value = "a\udcffb=c\n"
-    (tmp_path / "file").write_bytes(packed([Secret("A"), Secret("B")], {"A": value, "B": ""}))
+    values = {name: Secret(name).value({"A": value, "B": ""}) for name in ("A", "B")}
+    (tmp_path / "file").write_bytes(packed(values))
     assert contract.read_secrets({"CLUSTERJOB_SECRETS_FILE": str(tmp_path / "file")}) == {
         "A": value,
         "B": "",
     }
     with pytest.raises(SpecError, match="the value does not fit into a variable"):
-        packed([Secret("A")], {"A": "x" * 200_000})
+        Secret("A").value({"A": "x" * 200_000})
+
+
+@pytest.mark.usefixtures("plain_python")
+def test_notify_url_is_only_in_secrets_file(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither given as a variable nor as a URL; a failed submission does not show it either."""
+    with webhook() as hook:
+        url = f"json://127.0.0.1:{hook.server_port}/{FROM_FILE}"
+        check_url(url, work, monkeypatch)
+        assert hook.states == ["RUNNING"] * 2
+
+
+def check_url(url: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_HOOK", url)
+    given = ("--cluster", "local", "--notify", "MY_HOOK", "--notify", url, "--notify-on", "start")
+    (work / "tell.py").write_text("import os; print(sorted(os.environ.items()))")
+    for command in (("submit", "--dry-run"), ("render", "--json")):
+        assert "json://***" in clusterjob(work, *command, *given, "tell.py").stdout
+    job_id = clusterjob(work, "submit", *given, "tell.py").stdout.strip()
+    clusterjob(work, "wait", job_id)
+    assert "MY_HOOK" not in clusterjob(work, "logs", job_id).stdout
+    clusterjob(work, "--verbose", "status", "--json", job_id)
+    assert exposed_files([home(), work]) == []
+    recorded = json.loads((home() / "jobs" / job_id / "spec.json").read_text())
+    assert recorded["notify"] == ["MY_HOOK", "json://***"]
+    for wrong in (f"nowhere://{FROM_FILE}", f"x/{FROM_FILE}", f"@/none/{work.name}", "NOWHERE"):
+        done = clusterjob(work, "submit", "--notify", wrong, "tell.py", code=2)
+        assert done.stderr.startswith("clusterjob: error: --notify")
+        assert "  hint: " in done.stderr
+
+
+def test_notify_url_in_file_of_project_is_not_shown_for_trust(work: Path) -> None:
+    (work / "clusterjob.toml").write_text(f'[defaults]\nnotify = "json://h/{FROM_FILE}"\n')
+    other = work.parent / "other.py"
+    other.write_text("")
+    done = clusterjob(work, "submit", "--cluster", "local", str(other), code=2)
+    assert "[defaults] notify = ..." in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, wait_for_no_processes, wait_until
+from servers import webhook
 from slurm_user import PROMPT, SLEEPER, User
 
 COUNT = (
@@ -61,6 +62,34 @@ def test_sweep_is_one_sbatch_call_and_each_element_is_job(user: User) -> None:
     assert "3 SUCCEEDED, 1 FAILED" in row
     assert "is an array" in user("logs", job_id, code=2).stderr
     assert "has no element 4" in user("status", f"{job_id}_4", code=2).stderr
+    wait_for_no_processes(PROMPT)
+
+
+def test_array_notifies_of_first_failure_and_end_and_job_of_failed_setup_line(user: User) -> None:
+    with webhook() as hook:
+        flags = ("--notify", hook.url, "--env", "FAIL=1", "--array", "0-2")
+        job_id = user.submit(ECHO, *flags)
+        user("wait", job_id, code=5)
+        wait_until(lambda: len(hook.received) == 2, TEST_TIMEOUT, "two messages")
+        # The elements run at the same time: the messages arrive in any order.
+        end, first = sorted(hook.received, key=lambda message: len(message["title"]))
+        assert first["title"] == f"{job_id}_1 FAILED"
+        assert "on slurm: FAILED, exit code 5" in first["message"]
+        assert end["title"] == f"{job_id} FAILED"
+        assert "3 elements: 1 FAILED (1); 2 SUCCEEDED" in end["message"]
+    told = ("--notify-cmd", 'printf %s "$CLUSTERJOB_NOTIFY_TEXT" > told.new; mv told.new told')
+    failed = user.submit(ECHO, *told, "--setup", "no-such-command")
+    user("wait", failed, code=127)
+    user.wait_for("told")
+    first_line, reason, _ = user.path("told").read_text().splitlines()
+    assert first_line == f"script ({failed}) on slurm: FAILED, exit code 127"
+    assert reason.endswith("a setup line failed: no-such-command")
+    assert b"pa55word" not in b"".join(
+        path.read_bytes()
+        for folder in (user.home, user.directory)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "secrets"
+    )
     wait_for_no_processes(PROMPT)
 
 

@@ -66,6 +66,17 @@ def test_job_runs_with_its_code_on_every_host_and_output_returns(site: Site) -> 
     assert polling.status(Records().find(record.job_id)).state is JobState.SUCCEEDED
 
 
+def test_host_of_node_0_notifies_of_end(site: Site) -> None:
+    command = 'printf "%s" "$CLUSTERJOB_NOTIFY_TEXT" > told.new && mv told.new told'
+    record = site.submit("print(1)", notify_cmd=[command])
+    assert wait_for_verdict(record).exit_code == 0
+    first, second = (site.ssh_network.hosts[name].home for name in ("gpu1", "gpu2"))
+    wait_until(lambda: list(first.rglob("told")), TEST_TIMEOUT, "the command of node 0")
+    [told] = first.rglob("told")
+    assert told.read_text().startswith(f"script ({record.job_id}) on ssh: SUCCEEDED, after ")
+    assert not list(second.rglob("told"))
+
+
 def test_job_files_on_host_are_private_and_token_is_not_exposed(site: Site) -> None:
     record = site.submit(SLEEPER)
     wait_for_lines(record, "up 0", "up 1")

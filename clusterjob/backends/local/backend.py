@@ -33,7 +33,7 @@ from clusterjob.node.environments import worker_endpoints
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.system import private_dirs, processes
+from clusterjob.node.system import linux, private_dirs, processes
 from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
@@ -65,8 +65,10 @@ class LocalBackend:
         Raises:
             SpecError: the interpreter does not exist, there are too few GPUs and `require_gpus` is
                 set, or an option does not exist in this backend.
+            UsageError: this machine does not run Linux.
             TemplateError: the user's template cannot be rendered.
         """
+        linux.require("--cluster local")
         _check_interpreter(spec)
         return self._plan(spec)
 
@@ -127,7 +129,7 @@ class LocalBackend:
                 pid, lifeline = _start(
                     replace(command, env=dict(command.env) | more),
                     folder / AGENT_LOG,
-                    hidden={secret.name for secret in plan.spec.secret},
+                    hidden=plan.spec.hidden_variables,
                     stdin=None if command.node_rank else self.stdin,
                     locks=reserved.descriptors if reserved else (),
                 )
@@ -241,6 +243,7 @@ class LocalBackend:
         """Yield the doctor checks of this machine for a job."""
         from clusterjob.doctor.this_machine import Machine
 
+        linux.require("--cluster local")
         # `_plan`, not `plan`: `Machine` checks the interpreter.
         return run_checks(
             [
@@ -293,7 +296,7 @@ def _start(
     # A copy, because in the agent descriptor 0 is the lifeline.
     copies = [] if stdin is None else [os.dup(stdin)]
     stdin_variable = {contract.STDIN_FD: str(copies[0])} if copies else {}
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    read_end, write_end = os.pipe()
     try:
         with log.open("ab") as output:
             process = subprocess.Popen(

@@ -181,7 +181,7 @@ class MlpBackend(PlatformBackend):
                 given,
                 token=token_file(plan.job_dir).read_text(),
                 environ=os.environ,
-                more={secret.name: secret.value(os.environ) for secret in plan.spec.secret},
+                more=plan.spec.private_values(os.environ, plan.backend),
             )
             confs.append((fields["TaskName"], _yaml(plan.job_id, fields)))
         staged = upload.stage(

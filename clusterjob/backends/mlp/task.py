@@ -120,7 +120,7 @@ def _environment(spec: JobSpec, options: MlpOptions, index: int | None) -> list[
     variables = [
         name for name in options.secrets if "." not in name
     ]  # a name with a dot is the path of a field
-    names = dict.fromkeys([contract.TOKEN, *variables, *(secret.name for secret in spec.secret)])
+    names = dict.fromkeys([contract.TOKEN, *variables, *spec.private_names])
     if (both := next((name for name in names if name in spec.env), None)) is not None:
         raise SpecError(f"{both} is a secret and has a value in --env too", "remove one of the two")
     found: list[dict[str, Any]] = [{"Name": name, "IsPrivate": True} for name in names]

@@ -87,7 +87,7 @@ class SlurmBackend:
         """
         if (login := planning.login_of(plan.spec)) is not None:
             return self._submit_there(plan, login)
-        client = Client(hidden={secret.name for secret in plan.spec.secret})
+        client = Client(hidden=plan.spec.hidden_variables)
         submit.preflight(client, plan.spec, plan.commands[0].argv)
         ids, cluster = submit.submit_pieces(client, plan)
         return _handle(ids, cluster, conf=os.environ.get("SLURM_CONF"))

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.agent.node_workers import NodeWorkers
@@ -25,6 +25,9 @@ from clusterjob.node.system import crashes, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
+if TYPE_CHECKING:
+    from clusterjob.node.notifications.notifier import Notifier
+
 _LOST_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the coordinator is lost
 
 
@@ -39,6 +42,7 @@ class Agent:
         job_dir: the job's directory, as this node sees it.
         forkserver: the forkserver, which was forked before.
         console: prints the agent's messages and the workers' output.
+        notifier: sends notifications; None without --notify, and on other nodes.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Agent:
         job_dir: Path,
         forkserver: ForkserverClient,
         console: Console,
+        notifier: Notifier | None = None,
     ) -> None:
         self._topology = topology
         self._nproc = nproc
@@ -58,6 +63,7 @@ class Agent:
         self._job_dir = job_dir
         self._forkserver = forkserver
         self._console = console
+        self._notifier = notifier
         self._host = scheduler.node_name()
         self._link: LocalLink | RemoteLink | None = None
         self._coordinator: Coordinator | None = None  # on node 0
@@ -87,6 +93,8 @@ class Agent:
         self._requests.listen(self._forkserver.early)
         if self._supervisor is not None and self._topology.node_rank == 0:
             self._requests.poll_job_dir()  # node 0's coordinator informs the other nodes
+        if self._notifier is not None:
+            self._workers.sender = await self._notifier.start()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
         try:
@@ -101,12 +109,16 @@ class Agent:
                 self._coordinator.membership.broadcast(messages.End(verdict))
         finally:
             following.cancel()
+        if self._notifier is not None:
+            self._notifier.ended(verdict)
         if self._coordinator_task is not None:
             self._coordinator_task.cancel()
             await asyncio.wait([self._coordinator_task])
         self._workers.stop_ordered = True
         await self._forkserver.quit()
-        processes.kill_descendants()  # background processes of the setup lines
+        processes.kill_descendants(
+            keep=self._workers.sender
+        )  # background processes of the setup lines
         self._timeline.note()
         self._console.finish()
         self._record_end(verdict)
@@ -114,6 +126,12 @@ class Agent:
         if self._link is not None:
             await self._link.close()
         return verdict
+
+    async def finish_notifications(self) -> None:
+        """Wait a limited time until the end is notified; a second Ctrl-C ends the wait."""
+        if self._notifier is not None:
+            await self._notifier.close(hurry=self._requests.kill_now)
+            processes.kill_descendants()
 
     async def _serve(self) -> Verdict:
         await self._join()
@@ -208,6 +226,7 @@ class Agent:
                 job_dir=self._job_dir,
                 print_line=self._console.print,
                 watch=self._crashes.watch,
+                notifier=self._notifier,
             )
             self._link = LocalLink(self._coordinator.membership, hello)
             # The coordinator handles requests that arrived during the imports before it starts

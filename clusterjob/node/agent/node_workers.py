@@ -42,6 +42,7 @@ class NodeWorkers:
     Attributes:
         stop_ordered: whether the workers of this round must stop.
         failures: describes the failures of this node and its workers.
+        sender: pid of the process that sends notifications, which outlives the workers, or None.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class NodeWorkers:
         self._running: set[int] = set()  # local ranks of the workers that run
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
+        self.sender: int | None = None
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
@@ -222,7 +224,7 @@ class NodeWorkers:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
         ended = how(*self._forkserver.reap())
-        processes.kill_descendants()
+        processes.kill_descendants(keep=self.sender)
         if self.stop_ordered:
             self._send(messages.Stopped())
         else:

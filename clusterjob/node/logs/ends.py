@@ -30,7 +30,7 @@ from typing import Any
 from clusterjob.node.logs.job_dir import AGENT_LOG, CANCELLED, DETACHED, ENDS, RESULT
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
-from clusterjob.node.verdict import Failure, FailureKind, Verdict
+from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 # Directory for verdicts that cannot be written to the job's directory. It is used only if it
 # belongs to this user and no other user has access.
@@ -236,6 +236,14 @@ def put_aside_result(job_dir: Path, attempt: int) -> None:
         path.replace(directory(job_dir) / f"result.attempt{older}.json")
     if 0 <= _attempt_of(_aside(job_dir)) < attempt:
         _aside(job_dir).unlink()
+
+
+def preempted_before(job_dir: Path, attempt: int) -> bool:
+    """Return whether the attempt before this one recorded that it was preempted."""
+    path = directory(job_dir) / f"result.attempt{attempt - 1}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return Verdict.from_json(files.read_json(path)).state is JobState.PREEMPTED
+    return False
 
 
 def _attempt_of(path: Path) -> int:

@@ -17,6 +17,7 @@ CANCELLED = "cancelled"  # exists if the job was cancelled
 CODE_LIST = "code.list"  # compressed list of the files of the sent code, with their digests
 CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`
 ELEMENTS = "elements"  # one job directory per element of an array, by index
+NOTIFIED = "notified"  # of an array: the elements that have ended, and the events that were sent
 
 ENDS = "ends"  # the end of each node; see `clusterjob.node.logs.ends`
 AGENTS = "agents"  # on a host: the process of each agent

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
@@ -23,6 +23,9 @@ from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.round import Round, plan_round
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
+
+if TYPE_CHECKING:
+    from clusterjob.node.notifications.notifier import Notifier
 
 # Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
 _FAILURE_GRACE = 0.5
@@ -41,6 +44,7 @@ class Coordinator:
         job_dir: the directory for events and the verdict.
         print_line: prints one line for the user.
         watch: reports the error of a background task.
+        notifier: sends notifications; None without --notify.
 
     Attributes:
         membership: the agents that have joined, node 0's included.
@@ -54,6 +58,7 @@ class Coordinator:
         job_dir: Path,
         print_line: Callable[[str], None],
         watch: Callable[[asyncio.Task[None]], None],
+        notifier: Notifier | None = None,
     ) -> None:
         self._topology = topology
         self._options = options
@@ -61,6 +66,7 @@ class Coordinator:
         self._job_dir = job_dir
         self._print_line = print_line
         self._watch = watch
+        self._notifier = notifier
         self._events = EventLog(job_dir / EVENTS)
         self.membership = Membership(topology.nnodes, options, job=job, events=self._events)
         self._inbox = self.membership.inbox
@@ -117,6 +123,10 @@ class Coordinator:
                     number, why = self._restarts, end.reason
                     self._print_line(f"restart {number} of {self._options.max_restarts}: {why}")
                     self._events.add("restart", restart=number, why=why)
+                    if self._notifier is not None:
+                        self._notifier.restarts(
+                            number, self._options.max_restarts, why, failure=end.failure
+                        )
                     end = cancelled
             return self._give_verdict(end)
         except Exception as error:  # otherwise the other agents wait until their leases end
@@ -226,6 +236,8 @@ class Coordinator:
         )
         if self._started_at is None:
             self._started_at = at
+            if self._notifier is not None:
+                self._notifier.started(len(worlds), worlds[0].world_size)
             if self._options.time_limit is not None:
                 # `_on_running` sets the deadline again when all workers run. If an import hangs,
                 # the limit counts from the end of --join-timeout.

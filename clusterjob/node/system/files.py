@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -56,7 +57,8 @@ def reserve(path: Path) -> None:
             _reserve_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         try:
-            os.posix_fallocate(descriptor, 0, RESERVED)
+            if sys.platform == "linux":
+                os.posix_fallocate(descriptor, 0, RESERVED)
         finally:
             os.close(descriptor)
 
@@ -134,7 +136,15 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _killed(host: str, pid: int) -> bool:
-    return host == os.uname().nodename and not Path(f"/proc/{pid}").exists()
+    if host != os.uname().nodename:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # it belongs to another user
+        pass
+    return False
 
 
 def is_old(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Query and control processes through /proc and prctl: state, descendants, OOM kills.
 
-Linux and the standard library only. Sources: prctl(2), proc(5). PR_SET_PDEATHSIG fires when the
+Linux and the standard library only, except `ProcessIdentity`, which a submitter needs too. Sources:
+prctl(2), proc(5). PR_SET_PDEATHSIG fires when the
 THREAD that forked exits, so long-lived processes are started from main threads only.
 """
 
@@ -11,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,14 +83,38 @@ def running() -> dict[int, list[str]]:
 def start_ticks(pid: int) -> int | None:
     """Return a process's start time in clock ticks since boot; None if it has ended.
 
-    The pid and the start time identify a process during one boot. A zombie counts as ended.
+    The pid and the start time identify a process during one boot. A zombie counts as ended. Without
+    /proc, the time is in seconds since the epoch, as ps(1) shows it.
     """
+    if sys.platform != "linux":
+        return _start_time(pid)
     fields = stat_fields(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
+def _start_time(pid: int) -> int | None:
+    """Return a process's start time in seconds since the epoch, from ps; None if it has ended."""
+    import subprocess  # slow to load, and Linux does not need it
+
+    try:
+        shown = subprocess.run(
+            ["ps", "-o", "stat=,lstart=", "-p", str(pid)],
+            capture_output=True,
+            env=os.environ | {"LC_ALL": "C"},
+            text=True,
+            check=False,
+        ).stdout
+        state, started = shown.split(maxsplit=1)
+        return None if state[0] in "ZX" else int(time.mktime(time.strptime(started.strip())))
+    except (OSError, ValueError):
+        return None
+
+
 def boot_id() -> str:
-    """Return the kernel's random id of this boot, which distinguishes pids of different boots."""
+    """Return the kernel's random id of this boot, which distinguishes pids of different boots.
+
+    It is empty without /proc: there `start_ticks` differs between boots.
+    """
     return files.read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
@@ -107,11 +133,17 @@ def descendants(pid: int) -> list[int]:
     return [each for each in found if stats[each][0] not in "ZX"]
 
 
-def kill_descendants() -> None:
-    """Kill every process below this one, adopted orphans included."""
+def kill_descendants(keep: int | None = None) -> None:
+    """Kill every process below this one, adopted orphans included.
+
+    Args:
+        keep: pid of a descendant that is left alone, with all processes below it.
+    """
     for _ in range(100):
         try:
             left = descendants(os.getpid())
+            if keep is not None:
+                left = sorted(set(left) - {keep, *descendants(keep)})
         except OSError:  # no descriptor is free; PR_SET_PDEATHSIG ends the workers instead
             return
         if not left:

@@ -1,0 +1,257 @@
+"""Events of a job, places of --notify, and arrays that notify as a whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.core import notifications
+from clusterjob.core.notifications import NotifyPlace
+from clusterjob.core.options import read_setting
+from clusterjob.core.spec import JobSpec
+from clusterjob.errors import ClusterJobError, ConfigError, SpecError
+from clusterjob.node.notifications import events
+from clusterjob.node.notifications.array import WholeArray
+from clusterjob.node.notifications.events import Event
+from clusterjob.node.program import Program
+from clusterjob.node.system.sanitize import sanitize
+from clusterjob.node.verdict import Failure, JobState, Verdict
+
+SECRET = "pa55word"
+
+
+def spec(tmp_path: Path, **fields: Any) -> JobSpec:
+    return JobSpec(Program("command", "true"), workdir=tmp_path, **fields)
+
+
+def verdict(state: JobState, code: int = 1, **fields: Any) -> Verdict:
+    return Verdict(state, 0 if state is JobState.SUCCEEDED else code, **fields)
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "kinds"),
+    [
+        (JobState.SUCCEEDED, "end", {"end"}),
+        (JobState.CANCELLED, "end", {"end"}),
+        (JobState.FAILED, "failure", {"end", "failure"}),
+        (JobState.LOST, "failure", {"end", "failure"}),
+        (JobState.PREEMPTED, "requeue", {"requeue"}),
+    ],
+)
+def test_verdict_is_sent_to_those_who_asked_for_its_kind(
+    state: JobState, event: str, kinds: set[str]
+) -> None:
+    found = events.of_verdict(verdict(state), job_id="a-1")
+    assert found.event == event
+    assert {
+        kind for kind in ("start", "end", "failure", "requeue") if found.wanted([kind])
+    } == kinds
+
+
+def test_restart_is_not_sent_to_those_who_asked_for_end() -> None:
+    event = Event("failure", "a-1", state="RESTARTING, restart 1 of 3")
+    assert not event.wanted(["end"])
+    assert event.wanted(["failure"])
+
+
+@given(st.text(), st.text())
+def test_text_of_any_failure_is_short_and_harmless(message: str, host: str) -> None:
+    failure = Failure(3, 1, node_rank=1, host=host, exit_code=1, signal=None, message=message)
+    end = verdict(JobState.FAILED, reason=f"{failure.who}: {message}", failure=failure)
+    event = events.of_verdict(end, job_id="a-1", name="a", cluster="lab", seconds=7500.0)
+    lines = event.text().split("\n")
+    assert len(lines) == 3
+    assert lines[0] == "a (a-1) on lab: FAILED, exit code 1, after 2 h 5 min"
+    assert lines[-1] == "clusterjob logs a-1"
+    assert all(sanitize(line) == line for line in lines)
+    assert max(map(len, lines)) <= 500
+    assert len(event.host) <= 500
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119.0, "119 s"), (120.0, "2 min"), (7260.0, "2 h 1 min")]
+)
+def test_duration_is_text_with_units(seconds: float, text: str) -> None:
+    assert events.duration(seconds) == text
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Z", "C"]), min_size=1))
+def test_url_appears_in_no_text_and_no_record(secret: str) -> None:
+    place = NotifyPlace.parse(f"slack://{secret}/x")
+    assert str(place) == "slack://***"
+    assert repr(place) == "slack://***"
+    assert "slack://***" in repr((place,))
+    assert place.urls({}) == [f"slack://{secret}/x"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "@", "https:/x", f"hooks.slack.com/{SECRET}", f"a b://{SECRET}"]
+)
+def test_text_that_is_no_place_is_refused_without_showing_it(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_setting("notify", [text], "--notify")
+    assert SECRET not in f"{caught.value.message}{caught.value.hint}"
+
+
+@pytest.mark.parametrize("value", [{"url": f"json://{SECRET}"}, [{"url": SECRET}], 3, True])
+def test_setting_of_wrong_type_is_refused_without_showing_it(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_setting("notify", value, "clusterjob.toml")
+    assert SECRET not in f"{caught.value.message}{caught.value.hint}"
+
+
+def test_variable_and_file_hold_one_url_per_line(tmp_path: Path) -> None:
+    (tmp_path / "urls").write_text("# team\njson://a\n\n  mailto://b \n")
+    place = NotifyPlace.parse("@urls").beside(tmp_path)
+    assert str(place) == f"@{tmp_path / 'urls'}"
+    assert place.urls({}) == ["json://a", "mailto://b"]
+    assert NotifyPlace.parse("HOOKS").urls({"HOOKS": "json://a\njson://b"}) == [
+        "json://a",
+        "json://b",
+    ]
+
+
+@pytest.mark.parametrize("content", [SECRET, "", "# none\n", f"json://a\n{SECRET}\n", "\udcff"])
+def test_variable_or_file_without_url_is_refused_without_showing_it(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "urls").write_bytes(content.encode(errors="surrogateescape"))
+    for place in (NotifyPlace(f"@{tmp_path / 'urls'}"), NotifyPlace("HOOK")):
+        with pytest.raises(SpecError) as caught:
+            place.urls({"HOOK": content})
+        assert SECRET not in f"{caught.value.message}{caught.value.hint}"
+
+
+def test_recorded_job_keeps_names_and_needs_its_url_again(tmp_path: Path) -> None:
+    places = (NotifyPlace("HOOK"), NotifyPlace(f"json://{SECRET}"))
+    job = spec(tmp_path, notify=places, notify_cmd=("true",), notify_on=("end",))
+    assert SECRET not in f"{job!r}{job.to_json()}"
+    read = JobSpec.from_json(job.to_json())
+    assert (read.notify_cmd, read.notify_on) == (("true",), ("end",))
+    assert [str(place) for place in read.notify] == ["HOOK", "json://***"]
+    with pytest.raises(SpecError, match=r"the job's --notify json://\*\*\* is not recorded"):
+        read.private_values({"HOOK": "json://a"}, "lab")
+
+
+def test_record_of_older_version_has_no_notifications(tmp_path: Path) -> None:
+    data = {key: value for key, value in spec(tmp_path).to_json().items() if "notify" not in key}
+    read = JobSpec.from_json(data)
+    assert (read.notifies, read.notify_on) == (False, ("end", "failure", "requeue"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"notify_on": ("ends",)}, "--notify-on 'ends': unknown event"),
+        ({"notify_cmd": ("true",), "launcher": "srun"}, "--launcher srun starts none"),
+        ({"notify_cmd": ("a\0b",)}, "contains a NUL byte"),
+        ({"notify_cmd": ("x" * 60_000,)}, "--notify and --notify-cmd have 60"),
+    ],
+)
+def test_invalid_notifications_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        spec(tmp_path, **fields).private_values({}, "lab")
+    assert message in caught.value.message
+    assert caught.value.hint or "NUL" in message
+
+
+def test_url_that_apprise_cannot_read_is_refused_without_showing_it() -> None:
+    with pytest.raises(ClusterJobError) as caught:
+        notifications.check_urls([NotifyPlace(f"nowhere://{SECRET}")], {})
+    assert caught.value.message == "--notify nowhere://***: apprise cannot read this nowhere:// URL"
+    assert SECRET not in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mailto://me:pw@example.com",
+        "slack://T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
+        "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
+        "feishu://abcdefghij",
+        "lark://abcdefghij",
+        "dingtalk://abcdefghij",
+        "wecombot://abcdefghij",
+        "json://localhost/x",
+    ],
+)
+def test_urls_of_named_services_are_accepted(url: str) -> None:
+    notifications.check_urls([NotifyPlace.parse(url)], {})
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+def element(root: Path, index: int, elements: int = 3) -> WholeArray:
+    directory = root / "elements" / str(index)
+    directory.mkdir(parents=True, exist_ok=True)
+    assert WholeArray.has(directory)
+    return WholeArray(directory, elements)
+
+
+def ended(root: Path, index: int, state: JobState) -> list[Event]:
+    event = events.of_verdict(verdict(state, reason="why"), job_id=f"a-1_{index}", name="a")
+    return element(root, index).merge(event)
+
+
+def test_array_sends_first_failure_and_one_end(tmp_path: Path) -> None:
+    start = Event("start", "a-1_0", state="RUNNING")
+    assert element(tmp_path, 0).merge(start) == [start]
+    assert element(tmp_path, 1).merge(Event("start", "a-1_1", state="RUNNING")) == []
+    assert element(tmp_path, 1).merge(Event("failure", "a-1_1", state="RESTARTING")) == []
+    assert ended(tmp_path, 0, JobState.SUCCEEDED) == []
+    [failure] = ended(tmp_path, 1, JobState.FAILED)
+    assert (failure.job_id, failure.state, failure.reason) == ("a-1_1", "FAILED", "why")
+    assert not failure.wanted(["end"]), "the array has not ended"
+    [end] = ended(tmp_path, 2, JobState.FAILED)
+    assert (end.event, end.job_id, end.state) == ("failure", "a-1", "FAILED")
+    assert end.reason == "3 elements: 2 FAILED (1, 2); 1 SUCCEEDED"
+    assert end.wanted(["end"])
+    assert ended(tmp_path, 2, JobState.FAILED) == [], "an element that runs again"
+
+
+def test_preempted_element_has_not_ended(tmp_path: Path) -> None:
+    for index in (0, 1):
+        assert ended(tmp_path, index, JobState.SUCCEEDED) == []
+    assert [event.event for event in ended(tmp_path, 2, JobState.PREEMPTED)] == ["requeue"]
+    assert ended(tmp_path, 1, JobState.PREEMPTED) == []
+    assert ended(tmp_path, 2, JobState.SUCCEEDED) == []
+    [end] = ended(tmp_path, 1, JobState.SUCCEEDED)
+    assert (end.event, end.state, end.reason) == ("end", "SUCCEEDED", "3 elements: 3 SUCCEEDED")
+
+
+def test_elements_that_end_together_send_one_end(tmp_path: Path) -> None:
+    count = 16
+    found: list[Event] = []
+    together = threading.Barrier(count)
+
+    def end(index: int) -> None:
+        array = element(tmp_path, index, elements=count)
+        event = events.of_verdict(verdict(JobState.SUCCEEDED), job_id=f"a-1_{index}")
+        together.wait()
+        found.extend(array.merge(event))
+
+    threads = [threading.Thread(target=end, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [event.reason for event in found] == ["16 elements: 16 SUCCEEDED"]
+
+
+def test_job_that_is_no_element_notifies_for_itself(tmp_path: Path) -> None:
+    assert not WholeArray.has(tmp_path / "jobs" / "a-1")
+    assert not WholeArray.has(tmp_path / "elements" / "x")
