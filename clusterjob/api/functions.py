@@ -99,7 +99,9 @@ def map(  # noqa: A001
 @overload
 def map(  # noqa: A001
     function: Callable[..., T],
-    values: Iterable[Any],
+    first: Iterable[Any],
+    second: Iterable[Any],
+    third: Iterable[Any],
     /,
     *more: Iterable[Any],
     trust_results: bool = ...,

@@ -73,7 +73,7 @@ def ended(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job[Any]]:
             end=end,
         )
     )
-    yield Job(plan.job_id)
+    return Job(plan.job_id)
 
 
 def play(tmp_path: Path, content: bytes, size: int | None = None, name: str = "") -> str:
