@@ -197,23 +197,7 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     values = dict(given)
     cluster = values.pop("cluster", None)
     at_once = values.pop("array", "") if many else ""
-    for key in values:
-        if key not in OPTIONS or key in ("sweep", "array"):
-            raise UsageError(
-                f"a function's job has no setting {key!r}",
-                did_you_mean(
-                    key, OPTIONS, "`clusterjob submit --help` lists the settings as options"
-                ),
-            )
-    flags = {
-        key: read_setting(
-            key,
-            os.fspath(value) if isinstance(value, os.PathLike) else value,
-            origin=f"{key}={value!r}",
-        )
-        for key, value in values.items()
-        if value is not None
-    }
+    flags = job_flags(values)
     flags.setdefault(
         "name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>")
     )
@@ -238,6 +222,31 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
     return _start(
         {"array": f"0-{len(calls) - 1}{at_once}"} if many else {}, settings, payloads=payloads
     )
+
+
+def job_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a Python caller in the types that a job needs; None is left out.
+
+    Raises:
+        UsageError: a setting is unknown or invalid.
+    """
+    for key in given:
+        if key not in OPTIONS or key in ("sweep", "array"):
+            raise UsageError(
+                f"a function's job has no setting {key!r}",
+                did_you_mean(
+                    key, OPTIONS, "`clusterjob submit --help` lists the settings as options"
+                ),
+            )
+    return {
+        key: read_setting(
+            key,
+            os.fspath(value) if isinstance(value, os.PathLike) else value,
+            origin=f"{key}={value!r}",
+        )
+        for key, value in given.items()
+        if value is not None
+    }
 
 
 def _sources(function: Callable[..., Any]) -> Iterator[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -127,13 +126,9 @@ class Job(Generic[T]):
         return error
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._result().__await__()
+        from clusterjob.api import event_loop
 
-    async def _result(self) -> T:
-        record = self._record()
-        verdict = await waiting.end(record)
-        value: T = await asyncio.to_thread(results.value, record, verdict, trust=self.trust_results)
-        return value
+        return event_loop.result(self).__await__()
 
     def cancel(self) -> bool:
         """Cancel the job; return False if it had already ended."""
@@ -257,10 +252,9 @@ class JobGroup(Sequence[Job[T]]):
         return _cancel(_records(self.ids))
 
     def __await__(self) -> Generator[Any, None, list[T]]:
-        return self._results().__await__()
+        from clusterjob.api import event_loop
 
-    async def _results(self) -> list[T]:
-        return list(await asyncio.gather(*(job._result() for job in self.jobs)))
+        return event_loop.every_result(self.jobs).__await__()
 
     def _repr_html_(self) -> str:
         from clusterjob.api import notebook

@@ -55,13 +55,36 @@ def _values(record: Record, verdict: Verdict, ranks: Sequence[int], *, trust: bo
     found = _read(record, ranks, attempt=verdict.attempt, trust=trust)
     for rank, outcome in found.items():
         if outcome is not None and outcome.pickled:
-            raise JobFailed(
-                f"the result of rank {rank} of job {record.job_id} is not plain data: "
-                f"{outcome.pickled}",
-                "return numbers, texts, lists, tuples and dicts; trust_results=True unpickles what "
-                "the host sends",
-            )
+            raise _not_plain(record, rank, outcome.pickled)
     return call.complete(found, f"job {record.job_id}")
+
+
+def returned(record: Record, verdict: Verdict) -> Any:
+    """Return the value that a program's job wrote for rank 0; None if it wrote none.
+
+    Raises:
+        JobFailed: the job did not succeed, or the value is no plain data and another machine has
+            written it.
+    """
+    if verdict.state is not JobState.SUCCEEDED:
+        call.raise_failure(
+            verdict,
+            None,
+            name=f"job {record.job_id}",
+            hint=f"clusterjob logs {record.job_id} shows its output",
+        )
+    outcome = _read(record, [0], attempt=verdict.attempt, trust=False)[0]
+    if outcome is not None and outcome.pickled:
+        raise _not_plain(record, 0, outcome.pickled)
+    return None if outcome is None else outcome.value
+
+
+def _not_plain(record: Record, rank: int, kind: str) -> JobFailed:
+    return JobFailed(
+        f"the result of rank {rank} of job {record.job_id} is not plain data: {kind}",
+        "return numbers, texts, lists, tuples and dicts; trust_results=True unpickles what the host"
+        " sends",
+    )
 
 
 def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException | None:
