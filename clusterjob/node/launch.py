@@ -66,6 +66,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         UsageError: a GPU of --gpus is not visible here.
         ClusterJobError: the job directory cannot be written.
     """
+    options = _for_launcher(options)
     finding = this_node.find_node(environ)
     topology = this_node.with_reachable_master(finding, environ)
     chosen = []
@@ -79,10 +80,11 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         or devices.visible_gpus(environ)
         or 1
     )
-    os.environ.update(
-        worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
-        | contract.read_secrets(environ)
-    )
+    if options.launcher != "ray":  # Ray sets the threads of each task
+        os.environ.update(
+            worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
+        )
+    os.environ.update(contract.read_secrets(environ))
     os.environ.pop(contract.SECRETS_FILE, None)  # another job in a worker must not inherit it
     job = _identity(environ, topology, finding=finding, insecure=options.insecure_no_token)
     job_dir, temporary = _job_directory(environ, topology, attempt=job.attempt)
@@ -146,6 +148,15 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     if temporary and verdict.state is JobState.SUCCEEDED:
         shutil.rmtree(job_dir, ignore_errors=True)
     return verdict.exit_code
+
+
+def _for_launcher(options: LaunchOptions) -> LaunchOptions:
+    """Return the options; for Ray, those of a node whose one worker runs Ray."""
+    if options.launcher != "ray":
+        return options
+    from clusterjob.node.workers import ray_node
+
+    return ray_node.node_options(options)
 
 
 def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
