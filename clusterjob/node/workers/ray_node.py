@@ -36,6 +36,8 @@ _LOST = 3  # refused connections in a row after which the head is gone
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
 _MAX_TEMPORARY = 24  # characters: the paths of Ray's sockets have at most 107
+# Removes Ray's files when this process was killed: its end of the pipe is then closed.
+_CLEAN = 'trap "" TERM; read -r _; rm -rf -- "$1"; sleep 0.2; rm -rf -- "$1"'
 # Waits until all nodes have joined; prints the ranks of the others.
 _WAIT = f"""
 import sys, time, ray
@@ -83,6 +85,11 @@ class RayNode:
         self._join_timeout = join_timeout
         self._cpus = cpus or len(os.sched_getaffinity(0))
         self._temporary = Path(tempfile.mkdtemp(prefix="ray-", dir=_short_directory()))
+        self._cleaner = subprocess.Popen(
+            ["/bin/sh", "-c", _CLEAN, "sh", str(self._temporary)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._environ = self._own_environ()
         job_dir = Path(os.environ[contract.JOB_DIR])
         self._log = node_directory(job_dir, self.rank) / "ray.log"
