@@ -18,7 +18,7 @@ from clusterjob.node.verdict import JobState
 if TYPE_CHECKING:
     from clusterjob.api.jobs import Job, JobGroup
 
-_PATIENCE = 5.0  # seconds for the hosts' answers before the display goes on without them
+_TIMEOUT = 5.0  # seconds for the hosts' answers before the display goes on without them
 _LINES, _WIDTH = 10, 500  # last lines of output, and characters of each
 _ROWS = 100  # jobs of a group
 _COLOURS = {
@@ -63,9 +63,9 @@ def group_html(group: JobGroup[Any]) -> str:
 
 def _status(records: list[Record]) -> list[tuple[Record, Status]]:
     try:
-        return waiting.statuses(records, _PATIENCE)
+        return waiting.statuses(records, _TIMEOUT)
     except TimeoutError:
-        why = f"no answer within {_PATIENCE:g} s"
+        why = f"no answer within {_TIMEOUT:g} s"
         return [(record, Status(JobState.UNKNOWN, why)) for record in records]
 
 

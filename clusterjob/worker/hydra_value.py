@@ -1,4 +1,4 @@
-"""A Hydra callback that writes the value of the application's function into the job directory."""
+"""A Hydra callback that writes the function's value into the job directory."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A rank writes ``rank<r>.attempt<a>.json``. It holds a plain value, or the text of an exception. A
 value that is not plain, and an exception, are also pickled into the file of the same name with
-``.pkl``. Reading the JSON file is safe whoever wrote it; reading a pickle runs code.
+``.pkl``. Reading the JSON file is always safe; reading a pickle runs code.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def test_html_of_silent_hosts_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return answer(records)  # type: ignore[arg-type]
 
     monkeypatch.setattr(notebook.waiting, "_locked", slow)
-    monkeypatch.setattr(notebook, "_PATIENCE", 0.05)
+    monkeypatch.setattr(notebook, "_TIMEOUT", 0.05)
     begin = time.monotonic()
     assert "UNKNOWN" in job._repr_html_()
     with pytest.raises(TimeoutError, match="its hosts do not answer"):

@@ -1,4 +1,4 @@
-"""Run one node of a Ray cluster (``--launcher ray``); on node 0 also the program, as its driver.
+"""Run one node of a Ray cluster (``--launcher ray``), and the program on node 0.
 
 The agents start this module as the only worker of each node. Node 0 starts Ray's head at the job's
 master address and port, waits until each node has joined, and runs the program with RAY_ADDRESS.
@@ -8,6 +8,7 @@ forkserver kills what is left.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import hmac
@@ -35,9 +36,7 @@ _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # refused connections in a row after which the head is gone
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
-_MAX_TEMPORARY = 24  # characters: the paths of Ray's sockets have at most 107
-# Removes Ray's files when this process was killed: its end of the pipe is then closed.
-_CLEAN = 'trap "" TERM; read -r _; rm -rf -- "$1"; sleep 0.2; rm -rf -- "$1"'
+_MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
 # Waits until all nodes have joined; prints the ranks of the others.
 _WAIT = f"""
 import sys, time, ray
@@ -55,10 +54,22 @@ print(*left)
 
 
 def node_options(options: LaunchOptions) -> LaunchOptions:
-    """Return the options of a node whose one worker is this module."""
+    """Return the options of a node whose one worker is this module.
+
+    The caller is the agent, which removes Ray's files at its end: it outlives all workers.
+    """
+    directory = tempfile.mkdtemp(prefix="ray-", dir=_short_directory())
+    atexit.register(_remove, directory, os.getpid())
     cpus = (options.cpus_per_task or 0) * (options.nproc_per_node or 1)
     program = options.program
-    own = (f"{options.join_timeout:g}", str(cpus), program.kind, program.target, *program.args)
+    own = (
+        directory,
+        f"{options.join_timeout:g}",
+        str(cpus),
+        program.kind,
+        program.target,
+        *program.args,
+    )
     return replace(
         options, program=Program("module", __name__, args=own), nproc_per_node=1, start="exec"
     )
@@ -68,6 +79,7 @@ class RayNode:
     """The Ray processes of one node.
 
     Args:
+        directory: a private directory for Ray's files.
         join_timeout: seconds in which the nodes must have joined.
         cpus: cores that the node offers; 0 for all that this process may use.
 
@@ -76,7 +88,7 @@ class RayNode:
         hurry: whether Ray is killed at once: after a failure, the agent soon kills this process.
     """
 
-    def __init__(self, join_timeout: float, cpus: int) -> None:
+    def __init__(self, directory: str, join_timeout: float, cpus: int) -> None:
         self.rank = int(os.environ["GROUP_RANK"])
         self.hurry = False
         self._count = int(os.environ["GROUP_WORLD_SIZE"])
@@ -84,12 +96,7 @@ class RayNode:
         self._port = int(os.environ["MASTER_PORT"])
         self._join_timeout = join_timeout
         self._cpus = cpus or len(os.sched_getaffinity(0))
-        self._temporary = Path(tempfile.mkdtemp(prefix="ray-", dir=_short_directory()))
-        self._cleaner = subprocess.Popen(
-            ["/bin/sh", "-c", _CLEAN, "sh", str(self._temporary)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._temporary = Path(tempfile.mkdtemp(prefix="", dir=directory))
         self._environ = self._own_environ()
         job_dir = Path(os.environ[contract.JOB_DIR])
         self._log = node_directory(job_dir, self.rank) / "ray.log"
@@ -248,13 +255,17 @@ class RayNode:
                 self.check()
 
     def stop(self) -> None:
-        """End all Ray processes of this node and remove their files."""
+        """End all Ray processes of this node."""
         if self._ray is not None and self.rank == 0 and not self.hurry:
             self._ray.terminate()  # Ray stops its own processes
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._ray.wait(_STOP)
         processes.kill_descendants()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _remove(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process inherits this handler
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _free_port() -> int:
@@ -283,11 +294,11 @@ def _address_of(host: str) -> str:
 
 def _main(argv: Sequence[str]) -> int:
     """Run this node; return the exit code, negative for a signal."""
-    join_timeout, cpus, kind, target, *args = argv
+    directory, join_timeout, cpus, kind, target, *args = argv
     if importlib.util.find_spec("ray") is None:
         raise ClusterJobError(f"ray is not installed for {sys.executable}: pip install ray")
     processes.adopt_orphans()  # so that `stop` finds Ray's daemons
-    node = RayNode(float(join_timeout), int(cpus))
+    node = RayNode(directory, float(join_timeout), cpus=int(cpus))
 
     def leave(*_: object) -> None:
         node.hurry = True
