@@ -18,6 +18,12 @@ LIMIT = 150_000  # maximum bytes; a larger zip slows submissions to many hosts (
 # Code that only submits jobs to other machines. It needs the libraries of an installation; see
 # `clusterjob.node.zip.importer`.
 LEFT_OUT = (
+    "api/event_loop.py",
+    "api/functions.py",
+    "api/job",
+    "api/notebook.py",
+    "api/results.py",
+    "api/waiting.py",
     "cli/",
     "remote/",
     "backends/mlp/",

@@ -96,7 +96,9 @@ class RayNode:
         self._port = int(os.environ["MASTER_PORT"])
         self._join_timeout = join_timeout
         self._cpus = cpus or len(os.sched_getaffinity(0))
-        self._temporary = Path(tempfile.mkdtemp(prefix="", dir=directory))
+        # A short name: the paths of Ray's sockets have at most 107 characters.
+        self._temporary = Path(directory) / os.environ["TORCHELASTIC_RESTART_COUNT"]
+        self._temporary.mkdir(mode=0o700)
         self._environ = self._own_environ()
         job_dir = Path(os.environ[contract.JOB_DIR])
         self._log = node_directory(job_dir, self.rank) / "ray.log"
@@ -139,7 +141,7 @@ class RayNode:
             place = [f"--address={self.address}", f"--node-ip-address={own}"]
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *place,
-            "--disable-usage-stats", "--log-color=false", f"--temp-dir={self._temporary}/r",
+            "--disable-usage-stats", "--log-color=false", f"--temp-dir={self._temporary}",
             f"--num-cpus={self._cpus}", f"--num-gpus={devices.visible_gpus(os.environ)}",
             f'--resources={{"{_RESOURCE}{self.rank}": 1}}',
         ]  # fmt: skip
