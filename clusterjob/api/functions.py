@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from clusterjob.api.job_options import JobOptions
 from clusterjob.api.jobs import Job, JobGroup
 from clusterjob.api.results import PROGRAM
 from clusterjob.api.waiting import BACKENDS
@@ -33,6 +32,8 @@ from clusterjob.worker import call
 
 if TYPE_CHECKING:  # typing has them from Python 3.11 on
     from typing_extensions import Self, TypeVarTuple, Unpack
+
+    from clusterjob.api.job_options import JobOptions
 
     Ts = TypeVarTuple("Ts")
 

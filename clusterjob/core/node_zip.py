@@ -19,11 +19,8 @@ LIMIT = 150_000  # maximum bytes; a larger zip slows submissions to many hosts (
 # `clusterjob.node.zip.importer`.
 LEFT_OUT = (
     "api/event_loop.py",
-    "api/functions.py",
-    "api/job",
+    "api/job_options.py",
     "api/notebook.py",
-    "api/results.py",
-    "api/waiting.py",
     "cli/",
     "remote/",
     "backends/mlp/",
