@@ -12,10 +12,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from clusterjob.api.functions import FunctionJob, map, submit  # noqa: A004 - as Executor.map
+    from clusterjob.api.functions import Executor, map, submit  # noqa: A004 - as Executor.map
+    from clusterjob.api.jobs import Job, JobGroup, as_completed
+    from clusterjob.api.results import JobCancelled
     from clusterjob.api.spawning import spawn
     from clusterjob.core.spec import JobSpec, Resources
-    from clusterjob.errors import ClusterJobError, JobFailed
+    from clusterjob.errors import ClusterJobError, JobFailed, RemoteError
     from clusterjob.node.environments.topology import Topology, Worker
     from clusterjob.node.program import Program
     from clusterjob.node.verdict import JobState, Verdict
@@ -24,23 +26,29 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ClusterJobError": "clusterjob.errors",
-    "FunctionJob": "clusterjob.api.functions",
+    "Executor": "clusterjob.api.functions",
+    "Job": "clusterjob.api.jobs",
+    "JobCancelled": "clusterjob.api.results",
     "JobFailed": "clusterjob.errors",
+    "JobGroup": "clusterjob.api.jobs",
     "JobSpec": "clusterjob.core.spec",
     "JobState": "clusterjob.node.verdict",
     "Program": "clusterjob.node.program",
+    "RemoteError": "clusterjob.errors",
     "Resources": "clusterjob.core.spec",
     "Topology": "clusterjob.node.environments.topology",
     "Verdict": "clusterjob.node.verdict",
     "Worker": "clusterjob.node.environments.topology",
+    "as_completed": "clusterjob.api.jobs",
     "map": "clusterjob.api.functions",
     "spawn": "clusterjob.api.spawning",
     "submit": "clusterjob.api.functions",
 }
 
 __all__ = [
-    "ClusterJobError", "FunctionJob", "JobFailed", "JobSpec", "JobState", "Program", "Resources",
-    "Topology", "Verdict", "Worker", "__version__", "map", "spawn", "submit",
+    "ClusterJobError", "Executor", "Job", "JobCancelled", "JobFailed", "JobGroup", "JobSpec",
+    "JobState", "Program", "RemoteError", "Resources", "Topology", "Verdict", "Worker",
+    "__version__", "as_completed", "map", "spawn", "submit",
 ]  # fmt: skip
 
 

@@ -141,6 +141,24 @@ class JobFailed(ClusterJobError):
     """A job has no result, because it failed, was cancelled or is lost."""
 
 
+class RemoteError(JobFailed):
+    """An exception of a job's function, as text: its object is not trusted.
+
+    Args:
+        kind: name of the exception's class.
+        message: its text.
+        rank: the rank that raised it.
+        traceback: the worker's traceback.
+    """
+
+    def __init__(self, kind: str, message: str, rank: int, traceback: str) -> None:
+        super().__init__(f"{kind}: {message}", "trust_results=True raises the exception itself")
+        self.type = kind
+        self.rank = rank
+        self.traceback = traceback
+        self.__notes__ = [f"rank {rank}:", *traceback.splitlines(), *self.__notes__]
+
+
 class RecordError(ClusterJobError):
     """A job's record or directory cannot be written or read."""
 

@@ -158,6 +158,25 @@ class Fetcher(Protocol):
 
 
 @runtime_checkable
+class OutcomeReader(Protocol):
+    """A backend whose jobs write the results of functions to disks of other machines."""
+
+    def outcomes(
+        self, record: Record, names: Mapping[int, Collection[str]], most: int
+    ) -> dict[str, bytes] | None:
+        """Return result files of a function's job; None if the job writes them on this machine.
+
+        Args:
+            record: the job.
+            names: the names of the files in the folder `call` of the job, by node.
+            most: maximum bytes that one host may send.
+
+        Raises:
+            ClusterJobError: a host cannot be reached, or sends too much.
+        """
+
+
+@runtime_checkable
 class Checker(Protocol):
     """A backend with doctor checks of its cluster."""
 

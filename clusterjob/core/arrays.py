@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -172,20 +173,38 @@ def _axis(item: str) -> tuple[str, list[str]]:
 def program_of(program: Program, values: Sequence[tuple[str, str]]) -> Program:
     """Return the program of one element of a sweep.
 
-    Each value replaces ``{name}`` in the arguments, or is added as an argument ``--name=value``.
+    Each value replaces ``{name}`` in the arguments, or is added as an argument ``--name=value``. An
+    argument ``{name...}`` becomes the shell words of the value: several arguments, or none.
+
+    Raises:
+        SpecError: a value for ``{name...}`` has an unclosed quote.
     """
     if not values:
         return program
     given = dict(values)
+    several = {"{" + name + "...}": name for name in given}
     mark = re.compile(
         "|".join(re.escape("{" + name + "}") for name in given)
     )  # one pattern for all names, so that {name} in an inserted value stays unchanged
     placed = {match[1:-1] for arg in program.args for match in mark.findall(arg)}
-    args = [mark.sub(lambda match: given[match[0][1:-1]], arg) for arg in program.args]
+    args: list[str] = []
+    for arg in program.args:
+        if arg in several:
+            placed.add(several[arg])
+            args += _words(given[several[arg]])
+        else:
+            args.append(mark.sub(lambda match: given[match[0][1:-1]], arg))
     return replace(
         program,
         args=(*args, *(f"--{name}={value}" for name, value in values if name not in placed)),
     )
+
+
+def _words(value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise SpecError(f"--sweep: {value!r} is no list of shell words: {error}") from error
 
 
 def pieces(array: Array, largest: int) -> list[Piece]:

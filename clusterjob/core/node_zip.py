@@ -18,6 +18,9 @@ LIMIT = 150_000  # maximum bytes; a larger zip slows submissions to many hosts (
 # Code that only submits jobs to other machines. It needs the libraries of an installation; see
 # `clusterjob.node.zip.importer`.
 LEFT_OUT = (
+    "api/event_loop.py",
+    "api/job_options.py",
+    "api/notebook.py",
     "cli/",
     "remote/",
     "core/cleaning.py",

@@ -93,8 +93,8 @@ class JobSpec:
             node's number of GPUs; in a plan: whether the platform will replace it.
         max_restarts: maximum number of restarts of the workers after a failure.
         start: start method of the workers: ``fork``, ``exec`` or ``auto``.
-        launcher: ``agent``, ``torchrun`` for torch's agent on each node, or ``srun`` for one Slurm
-            task per worker.
+        launcher: ``agent``, ``torchrun`` for torch's agent on each node, ``ray`` for a Ray cluster
+            whose driver is the program, or ``srun`` for one Slurm task per worker.
         require_gpus: refuse the job if there are too few GPUs, instead of using the CPU.
         template: the user's template that replaces the backend's.
         options: backend options by name, such as Slurm flags (``--set``).

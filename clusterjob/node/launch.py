@@ -72,21 +72,15 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         UsageError: a GPU of --gpus is not visible here.
         ClusterJobError: the job directory cannot be written.
     """
+    options = _for_launcher(options)
     finding = this_node.find_node(environ)
     topology = this_node.with_reachable_master(finding, environ)
-    gpus = devices.visible_gpus(environ)
-    if options.gpus is not None:
-        chosen = devices.requested_gpus(options.gpus, environ)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-        nproc, gpus = len(chosen) or 1, len(chosen)
-    else:
-        nproc = topology.nproc_per_node or gpus or 1
-    if options.nproc_per_node is not None:
-        nproc = _worker_count(options.nproc_per_node, gpus)
-    os.environ.update(
-        worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
-        | contract.read_secrets(environ)
-    )
+    nproc = _choose_workers(options, topology, environ)
+    if options.launcher != "ray":  # Ray sets the threads of each task
+        os.environ.update(
+            worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
+        )
+    os.environ.update(contract.read_secrets(environ))
     notifications = os.environ.pop(contract.NOTIFICATIONS, "")  # the workers must not get the URLs
     os.environ.pop(contract.SECRETS_FILE, None)  # another job in a worker must not inherit it
     job = _identity(environ, topology, finding=finding, insecure=options.insecure_no_token)
@@ -155,6 +149,24 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     return verdict.exit_code
 
 
+def _choose_workers(options: LaunchOptions, topology: Topology, environ: Mapping[str, str]) -> int:
+    """Restrict this node to the GPUs of --gpus, and return its number of workers.
+
+    Raises:
+        UsageError: a requested GPU is not visible here.
+    """
+    gpus = devices.visible_gpus(environ)
+    if options.gpus is not None:
+        chosen = devices.requested_gpus(options.gpus, environ)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+        gpus = len(chosen)
+    if options.nproc_per_node is not None:
+        return _worker_count(options.nproc_per_node, gpus)
+    if options.gpus is not None:
+        return gpus or 1
+    return topology.nproc_per_node or gpus or 1
+
+
 def _worker_count(wanted: int | str, gpus: int) -> int:
     """Return the number of workers that a number or a word of torchrun means on this node.
 
@@ -186,6 +198,15 @@ def _notifier(
         attempt=job.attempt,
         print_line=console.print,
     )
+
+
+def _for_launcher(options: LaunchOptions) -> LaunchOptions:
+    """Return the options; for Ray, those of a node whose one worker runs Ray."""
+    if options.launcher != "ray":
+        return options
+    from clusterjob.node.workers import ray_node
+
+    return ray_node.node_options(options)
 
 
 def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:

@@ -15,7 +15,7 @@ from clusterjob.errors import UsageError, did_you_mean
 from clusterjob.node.program import NO_EFFECT, WORKER_WORDS, Program
 
 START_MODES = ("auto", "fork", "exec")
-LAUNCHERS = ("agent", "torchrun")
+LAUNCHERS = ("agent", "torchrun", "ray")
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
@@ -72,7 +72,7 @@ class LaunchOptions:
         start: ``fork`` the workers from a process that has imported torch, ``exec`` a new process
             for each, or ``auto``: fork if it is safe.
         launcher: ``agent``: clusterjob's agent starts the workers; ``torchrun``: torch's own agent
-            on each node starts them.
+            on each node starts them; ``ray``: a Ray cluster, whose driver is the program on node 0.
         time_limit: how long the job may run, from when all workers have started, or from the end
             of `join_timeout` if they start later; None for no limit.
         join_timeout: how long the agents wait for each other.

@@ -9,35 +9,22 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.errors import ClusterJobError, JobFailed, UsageError
+from clusterjob.errors import ClusterJobError, JobFailed, RemoteError, UsageError
 from clusterjob.node import contract
 from clusterjob.node.environments import scheduler
 from clusterjob.node.system import files
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.worker import outcomes
 from clusterjob.worker.context import Context
+from clusterjob.worker.outcomes import CallOutcome
 
-_FOLDER = "call"
-
-
-@dataclass(frozen=True)
-class CallOutcome:
-    """The outcome of a call on one rank.
-
-    Attributes:
-        value: the value that the function returned.
-        error: the exception that it raised; None if it returned.
-        trace: the worker's traceback, as text.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    trace: str = ""
+MODULES = "call.modules.zip"  # modules that a remote host may lack, next to the call
 
 
 @dataclass(frozen=True)
@@ -91,38 +78,59 @@ def call_file(job_dir: Path, index: int) -> Path:
     return job_dir / f"call.{index}.pkl"
 
 
-def _outcome_file(job_dir: Path, rank: int, attempt: int) -> Path:
-    return job_dir / _FOLDER / f"rank{rank}.attempt{attempt}.pkl"
-
-
-def read_outcome(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
-    """Return the outcome of the call on one rank; None if that rank wrote none.
+def read_local(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
+    """Return a rank's outcome from the user's own directory; None if that rank wrote none.
 
     Args:
-        job_dir: the job's directory.
+        job_dir: the job's directory, which only its owner can write.
         rank: rank of the worker.
         attempt: number of the job's attempt.
 
     Raises:
-        JobFailed: the outcome cannot be unpickled on this machine.
+        JobFailed: the outcome cannot be read.
     """
+    folder = job_dir / outcomes.FOLDER
     try:
-        data = _outcome_file(job_dir, rank, attempt=attempt).read_bytes()
+        found = outcomes.from_json(
+            (folder / outcomes.outcome_name(rank, attempt)).read_bytes(), rank
+        )
+        if found.failure is None and found.exact:
+            return found
+        pickled = (folder / outcomes.outcome_name(rank, attempt, "pkl")).read_bytes()
     except OSError:
         return None
-    try:
-        # The user's own job has written the file, in the user's own directory.
-        outcome = pickle.loads(data)  # noqa: S301
-    except Exception as error:  # a class's own code runs here and may raise any exception
-        raise JobFailed(
-            f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}"
-        ) from error
-    return outcome if isinstance(outcome, CallOutcome) else None
+    return outcomes.from_pickle(pickled, rank)
 
 
-def results(
-    job_dir: Path, verdict: Verdict, world_size: int, name: str, hint: str = ""
-) -> list[Any]:
+def raise_failure(verdict: Verdict, outcome: CallOutcome | None, name: str, hint: str = "") -> None:
+    """Raise the error of a job that did not succeed.
+
+    Args:
+        verdict: the job's verdict.
+        outcome: the outcome of the rank that failed first; None if it wrote none.
+        name: the job's name in error messages.
+        hint: the hint of the error.
+
+    Raises:
+        Exception: the function's exception, with that worker's traceback as its cause.
+        RemoteError: the function raised; only the text of its exception is trusted.
+        JobFailed: the job failed for another reason.
+    """
+    rank = verdict.failure.rank if verdict.failure is not None else None
+    if outcome is not None and outcome.failure is not None:
+        failure = outcome.failure
+        if outcome.error is not None:
+            raise outcome.error from RemoteTraceback(f"rank {rank}:\n{failure.traceback}")
+        raise RemoteError(
+            sanitize(failure.type),
+            sanitize(failure.message, lines=True),
+            rank=rank or 0,
+            traceback=sanitize(failure.traceback, lines=True),
+        )
+    raise JobFailed(f"{name} {verdict.state}: {verdict.reason}", hint)
+
+
+def results(job_dir: Path, verdict: Verdict, world_size: int, name: str) -> list[Any]:
     """Return the values that the call returned in an ended job, in rank order.
 
     Args:
@@ -130,7 +138,6 @@ def results(
         verdict: the job's verdict.
         world_size: number of workers.
         name: the job's name in error messages.
-        hint: the hint of the error when the job failed.
 
     Raises:
         Exception: the exception of the rank that failed first, with that worker's traceback as its
@@ -139,18 +146,28 @@ def results(
     """
     if verdict.state is not JobState.SUCCEEDED:
         rank = verdict.failure.rank if verdict.failure is not None else None
-        outcome = read_outcome(job_dir, rank, attempt=verdict.attempt) if rank is not None else None
-        if outcome is not None and outcome.error is not None:
-            raise outcome.error from RemoteTraceback(f"rank {rank}:\n{outcome.trace}")
-        raise JobFailed(f"{name} {verdict.state}: {verdict.reason}", hint)
-    found = [read_outcome(job_dir, rank, attempt=verdict.attempt) for rank in range(world_size)]
-    missing = [str(rank) for rank, outcome in enumerate(found) if outcome is None]
+        raise_failure(
+            verdict,
+            None if rank is None else read_local(job_dir, rank, attempt=verdict.attempt),
+            name=name,
+        )
+    found = {rank: read_local(job_dir, rank, attempt=verdict.attempt) for rank in range(world_size)}
+    return complete(found, name)
+
+
+def complete(found: Mapping[int, CallOutcome | None], name: str) -> list[Any]:
+    """Return the values of all ranks of a job that succeeded.
+
+    Raises:
+        JobFailed: a rank wrote no result.
+    """
+    missing = [str(rank) for rank, outcome in found.items() if outcome is None]
     if missing:
         raise JobFailed(
             f"{name} succeeded, but rank {', '.join(missing)} wrote no result: "
             "did the function end the process?"
         )
-    return [outcome.value for outcome in found if outcome is not None]
+    return [outcome.value for outcome in found.values() if outcome is not None]
 
 
 def main() -> None:
@@ -177,12 +194,11 @@ def main() -> None:
 
 def _make(function_call: Any, job_dir: Path, rank: int) -> None:
     """Run a call and write its outcome."""
-    outcome_file = _outcome_file(job_dir, rank, attempt=scheduler.read_attempt(os.environ))
-    outcome_file.parent.mkdir(mode=0o700, exist_ok=True)
+    attempt = scheduler.read_attempt(os.environ)
     try:
-        _write(outcome_file, CallOutcome(function_call.result()))
+        outcomes.write_value(job_dir, rank, attempt=attempt, value=function_call.result())
     except Exception as error:
-        _write_error(outcome_file, error)
+        outcomes.write_error(job_dir, rank, attempt=attempt, error=error)
         raise
 
 
@@ -212,7 +228,8 @@ def pickled(paths: list[str], function_call: Any) -> bytes:
     """Pickle a call in the format that the worker reads.
 
     Args:
-        paths: directories to search for its modules, added to sys.path.
+        paths: directories to search for its modules, added to sys.path; relative ones are below
+            the worker's working directory.
         function_call: a `FunctionCall`, or submitit's DelayedSubmission that `checkpoint` returned.
 
     Raises:
@@ -221,17 +238,28 @@ def pickled(paths: list[str], function_call: Any) -> bytes:
     import cloudpickle
 
     try:
-        return pickle.dumps(paths) + bytes(cloudpickle.dumps(function_call))
+        body = bytes(cloudpickle.dumps(function_call))
     except Exception as error:  # the object's own code runs here and may raise any exception
         raise ClusterJobError(
             f"the call cannot be pickled: {type(error).__name__}: {error}",
             "open files, locks and sockets cannot be pickled",
         ) from error
+    # The bytecode of a function that is pickled by value runs only in the same Python.
+    return pickle.dumps((paths, _version() if b"cloudpickle" in body else "")) + body
 
 
 def _load(path: Path) -> tuple[list[str], Any]:
+    carried = path.with_name(MODULES)
+    if carried.exists():  # the submitter's cloudpickle; this machine's own comes first
+        sys.path.append(str(carried))
     with path.open("rb") as stream:
-        paths = pickle.load(stream)  # noqa: S301 - the user's own call and directory
+        paths, version = pickle.load(stream)  # noqa: S301 - the user's own call and directory
+        if version not in ("", _version()):
+            raise ClusterJobError(
+                f"Python {version} pickled the function, and {sys.executable} is {_version()}",
+                "choose an equal interpreter with python=",
+            )
+        paths = [os.path.abspath(entry) for entry in paths]
         sys.path[1:1] = [entry for entry in paths if entry not in sys.path]
         try:
             return paths, pickle.load(stream)  # noqa: S301
@@ -242,23 +270,8 @@ def _load(path: Path) -> tuple[list[str], Any]:
             ) from error
 
 
-def _write(path: Path, outcome: CallOutcome) -> None:
-    import cloudpickle
-
-    files.write_atomic(path, cloudpickle.dumps(outcome))
-
-
-def _write_error(path: Path, error: BaseException) -> None:
-    """Write an exception; if it cannot be pickled and unpickled, write its text."""
-    import cloudpickle
-
-    trace = "".join(traceback.format_exception(error))
-    try:
-        # Some exceptions can be pickled, but not unpickled.
-        pickle.loads(cloudpickle.dumps(error))  # noqa: S301
-    except Exception:
-        error = JobFailed(f"{type(error).__name__}: {error}")
-    _write(path, CallOutcome(None, error, trace=trace))
+def _version() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 if __name__ == "__main__":

@@ -80,7 +80,13 @@ def test_wheel_contains_package_and_templates(built: dict[str, Path], kind: str)
     unexpected = {
         name
         for name in names
-        if not name.startswith(("clusterjob/", f"clusterjob-{clusterjob.__version__}.dist-info/"))
+        if not name.startswith(
+            (
+                "clusterjob/",
+                "hydra_plugins/clusterjob_launcher/",
+                f"clusterjob-{clusterjob.__version__}.dist-info/",
+            )
+        )
     }
     assert unexpected == set()
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]

@@ -34,6 +34,10 @@ INNER_TORCHRUN = (
     "torchrun inside torchrun on two nodes waits for ever; "
     "in clusterjob the inner torchrun uses the job store"
 )
+WORLDS_OF_ONE = (
+    "accelerate makes each CPU process a world of one unless ACCELERATE_USE_CPU is set; "
+    "clusterjob sets it for workers without a GPU"
+)
 
 
 def _script(name: str, *arguments: str, **more: object) -> Case:
@@ -158,6 +162,20 @@ CASES = [
     _script("local_rank_argument.py", "--deepspeed_config", "ds.json"),
     _script("main_process_first.py"),
     _script("accelerate_loop.py", needs=("accelerate",)),
+    _script(
+        "accelerate_default.py",
+        differs=("out",),
+        why=WORLDS_OF_ONE,
+        out=("seen 16 on 2 processes\n", ""),
+        needs=("accelerate",),
+    ),
+    _script(
+        "hf_trainer.py",
+        differs=("out",),
+        why=WORLDS_OF_ONE,
+        out=("steps 4, seen 32, world 2\n", ""),
+        needs=("transformers",),
+    ),
     _script("lightning_fit.py", needs=("lightning",)),
     _script("fabric_loop.py", needs=("lightning",)),
     _script("hydra_app.py", "optimizer.lr=0.5", needs=("hydra",)),

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from login_user import GUEST, Laptop
 from procs import SAVER, wait_for_no_processes, wait_until
 from slurm_user import PROMPT
 
+import clusterjob
+from clusterjob.backends import base
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
@@ -495,3 +498,22 @@ def test_malicious_login_host_cannot_write_unrequested_files(name: str, tmp_path
     with pytest.raises(HostError, match="not asked for"):
         ClusterMirror("login1").poll(forged_answer, [(record, True)])
     assert list(record.job_dir.iterdir()) == []
+
+
+# -- functions -----------------------------------------------------------------------------------
+
+
+def test_functions_behind_login_host_return_plain_results(
+    laptop: Laptop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def each(value: int) -> Any:
+        return (value, [value]) if value < 2 else {value}
+
+    monkeypatch.chdir(laptop.directory)
+    group = clusterjob.map(each, [0, 1, 2], cluster="hpc", python=sys.executable)
+    assert [job.id.rpartition("_")[2] for job in group] == ["0", "1", "2"]
+    assert [job.result(timeout=120) for job in group[:2]] == [(0, [0]), (1, [1])]
+    with pytest.raises(clusterjob.JobFailed, match="not plain data: set"):
+        group[2].result(timeout=120)
+    assert clusterjob.Job.get(group[2].id, trust_results=True).result() == {2}
+    base._loaded.pop("slurm").close()

@@ -104,6 +104,11 @@ SESSIONS = (
         ),
     ),
     Session(
+        "tests/node/test_ray_launcher.py::test_exit_code_of_driver_is_the_job_s",
+        ("docs/scripts.md",),
+        ("clusterjob run --nodes 2 --launcher ray driver.py",),
+    ),
+    Session(
         "test_slurm_commands_of_readme_show_output_of_all_ranks",
         READMES,
         (

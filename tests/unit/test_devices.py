@@ -164,3 +164,15 @@ def test_interface_defaults_do_not_override_user_variables() -> None:
     assert "GLOO_SOCKET_IFNAME" not in worker_defaults.quiet_defaults(
         {}, "no-such-host.invalid", nnodes=2
     )
+
+
+def test_cpu_workers_are_one_world_for_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["null", "tty1", "shm"]
+    monkeypatch.setattr(devices, "_listed", lambda folder: names if folder == "/dev" else [])
+    assert worker_defaults.cpu_defaults({}, 0) == {"ACCELERATE_USE_CPU": "true"}
+    assert worker_defaults.cpu_defaults({}, 2) == {}
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"):
+        assert worker_defaults.cpu_defaults({name: "false"}, 0) == {}
+    for device in ("davinci0", "accel", "accel0", "hl0", "neuron0", "cambricon_dev0", "mtgpu.0"):
+        names[:] = ["null", device]
+        assert worker_defaults.cpu_defaults({}, 0) == {}, "it may be used instead of the CPU"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,8 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.job_dir import ELEMENTS
+from clusterjob.worker.outcomes import FOLDER
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
@@ -299,6 +301,26 @@ class SlurmBackend:
                 )
             )
         ]
+
+    def outcomes(
+        self, record: Record, names: Mapping[int, Collection[str]], most: int
+    ) -> dict[str, bytes] | None:
+        """Read result files from the login host; see `clusterjob.backends.base.OutcomeReader`.
+
+        Raises:
+            ClusterJobError: the login host is unreachable, or sends too much.
+        """
+        if (login := status.cluster_of(record).login) is None:
+            return None
+        from clusterjob.remote import outcome_files
+
+        return outcome_files.read(
+            self._logins.host(login).session(),
+            record.whole_id,
+            folder=FOLDER if record.index is None else f"{ELEMENTS}/{record.index}/{FOLDER}",
+            names=[name for of_node in names.values() for name in of_node],
+            most=most,
+        )
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through a request in the job's directory, which the agents read.

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,6 +30,7 @@ from clusterjob.node.host_server.requests import Cancel
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
+from clusterjob.worker.outcomes import FOLDER
 
 if TYPE_CHECKING:
     from clusterjob.core.proposals import Proposal
@@ -236,6 +237,32 @@ class SshBackend:
         from clusterjob.backends.ssh import proposal
 
         return proposal.propose()
+
+    def outcomes(
+        self, record: Record, names: Mapping[int, Collection[str]], most: int
+    ) -> dict[str, bytes] | None:
+        """Read result files from the hosts; see `clusterjob.backends.base.OutcomeReader`.
+
+        Raises:
+            ClusterJobError: a host is unreachable, or sends too much.
+        """
+        from clusterjob.remote import outcome_files
+        from clusterjob.remote.pool import complaint, for_each
+
+        place = self._job(record).place
+        outcome = for_each(
+            [node for node in names if node < len(place.hosts)],
+            lambda node: outcome_files.read(
+                self._sessions.session(place, node),
+                record.job_id,
+                folder=FOLDER,
+                names=names[node],
+                most=most,
+            ),
+        )
+        if outcome.errors:
+            raise ClusterJobError(*complaint(outcome.errors, len(names)))
+        return {name: data for found in outcome.results.values() for name, data in found.items()}
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.

@@ -89,7 +89,9 @@ class NodeWorkers:
             return
         variables = worker_defaults.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
-        ) | worker_endpoints.backend_default(os.environ, gpus)
+        )
+        variables |= worker_endpoints.backend_default(os.environ, gpus)
+        variables |= worker_defaults.cpu_defaults(os.environ, gpus)
         variables |= {
             contract.JOB_ID: self._job.job_id,
             contract.JOB_DIR: str(self._job_dir),

@@ -20,6 +20,7 @@ from clusterjob.node.environments import (
     worker_defaults,
 )
 from clusterjob.node.environments.topology import Worker
+from clusterjob.node.system import devices
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -71,6 +72,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         "CLUSTERJOB_MASTER_ADDR": own["MASTER_ADDR"],
         "CLUSTERJOB_MASTER_PORT": own["MASTER_PORT"],
     }
+    quiet |= worker_defaults.cpu_defaults(environ, devices.visible_gpus(environ))
     return quiet | own | ours | {slurm_env.TASK_RANK: own["RANK"]}
 
 

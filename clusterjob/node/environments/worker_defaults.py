@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from clusterjob.node.system import network
+from clusterjob.node.system import devices, network
 
 
 def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:
@@ -32,6 +32,22 @@ def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) ->
         # gloo takes one name; NCCL takes a prefix unless the value starts with '='.
         wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def cpu_defaults(environ: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """Return accelerate's variable for workers on the CPU, unless the user has set a device.
+
+    Without it, each worker of accelerate or of transformers' Trainer forms a world of its own:
+    accelerate.state.PartialState groups CPU processes only if it is told to use the CPU.
+
+    Args:
+        environ: the environment that the workers inherit.
+        gpus: number of GPUs that a worker sees.
+    """
+    chosen = "ACCELERATE_USE_CPU" in environ or "ACCELERATE_TORCH_DEVICE" in environ
+    if gpus or chosen or devices.has_other_accelerator():
+        return {}
+    return {"ACCELERATE_USE_CPU": "true"}
 
 
 def thread_defaults(

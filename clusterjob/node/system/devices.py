@@ -12,6 +12,8 @@ from clusterjob.node.system import files
 
 _NVIDIA = re.compile(r"nvidia[0-9]+\Z")
 _COUNT = re.compile(r"[0-9]{1,4}")
+# Ascend, TPU and Gaudi, Trainium, Cambricon, Moore Threads.
+_OTHER = re.compile(r"(davinci|accel|hl|neuron|cambricon_dev|mtgpu\.)[0-9]*\Z")
 _SIMD = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _DEVICES = "/dev"
 _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
@@ -33,6 +35,11 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         amd = len(listed_gpus(environ.get(variable), amd))
     return amd
+
+
+def has_other_accelerator() -> bool:
+    """Return whether the machine has an accelerator that `visible_gpus` does not count."""
+    return any(_OTHER.match(name) for name in _listed(_DEVICES))
 
 
 def cuda_devices(listed: str) -> list[str]:

@@ -1,0 +1,187 @@
+"""Read the results of a function's job, from this machine or from the job's hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+from clusterjob.api.waiting import BACKENDS
+from clusterjob.backends import base
+from clusterjob.core.records import Record
+from clusterjob.errors import ClusterJobError, JobFailed
+from clusterjob.node.program import Program
+from clusterjob.node.system import files, private_dirs
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.worker import call, outcomes
+from clusterjob.worker.outcomes import CallOutcome
+
+PROGRAM = Program("module", call.__name__)
+MAX_PLAIN = 64_000_000  # bytes of JSON that the hosts of a job may send
+MAX_PICKLED = 1_000_000_000  # bytes of pickles that the hosts of a job may send
+
+
+class JobCancelled(JobFailed, CancelledError):
+    """The job was cancelled; also a `concurrent.futures.CancelledError`."""
+
+
+def value(record: Record, verdict: Verdict, *, trust: bool) -> Any:
+    """Return the value of rank 0 of an ended job.
+
+    Args:
+        record: the job.
+        verdict: its verdict.
+        trust: whether to unpickle results that other machines have written.
+
+    Raises:
+        Exception: the function's exception.
+        JobFailed: the job failed in another way, or the value is only in a pickle.
+        ClusterJobError: the host that has the value does not answer.
+    """
+    return _values(record, verdict, [0], trust=trust)[0]
+
+
+def values(record: Record, verdict: Verdict, *, trust: bool) -> list[Any]:
+    """Return the values of all ranks of an ended job, in rank order; see `value`."""
+    return _values(record, verdict, range(sum(_counts(record))), trust=trust)
+
+
+def _values(record: Record, verdict: Verdict, ranks: Sequence[int], *, trust: bool) -> list[Any]:
+    if (error := exception(record, verdict, trust=trust)) is not None:
+        raise error
+    found = _read(record, ranks, attempt=verdict.attempt, trust=trust)
+    for rank, outcome in found.items():
+        if outcome is not None and outcome.pickled:
+            raise _not_plain(record, rank, outcome.pickled)
+    return call.complete(found, f"job {record.job_id}")
+
+
+def returned(record: Record, verdict: Verdict) -> Any:
+    """Return the value that a program's job wrote for rank 0; None if it wrote none.
+
+    Raises:
+        JobFailed: the job did not succeed, or the value is no plain data and another machine has
+            written it.
+    """
+    if verdict.state is not JobState.SUCCEEDED:
+        call.raise_failure(
+            verdict,
+            None,
+            name=f"job {record.job_id}",
+            hint=f"clusterjob logs {record.job_id} shows its output",
+        )
+    outcome = _read(record, [0], attempt=verdict.attempt, trust=False)[0]
+    if outcome is not None and outcome.pickled:
+        raise _not_plain(record, 0, outcome.pickled)
+    return None if outcome is None else outcome.value
+
+
+def _not_plain(record: Record, rank: int, kind: str) -> JobFailed:
+    return JobFailed(
+        f"the result of rank {rank} of job {record.job_id} is not plain data: {kind}",
+        "return numbers, texts, lists, tuples and dicts; trust_results=True unpickles what the host"
+        " sends",
+    )
+
+
+def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException | None:
+    """Return the exception that `value` raises for a job that did not succeed, else None.
+
+    Raises:
+        ClusterJobError: the record is of a script's job, or the host does not answer.
+    """
+    if record.job.program != PROGRAM:
+        raise ClusterJobError(
+            f"job {record.job_id} runs a program, which has no result",
+            "wait() returns its verdict, and logs() its output",
+        )
+    if verdict.state is JobState.SUCCEEDED:
+        return None
+    hint = f"clusterjob logs {record.job_id} shows its output"
+    name = f"job {record.job_id}"
+    if verdict.state is JobState.CANCELLED:
+        return JobCancelled(f"{name} {verdict.state}: {verdict.reason}", hint)
+    rank = verdict.failure.rank if verdict.failure is not None else None
+    outcome = None
+    if rank is not None and 0 <= rank < sum(_counts(record)):
+        outcome = _read(record, [rank], attempt=verdict.attempt, trust=trust)[rank]
+    try:
+        call.raise_failure(verdict, outcome, name=name, hint=hint)
+    except Exception as error:
+        return error
+    return None
+
+
+def _counts(record: Record) -> list[int]:
+    """Return the number of workers of each node."""
+    job = record.job
+    if len({host.slots for host in job.hosts}) > 1:  # a host file with different slots
+        return [host.slots or 1 for host in job.hosts]
+    return [job.nproc_per_node] * record.nodes
+
+
+def _read(
+    record: Record, ranks: Sequence[int], attempt: int, *, trust: bool
+) -> dict[int, CallOutcome | None]:
+    """Return the outcome of each rank; None for a rank that wrote none."""
+    backend = base.instance(record.backend)
+    if not isinstance(backend, base.OutcomeReader):
+        return _local(record, ranks, attempt=attempt)
+    plain = _files(record, backend, ranks, attempt=attempt, suffix="json", most=MAX_PLAIN)
+    if plain is None:
+        return _local(record, ranks, attempt=attempt)
+    found: dict[int, CallOutcome | None] = {
+        rank: outcomes.from_json(plain[rank], rank) if rank in plain else None for rank in ranks
+    }
+    inexact = [
+        rank
+        for rank, one in found.items()
+        if one is not None and (one.failure is not None or not one.exact)
+    ]
+    if trust and inexact:
+        pickles = _files(record, backend, inexact, attempt=attempt, suffix="pkl", most=MAX_PICKLED)
+        found |= {rank: outcomes.from_pickle(data, rank) for rank, data in (pickles or {}).items()}
+    return found
+
+
+def _local(record: Record, ranks: Sequence[int], attempt: int) -> dict[int, CallOutcome | None]:
+    return {rank: call.read_local(record.job_dir, rank, attempt=attempt) for rank in ranks}
+
+
+def _files(
+    record: Record,
+    backend: base.OutcomeReader,
+    ranks: Sequence[int],
+    attempt: int,
+    suffix: str,
+    most: int,
+) -> dict[int, bytes] | None:
+    """Return the ranks' files from the hosts, and keep a copy; None if they are on this machine."""
+    folder = record.job_dir / outcomes.FOLDER
+    names = {rank: outcomes.outcome_name(rank, attempt, suffix) for rank in ranks}
+    kept = {rank: data for rank, name in names.items() if (data := _kept(folder / name, most))}
+    starts = [0, *itertools.accumulate(_counts(record))]
+    asked = {
+        node: [names[rank] for rank in range(first, end) if rank in names and rank not in kept]
+        for node, (first, end) in enumerate(itertools.pairwise(starts))
+    }
+    asked = {node: wanted for node, wanted in asked.items() if wanted}
+    with BACKENDS:
+        sent = backend.outcomes(record, asked, most // max(1, len(asked)))
+    if sent is None:
+        return None
+    with contextlib.suppress(OSError):  # on a full disk, the next call asks the hosts again
+        private_dirs.make(folder)
+        for name, data in sent.items():
+            files.write_atomic(folder / name, data)
+    return kept | {rank: sent[name] for rank, name in names.items() if name in sent}
+
+
+def _kept(path: Path, most: int) -> bytes:
+    try:
+        return path.read_bytes() if path.stat().st_size <= most else b""
+    except OSError:
+        return b""

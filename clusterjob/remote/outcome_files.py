@@ -1,0 +1,71 @@
+"""Read the small result files of a function's job from a host, with a limit on their bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from clusterjob.core.units import show_size
+from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import Get, Tree
+from clusterjob.node.host_server.results import MAX_BYTES
+from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, TreeEntry, check
+from clusterjob.remote.protocol import Exchange
+from clusterjob.remote.session import Session
+
+_MARGIN = 1 << 16  # bytes of a short listing
+_HINT = "this host is not to be trusted"
+
+
+def read(
+    session: Session | Exchange, job_id: str, folder: str, names: Collection[str], most: int
+) -> dict[str, bytes]:
+    """Return the content of the files that exist, by name.
+
+    Args:
+        session: the session with the host.
+        job_id: the job; for an element of an array, the array.
+        folder: the directory, relative to the job's directory.
+        names: the files.
+        most: maximum bytes of all files.
+
+    Raises:
+        HostError: the host does not answer, sends something else, or the files are too large.
+    """
+    _, listing = session.ask(
+        Tree(job_id, folder, tuple(names), most=len(names)),
+        bulk=True,
+        max_bytes=_MARGIN + len(names) * TREE_ENTRY_BYTES,
+    )
+    sizes: dict[str, int] = {}
+    for row in listing.splitlines():
+        try:
+            path, kind, _, size, _, _ = check(json.loads(row), TreeEntry)
+        except (ValueError, RecursionError) as error:
+            raise _malformed(session, "its list of results is malformed") from error
+        if path not in names or kind != "file" or path in sizes:
+            raise _malformed(session, f"it names a file that was not asked for: {path[:80]!r}")
+        sizes[path] = size
+    if sum(sizes.values()) > most:
+        raise HostError(
+            session.label,
+            f"the results have {show_size(sum(sizes.values()))}, more than {show_size(most)}",
+            hint="write large results to a file, and copy it with `clusterjob fetch`",
+        )
+    return {name: _content(session, job_id, folder, name, size) for name, size in sizes.items()}
+
+
+def _content(session: Session | Exchange, job_id: str, folder: str, name: str, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        length = min(MAX_BYTES, size - len(data))
+        answer, part = session.ask(Get(job_id, folder, ((name, len(data), length),)), bulk=True)
+        if answer["lengths"] != [len(part)] or not 0 < len(part) <= length:
+            raise _malformed(session, f"it sends another size of {name} than it announces")
+        data += part
+    return bytes(data)
+
+
+def _malformed(session: Session | Exchange, why: str) -> Any:
+    return HostError(session.label, why, hint=_HINT)

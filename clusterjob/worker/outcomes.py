@@ -1,0 +1,205 @@
+"""The result of a function's call on one rank: its files, and how they are written and read.
+
+A rank writes ``rank<r>.attempt<a>.json``. It holds a plain value, or the text of an exception. A
+value that is not plain, and an exception, are also pickled into the file of the same name with
+``.pkl``. Reading the JSON file is always safe; reading a pickle runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterjob.errors import JobFailed
+from clusterjob.node.system import files
+
+FOLDER = "call"  # in the job's directory
+MAX_JSON = 16 << 20  # bytes; a larger value is only pickled
+_MAX_TRACE = 64 << 10  # characters at the end of a traceback
+_MAX_MESSAGE = 16 << 10  # characters
+_EXACT = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class RemoteFailure:
+    """An exception of the function, as text.
+
+    Attributes:
+        type: name of its class.
+        message: its text.
+        traceback: the worker's traceback.
+    """
+
+    type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """The outcome of a call on one rank.
+
+    Attributes:
+        value: the value that the function returned, if it is known.
+        error: the exception that it raised; None if it returned, or if only its text is known.
+        failure: the exception as text; None if it returned.
+        pickled: the type of a value that is only in the pickle; empty if `value` is known.
+        exact: whether `value` has the types that the function returned.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    failure: RemoteFailure | None = None
+    pickled: str = ""
+    exact: bool = True
+
+
+def outcome_name(rank: int, attempt: int, suffix: str = "json") -> str:
+    """Return the name of a rank's file in `FOLDER`; the suffix is ``json`` or ``pkl``."""
+    return f"rank{rank}.attempt{attempt}.{suffix}"
+
+
+class _NotPlain(ValueError):
+    """The value has a part that JSON cannot express."""
+
+
+def _encode(value: Any) -> Any:
+    """Return a value as JSON data in which a list, a tuple and a dict are told apart.
+
+    Raises:
+        _NotPlain: the value has a part that is no number, text, list, tuple or dict.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _encode(item) for key, item in value.items()}}
+    raise _NotPlain(type(value).__name__)
+
+
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if isinstance(data.get("tuple"), list):
+        return tuple(_decode(item) for item in data["tuple"])
+    if isinstance(data.get("dict"), dict):
+        return {key: _decode(item) for key, item in data["dict"].items()}
+    raise ValueError("an object has no type")
+
+
+def _is_exact(value: Any) -> bool:
+    """Return whether `_decode` gives the same types: no subclass such as numpy's float64."""
+    if type(value) in (list, tuple):
+        return all(_is_exact(item) for item in value)
+    if type(value) is dict:
+        return all(type(key) is str and _is_exact(item) for key, item in value.items())
+    return type(value) in _EXACT
+
+
+def write_value(job_dir: Path, rank: int, attempt: int, value: Any) -> None:
+    """Write the value that a rank's call returned.
+
+    Raises:
+        OSError: the files cannot be written.
+        Exception: the value cannot be pickled.
+    """
+    try:
+        exact = _is_exact(value)
+        text = json.dumps({"value": _encode(value), "exact": exact}).encode()
+        if len(text) > MAX_JSON:
+            raise _NotPlain(f"{type(value).__name__} of {len(text)} bytes")
+    except (ValueError, RecursionError) as error:  # ValueError: also an int of over 4,300 digits
+        kind = str(error) if isinstance(error, _NotPlain) else type(value).__name__
+        exact, text = False, json.dumps({"pickled": kind}).encode()
+    if not exact:
+        _write(job_dir, outcome_name(rank, attempt, "pkl"), _pickle(CallOutcome(value)))
+    _write(job_dir, outcome_name(rank, attempt), text)
+
+
+def write_error(job_dir: Path, rank: int, attempt: int, error: BaseException) -> None:
+    """Write the exception that a rank's call raised.
+
+    If it cannot be pickled and unpickled, the pickle has its text.
+    """
+    failure = RemoteFailure(
+        type(error).__name__,
+        _text_of(error)[:_MAX_MESSAGE],
+        traceback="".join(traceback.format_exception(error))[-_MAX_TRACE:],
+    )
+    try:
+        data = _pickle(CallOutcome(error=error, failure=failure))
+        pickle.loads(data)  # noqa: S301 - some exceptions can be pickled, but not unpickled
+    except Exception:
+        text = JobFailed(f"{failure.type}: {failure.message}")
+        data = pickle.dumps(CallOutcome(error=text, failure=failure))
+    _write(job_dir, outcome_name(rank, attempt, "pkl"), data)
+    _write(job_dir, outcome_name(rank, attempt), json.dumps({"error": vars(failure)}).encode())
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the exception's own code runs here
+        return "(its text cannot be shown)"
+
+
+def _pickle(outcome: CallOutcome) -> bytes:
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:  # a host may lack it
+        return pickle.dumps(outcome)
+    return bytes(cloudpickle.dumps(outcome))
+
+
+def _write(job_dir: Path, name: str, data: bytes) -> None:
+    folder = job_dir / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    files.write_atomic(folder / name, data)
+
+
+def from_json(data: bytes, rank: int) -> CallOutcome:
+    """Return the outcome in a rank's JSON file, which an untrusted host may have written.
+
+    Raises:
+        JobFailed: the file is malformed.
+    """
+    try:
+        found = json.loads(data)
+        if "error" in found:
+            texts = {key: str(found["error"][key]) for key in RemoteFailure.__annotations__}
+            return CallOutcome(failure=RemoteFailure(**texts))
+        if "pickled" in found:
+            return CallOutcome(pickled=str(found["pickled"])[:200], exact=False)
+        return CallOutcome(_decode(found["value"]), exact=found["exact"] is True)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise JobFailed(f"the result of rank {rank} is malformed") from error
+
+
+def from_pickle(data: bytes, rank: int) -> CallOutcome:
+    """Return the outcome in a rank's pickle; this runs code that the pickle names.
+
+    Raises:
+        JobFailed: the outcome cannot be unpickled on this machine.
+    """
+    try:
+        outcome = pickle.loads(data)  # noqa: S301 - the caller trusts the writer
+    except Exception as error:  # a class's own code runs here and may raise any exception
+        raise JobFailed(
+            f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(outcome, CallOutcome):
+        raise JobFailed(f"the result of rank {rank} is malformed")
+    return outcome

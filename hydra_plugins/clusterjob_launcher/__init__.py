@@ -1,0 +1,1 @@
+"""The Hydra launcher `hydra/launcher=clusterjob`: each job of a sweep as a clusterjob job."""

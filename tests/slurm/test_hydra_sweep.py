@@ -1,0 +1,76 @@
+"""A Hydra sweep on a real Slurm: one array, which does not need the application any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra_app import write_app
+from procs import TEST_TIMEOUT
+from slurm_user import User
+
+import clusterjob
+from clusterjob import JobGroup
+
+SOURCE = Path(clusterjob.__file__).parent.parent
+COUNT = (
+    'case "$*" in *--test-only*) ;; *) printf "%s\\n" "$*" >> "$NOTES" ;; esac\nexec "$REAL" "$@"\n'
+)
+
+
+def sweep(user: User, *overrides: str) -> tuple[str, float]:
+    """Run the sweep in a session of its own, and end the session as a logout does."""
+    write_app(user.directory)
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [
+            sys.executable, "app.py", "-m", "hydra/launcher=clusterjob",
+            "hydra.launcher.cluster=slurm", "hydra.launcher.nodes=2",
+            f"hydra.launcher.python={sys.executable}", *overrides,
+        ],
+        cwd=user.directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    out, _ = process.communicate(timeout=TEST_TIMEOUT)
+    seconds = time.monotonic() - begin
+    assert process.returncode == 0, out
+    try:
+        os.killpg(process.pid, signal.SIGHUP)
+    except ProcessLookupError:
+        pass  # nothing of it runs
+    return out, seconds
+
+
+def test_sweep_of_100_two_node_jobs_is_one_submission(user: User) -> None:
+    notes = user.command_first_on_path("sbatch", COUNT)
+    rates = ",".join(map(str, range(100)))
+    out, seconds = sweep(user, f"lr={rates}", "hydra.launcher.set={begin:now+1hour}")
+    assert len(notes.read_text().splitlines()) == 1
+    assert "--array=0-99" in notes.read_text()
+    group = JobGroup.get("app")
+    assert len(group) == 100
+    array_id = group[0].id.rpartition("_")[0]
+    assert f"100 jobs: `clusterjob status {array_id}`" in out
+    assert seconds < 40, "Hydra itself composes 100 configurations for 2 s and more"
+    assert group.cancel() == 100
+
+
+@pytest.mark.slow
+def test_jobs_of_sweep_run_on_two_nodes_after_logout(user: User) -> None:
+    sweep(user, "lr=1,2", "hydra.sweep.dir=runs", "hydra.launcher.max_running=1")
+    group = JobGroup.get("app")
+    assert [verdict.exit_code for verdict in group.wait(timeout=120)] == [0, 0]
+    for number, job in enumerate(group):
+        for rank in (0, 1):
+            text = (user.directory / "runs" / str(number) / f"rank{rank}.txt").read_text()
+            assert text == f"{number} {2 * (number + 1)} {job.id}"
+        assert f"[1] rank 1 {number + 1} mysql plain {number}" in job.logs().splitlines()

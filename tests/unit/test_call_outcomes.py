@@ -1,0 +1,119 @@
+"""The files with a function's result: exact plain values, bounded texts, hostile content."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clusterjob.errors import JobFailed
+from clusterjob.worker import call, outcomes
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.sampled_from(["tuple", "dict"]), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+class Number(float):
+    """As numpy's float64: a float of another type."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    return tmp_path_factory.mktemp("job")
+
+
+def same(one: Any, other: Any) -> bool:
+    return repr(one) == repr(other) and type(one) is type(other)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PLAIN)
+def test_plain_value_comes_back_exactly_without_pickle(folder: Path, value: Any) -> None:
+    try:
+        json.dumps(value).encode()
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate survives as an escape
+        pass
+    outcomes.write_value(folder, 0, attempt=0, value=value)
+    found = outcomes.from_json((folder / "call" / "rank0.attempt0.json").read_bytes(), 0)
+    assert found.exact
+    assert not found.pickled
+    assert same(found.value, value)
+    assert not (folder / "call" / "rank0.attempt0.pkl").exists()
+
+
+def test_other_values_are_pickled_and_named(tmp_path: Path) -> None:
+    for rank, (value, kind) in enumerate(
+        [({1, 2}, "set"), ({1: 2}, "dict"), ([b"x"], "bytes"), (10**5000, "int")]
+    ):
+        outcomes.write_value(tmp_path, rank, attempt=1, value=value)
+        plain = outcomes.from_json(
+            (tmp_path / "call" / f"rank{rank}.attempt1.json").read_bytes(), rank
+        )
+        assert (plain.pickled, plain.exact) == (kind, False)
+        local = call.read_local(tmp_path, rank, attempt=1)
+        assert local is not None
+        assert local.value == value
+    outcomes.write_value(tmp_path, 9, attempt=1, value=Number(2.5))
+    assert (
+        outcomes.from_json((tmp_path / "call" / "rank9.attempt1.json").read_bytes(), 9).value == 2.5
+    )
+    local = call.read_local(tmp_path, 9, attempt=1)
+    assert local is not None
+    assert type(local.value) is Number
+    outcomes.write_value(tmp_path, 10, attempt=1, value=math.nan)
+    local = call.read_local(tmp_path, 10, attempt=1)
+    assert local is not None
+    assert math.isnan(local.value)
+
+
+def test_large_value_is_not_sent_as_json(tmp_path: Path) -> None:
+    outcomes.write_value(tmp_path, 0, attempt=0, value="x" * (outcomes.MAX_JSON + 1))
+    assert (tmp_path / "call" / "rank0.attempt0.json").stat().st_size < 200
+
+
+def test_exception_is_written_as_bounded_text(tmp_path: Path) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    for error in (ValueError("x" * 1_000_000), Mute()):
+        outcomes.write_error(tmp_path, 0, attempt=0, error=error)
+        path = tmp_path / "call" / "rank0.attempt0.json"
+        assert path.stat().st_size < 200_000
+        found = outcomes.from_json(path.read_bytes(), 0)
+        assert found.failure is not None
+        assert found.failure.type == type(error).__name__
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=50)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["value", "exact", "error", "pickled", "tuple", "dict", "type"]),
+                inner,
+            )
+        ),
+    ).map(lambda data: json.dumps(data).encode())
+)
+def test_hostile_file_gives_value_or_one_error(data: bytes) -> None:
+    with contextlib.suppress(JobFailed):
+        outcomes.from_json(data, 3)

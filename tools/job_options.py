@@ -1,0 +1,66 @@
+"""Write `clusterjob/api/job_options.py` from the table of options; `--check` only compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from clusterjob.core import options
+
+# The Python types that a caller may give, by the function of the table that reads the value.
+TYPES = {
+    "_whole_number": "int",
+    "_text": "str",
+    "_path": "str | os.PathLike[str]",
+    "_switch": "bool",
+    "_duration": "int | str",
+    "_memory": "int | str",
+    "_gpus_per_node": "int | str",
+    "_seconds": "float",
+    "_lines": "str | Sequence[str]",
+    "_listed": "str | Sequence[str]",
+    "_secrets": "str | Sequence[str]",
+    "_table": "Mapping[str, str | int | float]",
+    "_options": "Mapping[str, Any]",
+}
+LEFT_OUT = ("sweep",)  # a function's arguments are its sweep
+_HEAD = '''"""The types of a job's settings in Python; `tools/job_options.py` writes this file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+
+class JobOptions(TypedDict, total=False):
+    """Settings of a job by their keys in a configuration file; all are optional."""
+
+    cluster: str | None  # Profile or backend (default: the configuration's).
+'''
+FILE = Path(__file__).parent.parent / "clusterjob" / "api" / "job_options.py"
+
+
+def text() -> str:
+    """Return the content of the file.
+
+    Raises:
+        KeyError: a new reader of the table has no type in `TYPES`.
+    """
+    rows = []
+    for key, option in options.OPTIONS.items():
+        if key not in LEFT_OUT:
+            rows.append(f"    {key}: {TYPES[option.read.__name__]} | None\n")
+    return _HEAD + "".join(rows)
+
+
+def main() -> int:
+    """Write or check the file; return the exit code."""
+    if "--check" in sys.argv[1:]:
+        return int(FILE.read_text() != text())
+    FILE.write_text(text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
