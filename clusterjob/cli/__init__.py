@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from clusterjob import __version__
-from clusterjob.cli import hosts, inspect, manage, start
+from clusterjob.cli import hosts, inside, inspect, manage, start
 from clusterjob.cli.help import App, Group, dashes
+from clusterjob.cli.inside import CommandAfterId
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
 
@@ -40,6 +41,9 @@ app.command("list")(manage.list_jobs)
 app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(manage.logs)
+app.command("exec", cls=CommandAfterId)(inside.execute)
+app.command()(inside.shell)
+app.command()(inside.forward)
 app.command()(inspect.env)
 app.command()(inspect.config)
 app.command()(inspect.trust)

@@ -30,6 +30,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "wait": ("clusterjob wait train-7f3a && bash eval.sh",),
     "cancel": ("clusterjob cancel train-7f3a",),
     "logs": ("clusterjob logs -f train-7f3a", "clusterjob logs --rank 3 --tail 50 train-7f3a"),
+    "exec": (
+        "clusterjob exec train-7f3a -- nvidia-smi",
+        "clusterjob exec train-7f3a --rank 3 -- py-spy dump --pid 4711",
+        "clusterjob exec train-7f3a --all -- df -h /tmp",
+    ),
+    "shell": ("clusterjob shell train-7f3a", "clusterjob shell train-7f3a --rank 3"),
+    "forward": (
+        "clusterjob forward train-7f3a 6006",
+        "clusterjob forward train-7f3a 8080:8888 5678 --node 1",
+    ),
     "env": ("clusterjob env", "srun -N 2 clusterjob env --json"),
     "config": ("clusterjob config --cluster hpc",),
     "trust": ("clusterjob trust", "clusterjob trust --yes ~/project"),

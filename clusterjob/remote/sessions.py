@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.hosts import Host
-from clusterjob.remote.connect import DEFAULT_TIMEOUT, ConnectOptions
+from clusterjob.remote.connect import DEFAULT_TIMEOUT, Connection, ConnectOptions
 from clusterjob.remote.pool import Pool
 from clusterjob.remote.session import Session
 
@@ -85,17 +85,29 @@ class Sessions:
             held = self._sessions.get((pool, host, place.home))
             if held is not None and held.alive and held.connection is connection:
                 return held
-            self._zip = self._zip or self._make_zip()
-            made = Session(
-                connection,
-                place.python,
-                setup=place.setup,
-                home=place.home,
-                node_zip=self._zip,
-                timeout=place.timeout,
-            )
-            self._sessions[pool, host, place.home] = made
+            made = self._sessions[pool, host, place.home] = self._make(connection, place)
         return made
+
+    def new_session(self, place: Place, node: int) -> Session:
+        """Return another session with a node's host, for one caller alone.
+
+        Raises:
+            HostError: the host cannot be used.
+        """
+        connection = self.pool(place).connection(place.hosts[node])
+        with self._lock:
+            return self._make(connection, place)
+
+    def _make(self, connection: Connection, place: Place) -> Session:
+        self._zip = self._zip or self._make_zip()
+        return Session(
+            connection,
+            place.python,
+            setup=place.setup,
+            home=place.home,
+            node_zip=self._zip,
+            timeout=place.timeout,
+        )
 
     def pool(self, place: Place) -> Pool:
         """Return the connections with these settings."""

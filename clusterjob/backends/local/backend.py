@@ -12,10 +12,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Status
@@ -34,6 +35,9 @@ from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import private_dirs, processes
 from clusterjob.node.verdict import JobState
+
+if TYPE_CHECKING:
+    from clusterjob.core.byte_link import ByteLink
 
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
@@ -193,6 +197,22 @@ class LocalBackend:
         for agent in _live_agents(record):
             processes.signal_group(agent["pid"], signal.SIGINT)
         return True
+
+    def enter(self, record: Record, node: int) -> ByteLink:  # noqa: ARG002 - all are here
+        """Start the program that runs commands inside a job.
+
+        Raises:
+            SubmitError: it cannot be started.
+        """
+        from clusterjob.core.byte_link import ProcessLink
+
+        package = Path(__file__).resolve().parents[3]
+        try:
+            return ProcessLink(
+                [sys.executable, "-I", "-S", "-c", shared.START_INSIDE, str(package)], os.environ
+            )
+        except OSError as error:
+            raise SubmitError(f"{sys.executable} cannot be run: {error.strerror}") from error
 
     def close(self) -> None:
         """Do nothing: the lifelines of detached jobs are already closed."""
