@@ -8,6 +8,7 @@ import os
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Sequence
@@ -17,10 +18,17 @@ from typing import Any
 from procs import TEST_TIMEOUT
 
 
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    " os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
 class Terminal:
     """A command whose stdout and stderr are a terminal; a context manager.
 
-    Its stdin is /dev/null unless ``options``, which go to `subprocess.Popen`, contain stdin.
+    Its stdin is /dev/null unless ``options``, which go to `subprocess.Popen`, contain stdin. With
+    ``controlling``, its stdin is the terminal too, whose keys send signals.
     """
 
     def __init__(
@@ -30,14 +38,29 @@ class Terminal:
         cwd: Path | None = None,
         columns: int = 120,
         rows: int = 40,
+        controlling: bool = False,
         **options: Any,
     ) -> None:
         self.shown = b""
         self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.resize(rows, columns)
+        if controlling:
+            argv = [sys.executable, "-S", "-c", TAKE_TERMINAL, *argv]
+            options |= {"stdin": slave, "start_new_session": True}
         options.setdefault("stdin", subprocess.DEVNULL)
         self.process = subprocess.Popen(argv, stdout=slave, stderr=slave, cwd=cwd, **options)
         os.close(slave)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    @property
+    def attributes(self) -> list[Any]:
+        """The settings of the terminal, such as raw mode."""
+        return termios.tcgetattr(self._master)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
 
     def __enter__(self) -> Terminal:
         return self

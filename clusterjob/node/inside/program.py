@@ -24,6 +24,7 @@ from clusterjob.node.system import processes
 MARKER = "clusterjob-inside-1 "
 MAX_REQUEST = 16 << 20  # bytes; execve(2) takes less
 SILENCE = 300.0  # seconds without a frame after which the submitter counts as dead
+_START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the command and the job
 _SHORT_TICK = 0.01  # the same while the command ends
 _LAST_OUTPUT = 1.0  # seconds for the output of a command that was stopped
@@ -42,7 +43,7 @@ def main() -> None:
     request = json.loads(line)
     processes.adopt_orphans()
     try:
-        place = search.find(request["job"], request["node"], request["rank"])
+        place = _find(request)
     except search.NotHereError as error:
         _answer({"error": error.facts})
         return
@@ -57,6 +58,18 @@ def main() -> None:
         _Session(place, request).serve()
     except FrameError as error:
         print(f"clusterjob: {error}", file=sys.stderr)
+
+
+def _find(request: dict[str, Any]) -> search.WorkerPlace:
+    """Return the worker; wait a moment for workers that are being started."""
+    end = time.monotonic() + _START_TIMEOUT
+    while True:
+        try:
+            return search.find(request["job"], request["node"], request["rank"])
+        except search.NotHereError as error:
+            if error.facts["why"] != "starting" or time.monotonic() > end:
+                raise
+        time.sleep(_TICK)
 
 
 def _answer(answer: dict[str, Any]) -> None:
