@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -374,18 +373,16 @@ def test_tools_on_loopback_work_through_forward(job: Inside, tool: str) -> None:
 
 def _answer_of(tool: str, port: int) -> bool:
     """Talk to a server through the forwarded port, as soon as it is up."""
-    end = time.monotonic() + TEST_TIMEOUT
-    while time.monotonic() < end:
-        try:
-            if tool == "debugpy":
-                with socket.create_connection(("127.0.0.1", port), TEST_TIMEOUT) as sock:
-                    sock.settimeout(5)
-                    return b'"event"' in sock.recv(4096)
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
             if tool == "jupyter":
-                return b'"kernels"' in get(port, "/api/status?token=t") or b"started" in get(
-                    port, "/api/status?token=t"
-                )
-            return b"version" in get(port, "/data/environment")
-        except (OSError, http.client.HTTPException):
-            time.sleep(0.2)
-    return False
+                return b'"started"' in get(port, "/api/status?token=t")
+            if tool == "tensorboard":
+                return b'"version"' in get(port, "/data/environment")
+            with socket.create_connection(("127.0.0.1", port), TEST_TIMEOUT) as sock:
+                sock.settimeout(TEST_TIMEOUT)
+                return b'"event"' in sock.recv(4096)  # empty before the server listens
+        return False
+
+    return wait_until(answers, TEST_TIMEOUT, f"the answer of {tool}")
