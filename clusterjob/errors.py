@@ -146,7 +146,7 @@ class RecordError(ClusterJobError):
 
 
 class InsideError(ClusterJobError):
-    """A command cannot run inside a job, or the connection to it broke; exit code 255, as of ssh."""
+    """A command cannot run inside a job, or the connection broke; exit code 255, as of ssh."""
 
     exit_code = 255
 

@@ -119,9 +119,7 @@ def shell(job_id: Id, rank: Rank = None, node: Node = None) -> int:
             "a shell needs a terminal as stdin and stdout",
             f"`clusterjob exec {job_id} -- COMMAND` needs none",
         )
-    return command.run(
-        record, (), node=node, rank=rank, terminal=True, warn=output.print_message
-    )
+    return command.run(record, (), node=node, rank=rank, terminal=True, warn=output.print_message)
 
 
 def forward(

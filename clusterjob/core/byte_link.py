@@ -43,7 +43,7 @@ class ProcessLink:
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         try:
             # In its own session Ctrl-C reaches this process alone, which forwards it.
             self._process = subprocess.Popen(

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from inside_job import CLUSTERJOB, Inside, running, submit
-from procs import TEST_TIMEOUT, alive, below, command_line, own_processes, wait_until
+from inside_job import CLUSTERJOB, Inside, running
+from procs import TEST_TIMEOUT, below, command_line, own_processes, wait_until
 from terminals import Terminal
 
 from clusterjob.core import polling
@@ -201,7 +201,9 @@ def test_shell_follows_size_and_keys_and_restores_terminal(job: Inside) -> None:
     with Terminal(argv, controlling=True, rows=33, columns=77) as terminal:
         before = terminal.attributes
         terminal.read_until(f"({job.id} rank 2)".encode())
-        terminal.type(b"stty size; echo <$RANK$GROUP_RANK>\r".replace(b"<", b"'<'").replace(b">", b"'>'"))
+        terminal.type(
+            b"stty size; echo <$RANK$GROUP_RANK>\r".replace(b"<", b"'<'").replace(b">", b"'>'")
+        )
         terminal.read_until(b"33 77\r\n<21>\r\n")
         assert terminal.attributes != before, "raw"
         terminal.resize(50, 132)
@@ -286,9 +288,10 @@ def get(port: int, path: str) -> bytes:
 
 
 def test_forward_carries_several_connections_and_large_answers(job: Inside) -> None:
-    with served(job, "--node", "1") as port, job.forwarded(
-        f"0:{port}", "--node", "1"
-    ) as (process, [local]):
+    with (
+        served(job, "--node", "1") as port,
+        job.forwarded(f"0:{port}", "--node", "1") as (process, [local]),
+    ):
         assert get(local, "/") == b"2"
         # A client that does not read its answer blocks no other connection.
         slow = socket.create_connection(("127.0.0.1", local))
@@ -317,12 +320,14 @@ def test_forward_passes_half_close(job: Inside) -> None:
     )
     with job.popen("exec", "--", sys.executable, "-S", "-c", echo) as server:
         port = int(server.stdout.readline())
-        with job.forwarded(f"0:{port}") as (_, [local]):
-            with socket.create_connection(("127.0.0.1", local), TEST_TIMEOUT) as sock:
-                sock.sendall(b"abc" * 100_000)
-                sock.shutdown(socket.SHUT_WR)
-                with sock.makefile("rb") as stream:
-                    assert stream.read() == b"cba" * 100_000
+        with (
+            job.forwarded(f"0:{port}") as (_, [local]),
+            socket.create_connection(("127.0.0.1", local), TEST_TIMEOUT) as sock,
+        ):
+            sock.sendall(b"abc" * 100_000)
+            sock.shutdown(socket.SHUT_WR)
+            with sock.makefile("rb") as stream:
+                assert stream.read() == b"cba" * 100_000
         assert server.wait(TEST_TIMEOUT) == 0
 
 

@@ -105,15 +105,16 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
     _, err = job.exec("--rank", "4", "true", code=2)
     assert b"has no rank 4" in err
     user("cancel", job.id)
-    text = GUEST.replace("f\"up{os.environ['RANK']}\"", "'at' + os.environ['CLUSTERJOB_ARRAY_INDEX']")
+    text = GUEST.replace(
+        "f\"up{os.environ['RANK']}\"", "'at' + os.environ['CLUSTERJOB_ARRAY_INDEX']"
+    )
     array = user.submit(text, "--array", "0-1")
     user.wait_for("at0", "at1")
     element = Inside(f"{array}_1", user.directory)
     assert element.shell("echo $CLUSTERJOB_ARRAY_INDEX $CLUSTERJOB_JOB_ID") == f"1 {array}_1\n"
     _, err = Inside(array, user.directory).exec("true", code=2)
     assert err.decode() == (
-        f"clusterjob: error: job {array} is an array\n"
-        f"  hint: name one element, such as {array}_0\n"
+        f"clusterjob: error: job {array} is an array\n  hint: name one element, such as {array}_0\n"
     )
     user.path("leave").touch()
     user("wait", array)
@@ -133,14 +134,17 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     laptop.wait_for("up0", "up1", "up2", "up3")
     job = Inside(job_id, laptop.directory)
     out, err = job.exec(
-        "--rank", "3", "--", "bash", "-c", "echo $RANK $SLURMD_NODENAME; pwd; echo wrong >&2; exit 7",
+        "--rank", "3", "--",
+        "bash", "-c", "echo $RANK $SLURMD_NODENAME; pwd; echo wrong >&2; exit 7",
         code=7,
     )  # fmt: skip
     assert out.decode().split() == ["3", "n2", str(laptop.there(job_id) / "code")]
     assert err == b"wrong\n"
     data = os.urandom(20_000_000)
     assert job.exec("cat", data=data)[0] == data
-    with Terminal([*CLUSTERJOB, "shell", job_id], controlling=True, rows=33, columns=77) as terminal:
+    with Terminal(
+        [*CLUSTERJOB, "shell", job_id], controlling=True, rows=33, columns=77
+    ) as terminal:
         terminal.read_until(b" rank 0)")
         terminal.type(b"stty size; exit 5\r")
         terminal.read_until(b"33 77\r\n")

@@ -45,9 +45,7 @@ class Inside:
         self, *words: str, code: int = 0, data: bytes = b"", verb: str = "exec"
     ) -> tuple[bytes, bytes]:
         """Run a command to its end; return its stdout and stderr."""
-        with self.popen(
-            verb, *words, stdin=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as process:
+        with self.popen(verb, *words, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             out, err = process.communicate(data, TEST_TIMEOUT)
         assert process.returncode == code, (process.returncode, out[-2000:], err)
         return out, err

@@ -17,7 +17,6 @@ from typing import Any
 
 from procs import TEST_TIMEOUT
 
-
 TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     " os.execv(sys.argv[1], sys.argv[1:])"

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 # The step's script: the interpreter of the job's agent runs the program, else any that is new
 # enough. The agent's may be a container's, which does not exist here.
 _SCRIPT = f"""
-new_enough() {{ "$1" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' < /dev/null 2> /dev/null; }}
+new_enough() {{
+  "$1" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' < /dev/null 2> /dev/null
+}}
 start() {{ exec "$1" -I -S -c {shlex.quote(shared.START_INSIDE)} "$zip"; }}
 zip=$1 job=$2
 for file in $(grep -slzxF -e "CLUSTERJOB_JOB_ID=$job" /proc/[0-9]*/environ 2> /dev/null); do
@@ -38,7 +40,7 @@ exit 1
 
 
 def enter(record: Record, node: int, client: Client, host: LoginHost | None) -> ByteLink:
-    """Start the program that runs commands inside a job, in a step that shares the job's resources.
+    """Start the program that runs commands inside a job, in an overlapping step.
 
     Args:
         record: the job.

@@ -100,8 +100,7 @@ def run_on_all(
         runs = []
         with ThreadPoolExecutor(min(_AT_ONCE, record.nodes)) as pool:
             started = [
-                pool.submit(connection.enter, record, backend, request, node=node)
-                for node in codes
+                pool.submit(connection.enter, record, backend, request, node=node) for node in codes
             ]
         for future in started:
             try:
@@ -132,7 +131,7 @@ def _shown(node: int, number: int, show: Callable[[int, int, bytes], None]) -> S
 
 def _warn_of_container(entered: InsideConnection, warn: Callable[[str], None]) -> None:
     if entered.outside:
-        warn(f"the container of job {entered.record.job_id} cannot be entered: this runs outside")
+        warn(f"the container of node {entered.node} cannot be entered: this runs outside of it")
 
 
 def _exit_code(entered: InsideConnection, signals: Signals) -> int:

@@ -1,4 +1,4 @@
-"""Enter a running job: check its state, start the program beside a worker, agree on the worker."""
+"""Enter a running job: check its state, and start the program beside a worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SILENCE = 60.0  # seconds without a frame after which the node counts as unreac
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a node cannot run a command; the fields of `clusterjob.node.inside.search.NotHereError`."""
+    """Why a node cannot run a command; see `clusterjob.node.inside.search.NotHereError`."""
 
     why: str
     first: int = 0
@@ -254,7 +254,12 @@ def _next_node(
 
 
 def _start(
-    record: Record, backend: base.Executor, request: Mapping[str, Any], *, node: int, rank: int | None
+    record: Record,
+    backend: base.Executor,
+    request: Mapping[str, Any],
+    *,
+    node: int,
+    rank: int | None,
 ) -> tuple[ByteLink, _Answer]:
     try:
         link = backend.enter(record, node)

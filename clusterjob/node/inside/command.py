@@ -97,7 +97,7 @@ class Command:
         environ["PS1"] = f"({title}) \\w\\$ " if shell.endswith("bash") else f"({title}) $ "
         if os.path.basename(shell) != "bash" or not hasattr(os, "memfd_create"):
             return [shell, "-i"]
-        # The user's .bashrc may activate another environment: afterwards, the worker's is set again.
+        # The user's .bashrc may activate another environment: set the worker's again afterwards.
         exports = "".join(
             f"export {name}={shlex.quote(value)}\n"
             for name, value in environ.items()
@@ -147,7 +147,7 @@ class Command:
                 env={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
                 start_new_session=True,
                 pass_fds=() if self._rcfile is None else (self._rcfile,),
-                preexec_fn=prepare,
+                preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
             )
         except BaseException:
             for each in ours:
@@ -174,9 +174,7 @@ class Command:
                 Stream(number, source=source, close_source=lambda fd=source: os.close(fd))  # type: ignore[misc]
             )
         if stdin:
-            self._connection.add(
-                Stream(STDIN, sink=ours[0], close_sink=lambda: os.close(ours[0]))
-            )
+            self._connection.add(Stream(STDIN, sink=ours[0], close_sink=lambda: os.close(ours[0])))
         else:
             os.close(ours[0])
 

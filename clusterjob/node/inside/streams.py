@@ -352,7 +352,9 @@ def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:
     }
 
 
-def wait_for_any(connections: Iterable[Streams], more: Iterable[int], timeout: float) -> dict[int, int]:
+def wait_for_any(
+    connections: Iterable[Streams], more: Iterable[int], timeout: float
+) -> dict[int, int]:
     """Wait for several connections and further descriptors that are read; return the ready ones."""
     wanted: dict[int, int] = dict.fromkeys(more, READ)
     for connection in connections:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,30 +266,8 @@ class Forkserver:
             self._running[pid] = worker_process.RunningWorker(
                 pid, start.local_rank, started=time.monotonic(), err=start.err
             )
-        self._show_workers(world, starts)
+        self._table.write(world, self._attempt, starts, running=self._running.values())
         return None
-
-    def _show_workers(
-        self, world: World, starts: Sequence[worker_process.WorkerStart]
-    ) -> None:
-        pids = {worker.local_rank: worker.pid for worker in self._running.values()}
-        ranks = self._options.launcher != "torchrun"  # torchrun gives its workers their ranks
-        self._table.write(
-            os.environ,
-            [
-                {
-                    "rank": world.first_rank + start.local_rank if ranks else None,
-                    "pid": pids[start.local_rank],
-                    "variables": start.variables,
-                }
-                for start in starts
-            ],
-            node_rank=world.node_rank,
-            attempt=self._attempt,
-            first_rank=world.first_rank,
-            nproc=world.nproc,
-            world_size=world.world_size,
-        )
 
     def _starts(
         self, world: World, variables: dict[str, str], directory: Path

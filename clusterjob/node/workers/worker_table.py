@@ -11,8 +11,13 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from clusterjob.node.contract import World
+
+if TYPE_CHECKING:
+    from clusterjob.node.workers.worker_process import RunningWorker, WorkerStart
 
 NAME = "clusterjob-workers"  # in the link of the descriptor in /proc/PID/fd
 MAX_BYTES = 64 << 20
@@ -30,15 +35,40 @@ class WorkerTable:
             os.close(self._file)
             self._file = None
 
-    def write(self, environ: Mapping[str, str], workers: Sequence[dict[str, Any]], **more: Any) -> None:
+    def write(
+        self,
+        world: World,
+        attempt: int,
+        starts: Iterable[WorkerStart],
+        running: Iterable[RunningWorker],
+    ) -> None:
         """Write the table; after an error, such as too many open files, there is none.
 
         Args:
-            environ: the environment that all workers share.
-            workers: the rank, the pid and the own variables of each.
-            more: other data of the node.
+            world: the round.
+            attempt: the number of the job's attempt.
+            starts: the variables of each worker; without RANK, torchrun starts the workers.
+            running: the pid of each worker.
         """
-        data = json.dumps({"environ": dict(environ), "workers": list(workers), **more}).encode()
+        pids = {worker.local_rank: worker.pid for worker in running}
+        workers = [
+            {
+                "rank": int(start.variables["RANK"]) if "RANK" in start.variables else None,
+                "pid": pids[start.local_rank],
+                "variables": start.variables,
+            }
+            for start in starts
+        ]
+        table = {
+            "node_rank": world.node_rank,
+            "attempt": attempt,
+            "first_rank": world.first_rank,
+            "nproc": world.nproc,
+            "world_size": world.world_size,
+            "environ": dict(os.environ),
+            "workers": workers,
+        }
+        data = json.dumps(table).encode()
         with contextlib.suppress(OSError):
             self._file = _anonymous_file()
             view = memoryview(data)
