@@ -19,6 +19,8 @@ LIMIT = 150_000  # maximum bytes; a larger zip slows submissions to many hosts (
 # `clusterjob.node.zip.importer`.
 LEFT_OUT = (
     "cli/",
+    "core/byte_link.py",
+    "core/inside/",
     "remote/",
     "backends/mlp/",
     "backends/batch_command/",
