@@ -238,6 +238,20 @@ def test_exec_gives_command_a_terminal_if_there_is_one(job: Inside) -> None:
         with Terminal(argv, controlling=True) as terminal:
             assert terminal.finish() == 0
             assert wanted in terminal.shown
+    argv = [*CLUSTERJOB, "exec", job.id, "--", "/no/such/program"]
+    with Terminal(argv, controlling=True) as terminal:
+        assert terminal.finish() == 127
+        assert b"clusterjob: /no/such/program: No such file or directory\r\n" in terminal.shown
+
+
+def test_hung_up_terminal_ends_client_and_command(job: Inside) -> None:
+    text = "trap '' HUP TERM; echo up; sleep 7777 & sleep 7777; wait"
+    argv = [*CLUSTERJOB, "exec", job.id, "--", "bash", "-c", text]
+    with Terminal(argv, controlling=True) as terminal:
+        terminal.read_until(b"up\r\n")
+        terminal.process.send_signal(signal.SIGHUP)
+        assert terminal.finish() == 129
+    wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
 
 
 def test_shell_without_terminal_refers_to_exec(job: Inside) -> None:

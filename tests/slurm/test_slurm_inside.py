@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import socket
+import subprocess
 
 import pytest
 from inside_job import CLUSTERJOB, Inside
@@ -163,3 +164,26 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     wait_until(lambda: not of_command("http.server"), PROMPT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("namespaces", ["--mount", "--mount --user --map-root-user"])
+def test_command_enters_container_of_worker(user: User, namespaces: str) -> None:
+    """A fake apptainer runs the job in real namespaces, with its own file system at /mnt."""
+    if "--user" in namespaces and not user_namespaces_work():
+        pytest.skip("user namespaces are disabled here")
+    user.command_first_on_path(
+        "apptainer",
+        'while [ "$1" != bash ]; do shift; done\n'
+        f"exec unshare {namespaces} sh -c 'mount -t tmpfs tmpfs /mnt && "
+        'touch /mnt/image && exec "$@"\' sh "$@"\n',
+    )
+    user.path("image.sif").touch()
+    job = started(user, "--container", "image.sif", "--python", str(user.python))
+    assert job.shell("ls /mnt; pwd; echo $RANK", "--rank", "2") == f"image\n{user.directory}\n2\n"
+    job.exec("/no/such/program", code=127)
+    user("cancel", job.id)
+
+
+def user_namespaces_work() -> bool:
+    return subprocess.run(["unshare", "--user", "true"], check=False).returncode == 0

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from clusterjob.core.inside import connection
 from clusterjob.core.inside.connection import InsideConnection
-from clusterjob.core.inside.local_end import ASKS_TO_ABORT, Signals, Terminal
+from clusterjob.core.inside.local_end import Signals, Terminal
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, InsideError
 from clusterjob.node.inside import streams
@@ -62,7 +62,7 @@ def run(
         for stream in (
             Stream(STDIN, source=STDIN),
             Stream(STDOUT, sink=STDOUT, shared=True),
-            *([] if terminal else [Stream(STDERR, sink=STDERR, shared=True)]),
+            Stream(STDERR, sink=STDERR, shared=True),
         ):
             entered.streams.add(stream)
         if terminal:
@@ -135,8 +135,8 @@ def _warn_of_container(entered: InsideConnection, warn: Callable[[str], None]) -
 
 
 def _exit_code(entered: InsideConnection, signals: Signals) -> int:
-    if not entered.ended and signals.asked:
-        return 128 + signal.SIGINT
+    if not entered.ended and signals.last:
+        return 128 + signals.last
     return entered.exit_code()
 
 
@@ -152,7 +152,7 @@ def _carry(
         InsideError: a connection broke, and there is no `warn`.
     """
     left = list(runs)
-    while left and signals.asked < ASKS_TO_ABORT:
+    while left and not signals.abort:
         ready = streams.wait_for_any(
             [entered.streams for entered in left], [signals.descriptor], _TICK
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 _SIZE = struct.Struct(">HH")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-ASKS_TO_ABORT = 3  # signals after which this process ends without waiting for the command
+_MAX_ASKED = 3  # signals after which this process ends without waiting for the command
 
 
 class Signals:
@@ -20,11 +20,14 @@ class Signals:
 
     Attributes:
         descriptor: readable when a signal has arrived.
-        asked: number of signals so far that end a process.
+        last: the last signal that ends a process; 0 if there was none.
+        abort: whether to end without waiting for the command: after a third signal, or SIGHUP.
     """
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.last = 0
+        self.abort = False
+        self._asked = 0
         self._old: dict[int, Any] = {}
         self.descriptor, self._writer = os.pipe()
         for end in (self.descriptor, self._writer):
@@ -55,7 +58,10 @@ class Signals:
             found = list(os.read(self.descriptor, 256))
         except BlockingIOError:
             return []
-        self.asked += sum(number in _FORWARDED for number in found)
+        for number in found:
+            if number in _FORWARDED:
+                self.last, self._asked = number, self._asked + 1
+                self.abort = self._asked >= _MAX_ASKED or number == signal.SIGHUP
         return found
 
 

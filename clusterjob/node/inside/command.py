@@ -30,6 +30,8 @@ _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 _END_OF_FILE = b"\x04"  # Ctrl-D
 # bash refuses to set these.
 _READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}
+_SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
+_NO_SHELLS = ("", "nologin", "false")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -60,6 +62,7 @@ class Command:
     ) -> None:
         self.code: int | None = None
         self._connection = connection
+        self._terminal = terminal is not None
         self._ended_at = 0.0
         self._pid: int | None = None
         self._master: int | None = None
@@ -69,8 +72,9 @@ class Command:
             environ.pop(name, None)
         if terminal is not None:
             environ["TERM"] = terminal[2] or "xterm"
-        words = list(argv) or self._shell(environ, title)
         inner = _enter_container(place)
+        root = f"/proc/{place.pid}/root" if inner else ""
+        words = list(argv) or self._shell(environ, title, root=root)
         directory = place.directory
         if inner:  # the directory may exist only in the container
             words, directory = [*inner, "--wd", "--", *words], "/"
@@ -81,18 +85,30 @@ class Command:
             self._fail(words[0], error, code=NOT_FOUND if absent else NOT_EXECUTABLE)
 
     def _fail(self, name: str, error: OSError, code: int) -> None:
-        text = f"clusterjob: {name}: {error.strerror or error}\n".encode(errors="surrogateescape")
-        self._connection.send(streams.DATA, STDERR, payload=text[: streams.MAX_PAYLOAD])
+        end = "\r\n" if self._terminal else "\n"
+        text = f"clusterjob: {name}: {error.strerror or error}{end}"
+        data = text.encode(errors="surrogateescape")
+        self._connection.send(streams.DATA, STDERR, payload=data[: streams.MAX_PAYLOAD])
         self.code, self._ended_at = code, time.monotonic()
 
-    def _shell(self, environ: dict[str, str], title: str) -> list[str]:
-        """Return the command line of the user's shell; bash gets a prompt and the environment."""
+    def _shell(self, environ: dict[str, str], title: str, root: str) -> list[str]:
+        """Return the command line of the user's shell; bash gets a prompt and the environment.
+
+        Args:
+            environ: the environment; the shell's variables are set.
+            title: the prompt.
+            root: the root directory of the container; empty for this one.
+        """
         try:
-            shell = pwd.getpwuid(os.geteuid()).pw_shell
-        except KeyError:
-            shell = environ.get("SHELL", "")
-        if not os.access(shell, os.X_OK) or os.path.basename(shell) in ("nologin", "false"):
-            shell = shutil.which("bash", path=environ.get("PATH")) or "/bin/sh"
+            own = pwd.getpwuid(os.geteuid()).pw_shell
+        except KeyError:  # the account is known elsewhere only
+            own = environ.get("SHELL", "")
+        usable = (
+            path
+            for path in (own, *_SHELLS)
+            if os.path.basename(path) not in _NO_SHELLS and os.access(f"{root}{path}", os.X_OK)
+        )
+        shell = next(usable, _SHELLS[-1])
         environ["SHELL"] = shell
         environ["PS1"] = f"({title}) \\w\\$ " if shell.endswith("bash") else f"({title}) $ "
         if os.path.basename(shell) != "bash" or not hasattr(os, "memfd_create"):

@@ -23,7 +23,7 @@ from clusterjob.node.system import processes
 
 MARKER = "clusterjob-inside-1 "
 MAX_REQUEST = 16 << 20  # bytes; execve(2) takes less
-SILENCE = 300.0  # seconds without a frame after which the submitter counts as dead
+SILENCE = 120.0  # seconds without a frame after which the submitter counts as dead
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the command and the job
 _SHORT_TICK = 0.01  # the same while the command ends
