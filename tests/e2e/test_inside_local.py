@@ -34,6 +34,12 @@ def job(tmp_path: Path, plain_python: str) -> Iterator[Inside]:
         yield started
 
 
+@pytest.fixture
+def small(tmp_path: Path, plain_python: str) -> Iterator[Inside]:
+    with running(tmp_path, "--cluster", "local", ranks=1) as started:
+        yield started
+
+
 def of_command(text: str) -> list[int]:
     """Return the test's processes whose command line contains a text."""
     return [pid for pid in own_processes() if text in command_line(pid) and pid != os.getpid()]
@@ -54,28 +60,31 @@ def test_exec_has_environment_directory_and_streams_of_rank(job: Inside) -> None
     assert job.shell("echo $RANK", "--node", "1") == "2\n"
 
 
-def test_exec_passes_binary_data_and_ends_of_file(job: Inside) -> None:
+@pytest.mark.slow
+def test_exec_passes_binary_data_and_ends_of_file(small: Inside) -> None:
     data = os.urandom(3 << 20) + b"\n\0\xff"
-    assert job.exec("cat", data=data)[0] == data
+    assert small.exec("cat", data=data)[0] == data
 
 
 @pytest.mark.slow
-def test_exec_passes_50_megabytes_in_both_directions(job: Inside) -> None:
+@pytest.mark.slow
+def test_exec_passes_50_megabytes_in_both_directions(small: Inside) -> None:
     data = os.urandom(50_000_000)
-    out, _ = job.exec("--", "bash", "-c", "tee >(sha256sum >&2)", data=data)
+    out, _ = small.exec("--", "bash", "-c", "tee >(sha256sum >&2)", data=data)
     assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
 
 
-def test_exec_exit_code_is_that_of_a_shell(job: Inside) -> None:
-    (job.directory / "plain").write_text("#!/bin/true\n")
+def test_exec_exit_code_is_that_of_a_shell(small: Inside) -> None:
+    (small.directory / "plain").write_text("#!/bin/true\n")
     for words, code, message in (
         (("bash", "-c", "kill -9 $$"), 137, ""),
         (("/no/such/program",), 127, "clusterjob: /no/such/program: No such file or directory\n"),
         (("./plain",), 126, "clusterjob: ./plain: Permission denied\n"),
     ):
-        assert job.exec(*words, code=code)[1].decode() == message
+        assert small.exec(*words, code=code)[1].decode() == message
 
 
+@pytest.mark.slow
 def test_exec_on_all_nodes_labels_lines_and_returns_first_code(job: Inside) -> None:
     out, err = job.exec(
         "--all", "--", "bash", "-c", "cat; echo up $RANK; printf end; exit $RANK", code=2
@@ -87,26 +96,28 @@ def test_exec_on_all_nodes_labels_lines_and_returns_first_code(job: Inside) -> N
     assert err == b""
 
 
-def test_exec_command_ends_when_reader_of_its_output_ends(job: Inside) -> None:
-    piped = f"{' '.join(CLUSTERJOB)} exec {job.id} -- yes | head -1; echo ${{PIPESTATUS[0]}}"
+@pytest.mark.slow
+def test_exec_command_ends_when_reader_of_its_output_ends(small: Inside) -> None:
+    piped = f"{' '.join(CLUSTERJOB)} exec {small.id} -- yes | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", piped], capture_output=True, timeout=TEST_TIMEOUT, check=True
     )
     assert done.stdout == b"y\n141\n"
 
 
-def test_exec_forwards_ctrl_c_and_returns_code_of_command(job: Inside) -> None:
+@pytest.mark.slow
+def test_exec_forwards_ctrl_c_and_returns_code_of_command(small: Inside) -> None:
     text = "trap 'echo caught; exit 3' INT; echo up; while :; do sleep 0.05; done"
-    with job.popen("exec", "--", "bash", "-c", text) as process:
+    with small.popen("exec", "--", "bash", "-c", text) as process:
         assert process.stdout.readline() == b"up\n"
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == b"caught\n"
         assert process.wait(TEST_TIMEOUT) == 3
 
 
-def test_killed_client_leaves_no_process(job: Inside) -> None:
+def test_killed_client_leaves_no_process(small: Inside) -> None:
     text = "trap '' HUP TERM; sleep 7777 & setsid sleep 7777 & sleep 7777 | cat & echo up; wait"
-    with job.popen("exec", "--", "bash", "-c", text) as process:
+    with small.popen("exec", "--", "bash", "-c", text) as process:
         assert process.stdout.readline() == b"up\n"
         assert len(of_command("sleep 7777")) >= 4
         process.kill()
@@ -114,19 +125,23 @@ def test_killed_client_leaves_no_process(job: Inside) -> None:
     wait_until(
         lambda: not of_command("sleep 7777") and not of_command("node.inside"), LEFT, "the end"
     )
-    assert polling.status(Records().find(job.id)).state is JobState.RUNNING
+    assert polling.status(Records().find(small.id)).state is JobState.RUNNING
 
 
-def test_end_of_job_ends_command_with_255(job: Inside) -> None:
-    with job.popen("exec", "--", "bash", "-c", "echo up; sleep 7777") as process:
+@pytest.mark.slow
+def test_end_of_job_ends_command_with_255(small: Inside) -> None:
+    with small.popen("exec", "--", "bash", "-c", "echo up; sleep 7777") as process:
         assert process.stdout.readline() == b"up\n"
-        (job.directory / "leave").touch()
+        (small.directory / "leave").touch()
         assert process.wait(TEST_TIMEOUT) == 255
     assert not of_command("sleep 7777")
-    _, err = job.exec("true", code=255)
-    assert err.decode().startswith(f"clusterjob: error: job {job.id} has ended: SUCCEEDED\n  hint:")
+    _, err = small.exec("true", code=255)
+    assert err.decode().startswith(
+        f"clusterjob: error: job {small.id} has ended: SUCCEEDED\n  hint:"
+    )
 
 
+@pytest.mark.slow
 def test_secret_reaches_command_and_no_other_file(
     tmp_path: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +157,7 @@ def test_secret_reaches_command_and_no_other_file(
     assert found in ([], ["secrets"])
 
 
+@pytest.mark.slow
 def test_wrong_targets_are_one_line_with_hint(job: Inside) -> None:
     for words, message, hint in (
         (("--rank", "4", "true"), f"job {job.id} has no rank 4", "its ranks are 0 to 3"),
@@ -157,6 +173,7 @@ def test_wrong_targets_are_one_line_with_hint(job: Inside) -> None:
         assert len(lines) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_command_of_next_round_sees_its_restart_count(tmp_path: Path, plain_python: str) -> None:
     text = """
@@ -185,6 +202,7 @@ def test_command_of_next_round_sees_its_restart_count(tmp_path: Path, plain_pyth
 @pytest.mark.parametrize(
     "options", [("--start", "fork"), ("--start", "exec"), ("--launcher", "torchrun")]
 )
+@pytest.mark.slow
 def test_exec_finds_rank_of_each_start(tmp_path: Path, options: tuple[str, ...]) -> None:
     with running(tmp_path, *TWO_NODES, *options) as job:
         assert job.shell("echo $RANK $LOCAL_RANK $MASTER_PORT", "--rank", "3").split()[:2] == [
@@ -220,8 +238,9 @@ def test_shell_follows_size_and_keys_and_restores_terminal(job: Inside) -> None:
     assert not of_command("sleep 7777")
 
 
-def test_broken_connection_restores_terminal(job: Inside) -> None:
-    with Terminal([*CLUSTERJOB, "shell", job.id], controlling=True) as terminal:
+@pytest.mark.slow
+def test_broken_connection_restores_terminal(small: Inside) -> None:
+    with Terminal([*CLUSTERJOB, "shell", small.id], controlling=True) as terminal:
         before = terminal.attributes
         terminal.read_until(b" rank 0)")
         [program] = [pid for pid in below(terminal.process.pid) if "inside" in command_line(pid)]
@@ -231,22 +250,24 @@ def test_broken_connection_restores_terminal(job: Inside) -> None:
         assert b"node 0: the connection broke" in terminal.shown
 
 
-def test_exec_gives_command_a_terminal_if_there_is_one(job: Inside) -> None:
+@pytest.mark.slow
+def test_exec_gives_command_a_terminal_if_there_is_one(small: Inside) -> None:
     for words, wanted in (((), b"a tty"), (("-T",), b"no tty")):
         line = "test -t 0 -a -t 1 -a -t 2 && echo 'a t'ty || echo 'no t'ty"
-        argv = [*CLUSTERJOB, "exec", *words, job.id, "--", "sh", "-c", line]
+        argv = [*CLUSTERJOB, "exec", *words, small.id, "--", "sh", "-c", line]
         with Terminal(argv, controlling=True) as terminal:
             assert terminal.finish() == 0
             assert wanted in terminal.shown
-    argv = [*CLUSTERJOB, "exec", job.id, "--", "/no/such/program"]
+    argv = [*CLUSTERJOB, "exec", small.id, "--", "/no/such/program"]
     with Terminal(argv, controlling=True) as terminal:
         assert terminal.finish() == 127
         assert b"clusterjob: /no/such/program: No such file or directory\r\n" in terminal.shown
 
 
-def test_hung_up_terminal_ends_client_and_command(job: Inside) -> None:
+@pytest.mark.slow
+def test_hung_up_terminal_ends_client_and_command(small: Inside) -> None:
     text = "trap '' HUP TERM; echo up; sleep 7777 & sleep 7777; wait"
-    argv = [*CLUSTERJOB, "exec", job.id, "--", "bash", "-c", text]
+    argv = [*CLUSTERJOB, "exec", small.id, "--", "bash", "-c", text]
     with Terminal(argv, controlling=True) as terminal:
         terminal.read_until(b"up\r\n")
         terminal.process.send_signal(signal.SIGHUP)
@@ -254,11 +275,12 @@ def test_hung_up_terminal_ends_client_and_command(job: Inside) -> None:
     wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
 
 
-def test_shell_without_terminal_refers_to_exec(job: Inside) -> None:
-    _, err = job.exec(code=2, verb="shell")
+@pytest.mark.slow
+def test_shell_without_terminal_refers_to_exec(small: Inside) -> None:
+    _, err = small.exec(code=2, verb="shell")
     assert err.decode() == (
         "clusterjob: error: a shell needs a terminal as stdin and stdout\n"
-        f"  hint: `clusterjob exec {job.id} -- COMMAND` needs none\n"
+        f"  hint: `clusterjob exec {small.id} -- COMMAND` needs none\n"
     )
 
 
@@ -283,12 +305,12 @@ server.serve_forever()
 
 
 @contextlib.contextmanager
-def served(job: Inside, *options: str) -> Iterator[int]:
+def served(small: Inside, *options: str) -> Iterator[int]:
     """Run an HTTP server inside the job; yield its port, on loopback."""
-    with job.popen("exec", *options, "--", sys.executable, "-c", SERVER) as server:
+    with small.popen("exec", *options, "--", sys.executable, "-c", SERVER) as server:
         try:
-            wait_until((job.directory / "port").exists, TEST_TIMEOUT)
-            yield int((job.directory / "port").read_text())
+            wait_until((small.directory / "port").exists, TEST_TIMEOUT)
+            yield int((small.directory / "port").read_text())
         finally:
             server.terminate()
 
@@ -325,17 +347,18 @@ def test_forward_carries_several_connections_and_large_answers(job: Inside) -> N
         assert process.wait(TEST_TIMEOUT) == 130
 
 
-def test_forward_passes_half_close(job: Inside) -> None:
+@pytest.mark.slow
+def test_forward_passes_half_close(small: Inside) -> None:
     echo = (
         "import socket, sys; server = socket.create_server(('127.0.0.1', 0));"
         "print(server.getsockname()[1], flush=True); sock, _ = server.accept(); data = b'';\n"
         "while more := sock.recv(65536): data += more\n"
         "sock.sendall(data[::-1]); sock.close()"
     )
-    with job.popen("exec", "--", sys.executable, "-S", "-c", echo) as server:
+    with small.popen("exec", "--", sys.executable, "-S", "-c", echo) as server:
         port = int(server.stdout.readline())
         with (
-            job.forwarded(f"0:{port}") as (_, [local]),
+            small.forwarded(f"0:{port}") as (_, [local]),
             socket.create_connection(("127.0.0.1", local), TEST_TIMEOUT) as sock,
         ):
             sock.sendall(b"abc" * 100_000)
@@ -345,33 +368,35 @@ def test_forward_passes_half_close(job: Inside) -> None:
         assert server.wait(TEST_TIMEOUT) == 0
 
 
-def test_forward_takes_next_free_port_and_says_what_fails(job: Inside) -> None:
+@pytest.mark.slow
+def test_forward_takes_next_free_port_and_says_what_fails(small: Inside) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        _, err = job.exec(f"{port}:80", verb="forward", code=1)
+        _, err = small.exec(f"{port}:80", verb="forward", code=1)
         assert err.decode() == (
             f"clusterjob: error: port {port} of this machine cannot be used: Address already in use"
             "\n  hint: 0:80 takes a free port\n"
         )
-        with job.forwarded(str(port)) as (_, [local]):
+        with small.forwarded(str(port)) as (_, [local]):
             assert local != port
-    with job.forwarded("0:9") as (process, [local]):
+    with small.forwarded("0:9") as (process, [local]):
         with socket.create_connection(("127.0.0.1", local), TEST_TIMEOUT) as sock:
             assert sock.recv(1) == b""
         assert process.stderr.readline() == "clusterjob: node 0: port 9: Connection refused\n"
-        (job.directory / "leave").touch()
+        (small.directory / "leave").touch()
         assert process.wait(TEST_TIMEOUT) == 255
-        assert process.stderr.read() == f"clusterjob: error: job {job.id} has ended\n"
+        assert process.stderr.read() == f"clusterjob: error: job {small.id} has ended\n"
     for word in ("x", "0", "70000", "1:2:3"):
-        job.exec(word, verb="forward", code=2)
+        small.exec(word, verb="forward", code=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["tensorboard", "debugpy", "jupyter"])
-def test_tools_on_loopback_work_through_forward(job: Inside, tool: str) -> None:
+@pytest.mark.slow
+def test_tools_on_loopback_work_through_forward(small: Inside, tool: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (job.directory / "runs").mkdir()
+    (small.directory / "runs").mkdir()
     argv = {
         "tensorboard": ["-m", "tensorboard.main", "--logdir", "runs", "--port", str(port)],
         "debugpy": ["-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client", "-c",
@@ -380,9 +405,9 @@ def test_tools_on_loopback_work_through_forward(job: Inside, tool: str) -> None:
                     "--IdentityProvider.token=t", "--ServerApp.port_retries=0"],
     }[tool]  # fmt: skip
     pytest.importorskip({"jupyter": "jupyter_server"}.get(tool, tool))
-    with job.popen("exec", "--", sys.executable, *argv, stderr=subprocess.PIPE) as server:
+    with small.popen("exec", "--", sys.executable, *argv, stderr=subprocess.PIPE) as server:
         try:
-            with job.forwarded(f"0:{port}") as (_, [local]):
+            with small.forwarded(f"0:{port}") as (_, [local]):
                 answer = _answer_of(tool, local)
         finally:
             server.terminate()

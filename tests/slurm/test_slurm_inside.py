@@ -56,11 +56,11 @@ def test_exec_runs_in_step_of_job_and_killed_client_leaves_nothing(user: User) -
 
 
 @pytest.mark.slow
-def test_exec_on_all_nodes_and_50_megabytes(user: User) -> None:
+def test_exec_on_all_nodes_and_20_megabytes(user: User) -> None:
     job = started(user)
     out, _ = job.exec("--all", "--", "bash", "-c", "echo $RANK $SLURMD_NODENAME")
     assert sorted(out.decode().splitlines()) == ["[node 0] 0 n1", "[node 1] 2 n2"]
-    data = os.urandom(50_000_000)
+    data = os.urandom(20_000_000)
     out, _ = job.exec("cat", data=data)
     assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
     user("cancel", job.id)
@@ -141,7 +141,7 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     )  # fmt: skip
     assert out.decode().split() == ["3", "n2", str(laptop.there(job_id) / "code")]
     assert err == b"wrong\n"
-    data = os.urandom(20_000_000)
+    data = os.urandom(5_000_000)
     assert job.exec("cat", data=data)[0] == data
     with Terminal(
         [*CLUSTERJOB, "shell", job_id], controlling=True, rows=33, columns=77

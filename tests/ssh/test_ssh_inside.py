@@ -132,3 +132,21 @@ def test_interrupt_of_client_reaches_command_on_host(site: Site) -> None:
         assert process.stdout.read() == b"caught\n"
         assert process.wait(TEST_TIMEOUT) == 3
     cancel(site, job)
+
+
+@pytest.mark.slow
+def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
+    record = site.submit(SLEEPER, hosts="gpu2")
+    wait_for_lines(record, "up 0")
+    job = Inside(record.job_id, site.directory)
+    with job.popen("exec", "--", "bash", "-c", "echo up; sleep 7777", stderr=-1) as process:
+        assert process.stdout.readline() == b"up\n"
+        site.ssh_network.hosts["gpu2"].link("down")
+        try:
+            assert process.wait(TEST_TIMEOUT) == 255
+            assert process.stderr.read().startswith(b"clusterjob: error: node 0: ")
+        finally:
+            site.ssh_network.hosts["gpu2"].link("up")
+    # The program's next sign of life shows the host that the connection is gone.
+    wait_until(lambda: not on_host(site, "gpu2", "sleep 7777"), TEST_TIMEOUT, "the end")
+    cancel(site, job)
