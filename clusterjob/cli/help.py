@@ -32,7 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "logs": ("clusterjob logs -f train-7f3a", "clusterjob logs --rank 3 --tail 50 train-7f3a"),
     "exec": (
         "clusterjob exec train-7f3a -- nvidia-smi",
-        "clusterjob exec train-7f3a --rank 3 -- py-spy dump --pid 4711",
+        "clusterjob exec train-7f3a --rank 3 -- sh -c 'py-spy dump --pid $CLUSTERJOB_INSIDE'",
         "clusterjob exec train-7f3a --all -- df -h /tmp",
     ),
     "shell": ("clusterjob shell train-7f3a", "clusterjob shell train-7f3a --rank 3"),

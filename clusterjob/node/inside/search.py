@@ -13,7 +13,8 @@ from clusterjob.node import contract
 from clusterjob.node.system import processes
 from clusterjob.node.workers import worker_table
 
-MARK = "CLUSTERJOB_INSIDE"  # set for commands that `clusterjob exec` runs; they are no workers
+# Set for commands that `clusterjob exec` runs, which are no workers: the worker's pid.
+MARK = "CLUSTERJOB_INSIDE"
 # Variables that only the worker itself can use: descriptors that a command does not inherit.
 _OWN = (contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD)
 _NODE_VARIABLES = ("CLUSTERJOB_NODE_RANK", "SLURM_NODEID")
@@ -137,7 +138,9 @@ def _in_table(pid: int, table: dict[str, Any], node: int, rank: int | None) -> W
             "rank", first=table["first_rank"], count=table["nproc"], world=table["world_size"]
         )
     environ = {**table["environ"], **worker["variables"]}
-    return WorkerPlace(wanted, node, worker["pid"], watched, environ=_cleaned(environ))
+    return WorkerPlace(
+        wanted, node, worker["pid"], watched, environ=_cleaned(environ, worker["pid"])
+    )
 
 
 def _environment_of(pid: int) -> dict[str, str]:
@@ -183,9 +186,10 @@ def _among_tasks(
         node,
         pid,
         watched or (pid, processes.start_ticks(pid) or 0),
-        environ=_cleaned(environ),
+        environ=_cleaned(environ, pid),
     )
 
 
-def _cleaned(environ: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in _OWN} | {MARK: "1"}
+def _cleaned(environ: dict[str, str], pid: int) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if name not in _OWN}
+    return kept | {MARK: str(pid)}
