@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import http.client
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from docs_commands import SESSIONS
 from inside_job import CLUSTERJOB, Inside, running
 from procs import TEST_TIMEOUT, below, command_line, own_processes, wait_until
 from terminals import Terminal
@@ -430,3 +433,32 @@ def _answer_of(tool: str, port: int) -> bool:
         return False
 
     return wait_until(answers, TEST_TIMEOUT, f"the answer of {tool}")
+
+
+@pytest.mark.slow
+def test_commands_of_troubleshooting_page(
+    tmp_path: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [session] = [each for each in SESSIONS if "test_inside_local" in each.runner]
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho a GPU of rank $RANK\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with running(tmp_path, *TWO_NODES) as job:
+        execute, shell, forward = (
+            [*CLUSTERJOB, *shlex.split(each.replace("train-e7trvw", job.id))[1:]]
+            for each in session.commands
+        )
+        done = subprocess.run(execute, capture_output=True, timeout=TEST_TIMEOUT, check=True)
+        assert done.stdout == b"a GPU of rank 3\n"
+        with Terminal(shell, controlling=True) as terminal:
+            terminal.read_until(f"({job.id} rank 0)".encode())
+            terminal.type(b"exit\r")
+            assert terminal.finish() == 0
+        with subprocess.Popen(forward, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TEST_TIMEOUT) == 130
+        assert re.fullmatch(
+            r"http://127\.0\.0\.1:\d+ is forwarded to port 6006 of node 0 \(.+\)\n", line
+        )
