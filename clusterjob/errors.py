@@ -163,6 +163,12 @@ class RecordError(ClusterJobError):
     """A job's record or directory cannot be written or read."""
 
 
+class InsideError(ClusterJobError):
+    """A command cannot run inside a job, or the connection broke; exit code 255, as of ssh."""
+
+    exit_code = 255
+
+
 class RendezvousError(ClusterJobError):
     """The agents or ranks of a job did not find each other, or lost each other."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast, overload, runtime_ch
 from clusterjob.errors import UnknownCluster
 
 if TYPE_CHECKING:
+    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.capabilities import Capability
     from clusterjob.core.plans import Plan
     from clusterjob.core.proposals import Proposal
@@ -173,6 +174,18 @@ class OutcomeReader(Protocol):
 
         Raises:
             ClusterJobError: a host cannot be reached, or sends too much.
+        """
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """A backend that can start a program beside the workers of a running job."""
+
+    def enter(self, record: Record, node: int) -> ByteLink:
+        """Start `clusterjob.node.inside.program` on a node, in the job's allocation.
+
+        Raises:
+            ClusterJobError: the node cannot be reached, or the scheduler refuses.
         """
 
 

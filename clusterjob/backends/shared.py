@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
 _MAX_CLOCK = 1e12  # seconds; no machine runs that long
+# Python code that starts the program which runs commands inside a job; sys.argv[1] is the directory
+# or the node zip with the package. It runs with -I and -S, so that no file of the job is imported.
+START_INSIDE = (
+    "import sys; sys.path.append(sys.argv[1]);"
+    " from clusterjob.node.inside.program import main; main()"
+)
 LOG_SPACE = 50_000_000  # free bytes that a host needs for logs, beyond the size of the sent files
 
 

@@ -15,6 +15,7 @@ from clusterjob.cli import (
     completion,
     hosts,
     init,
+    inside,
     inspect,
     list_jobs,
     login,
@@ -24,6 +25,7 @@ from clusterjob.cli import (
     start,
 )
 from clusterjob.cli.help import App, Group, dashes
+from clusterjob.cli.inside import CommandAfterId
 from clusterjob.cli.job_options import ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
 
@@ -52,6 +54,9 @@ app.command("list")(list_jobs.list_jobs)
 app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(logs.logs)
+app.command("exec", cls=CommandAfterId)(inside.execute)
+app.command()(inside.shell)
+app.command()(inside.forward)
 app.command()(rerun.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)

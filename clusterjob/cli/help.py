@@ -44,6 +44,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "clusterjob clean --state failed --larger-than 1G",
     ),
     "open": ('cd "$(clusterjob open @)"',),
+    "exec": (
+        "clusterjob exec train-7f3a -- nvidia-smi",
+        "clusterjob exec train-7f3a --rank 3 -- sh -c 'py-spy dump --pid $CLUSTERJOB_INSIDE'",
+        "clusterjob exec train-7f3a --all -- df -h /tmp",
+    ),
+    "shell": ("clusterjob shell train-7f3a", "clusterjob shell train-7f3a --rank 3"),
+    "forward": (
+        "clusterjob forward train-7f3a 6006",
+        "clusterjob forward train-7f3a 8080:8888 5678 --node 1",
+    ),
     "env": ("clusterjob env", "srun -N 2 clusterjob env --json"),
     "config": ("clusterjob config --cluster hpc",),
     "trust": ("clusterjob trust", "clusterjob trust --yes ~/project"),

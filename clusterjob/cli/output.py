@@ -192,6 +192,32 @@ class LogPrinter:
         return text + end if self._plain else f"[{line.label}] {text}{end}"
 
 
+class NodeLines:
+    """Print output of several nodes by lines, each with its node."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], bytes] = {}
+
+    def show(self, node: int, stream: int, data: bytes) -> None:
+        """Print the complete lines; with no data, print the unfinished line too.
+
+        Args:
+            node: the node.
+            stream: 1 for stdout, 2 for stderr.
+            data: bytes of the stream.
+        """
+        *lines, rest = (self._open.pop((node, stream), b"") + data).split(b"\n")
+        if rest and (not data or len(rest) >= LONGEST):
+            lines.append(rest)
+        elif rest:
+            self._open[node, stream] = rest
+        target = sys.stdout if stream == 1 else sys.stderr
+        for line in lines:
+            text = sanitize(line.decode(errors="replace").rstrip("\r"), colours=True)
+            target.write(f"[node {node}] {text}\n")
+        target.flush()
+
+
 class Progress:
     """Show why a job is pending: a spinner on a terminal, else a line when the reason changes.
 

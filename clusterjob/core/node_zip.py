@@ -22,6 +22,8 @@ LEFT_OUT = (
     "api/job_options.py",
     "api/notebook.py",
     "cli/",
+    "core/byte_link.py",
+    "core/inside/",
     "remote/",
     "core/cleaning.py",
     "core/rerun.py",

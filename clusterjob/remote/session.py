@@ -11,7 +11,7 @@ import hashlib
 import shlex
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import HostRequest
 from clusterjob.remote.answer_schemas import MAX_ERROR, SchemaError
 from clusterjob.remote.protocol import Deadline, Exchange
-from clusterjob.remote.transport import Channel, Connection
+from clusterjob.remote.transport import ByteStream, Channel, Connection
 
 _MARKER = "clusterjob-session "
 _MAX_LOGIN_OUTPUT = 1 << 16  # bytes that a login may print before the host server starts
@@ -169,6 +169,21 @@ class Session:
             return exchange.ask(
                 request, body=body, size=size, timeout=timeout, max_bytes=max_bytes, bulk=bulk
             )
+
+    def take_over(self, request: HostRequest) -> tuple[ByteStream, Callable[[], str]]:
+        """Send a request after which the host's process uses the stream itself.
+
+        The session takes no further request.
+
+        Returns:
+            The stream, and a function that returns the last line of the host's stderr.
+
+        Raises:
+            HostError: as in `ask`.
+        """
+        self.ask(request)
+        assert self._channel is not None
+        return self._channel, self._last_stderr_line
 
     def close(self) -> None:
         """End the session; processes that it started continue."""

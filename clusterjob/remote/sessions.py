@@ -11,7 +11,7 @@ from typing import Any
 from clusterjob.core.hosts import Host
 from clusterjob.remote.pool import Pool
 from clusterjob.remote.session import Session
-from clusterjob.remote.transport import AUTO, DEFAULT_TIMEOUT, ConnectOptions
+from clusterjob.remote.transport import AUTO, DEFAULT_TIMEOUT, Connection, ConnectOptions
 
 HOME = "~/.clusterjob"
 
@@ -96,17 +96,29 @@ class Sessions:
                 return held
             if held is not None:
                 held.close()
-            self._zip = self._zip or self._make_zip()
-            made = Session(
-                connection,
-                place.python,
-                setup=place.setup,
-                home=place.home,
-                node_zip=self._zip,
-                timeout=place.timeout,
-            )
-            self._sessions[pool, host, place.home] = made
+            made = self._sessions[pool, host, place.home] = self._make(connection, place)
         return made
+
+    def new_session(self, place: Place, node: int) -> Session:
+        """Return another session with a node's host, for one caller alone.
+
+        Raises:
+            HostError: the host cannot be used.
+        """
+        connection = self.pool(place).connection(place.hosts[node])
+        with self._lock:
+            return self._make(connection, place)
+
+    def _make(self, connection: Connection, place: Place) -> Session:
+        self._zip = self._zip or self._make_zip()
+        return Session(
+            connection,
+            place.python,
+            setup=place.setup,
+            home=place.home,
+            node_zip=self._zip,
+            timeout=place.timeout,
+        )
 
     def pool(self, place: Place) -> Pool:
         """Return the connections with these settings."""

@@ -211,7 +211,7 @@ def test_watch_redraws_in_place_and_restores_the_terminal(save: Save) -> None:
         assert terminal.shown.startswith(b"\x1b[?1049h\x1b[?25l")
         save("two-b")
         terminal.read_until(b"two-b")
-        terminal.resize(columns=30)
+        terminal.resize(40, 30)
         widths = [31]
         while max(widths) > 30:  # a frame of the old width may be on its way
             terminal.shown = b""

@@ -118,7 +118,7 @@ class Commands:
 
     def on_terminal(self, *words: str) -> Terminal:
         argv = [sys.executable, "-m", "clusterjob", *words, *self.options]
-        return Terminal(argv, cwd=self.site.directory, interactive=True)
+        return Terminal(argv, cwd=self.site.directory, controlling=True)
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_user_control_master_is_used_and_not_closed(
     ssh_network.write_config(ControlPath=str(path), ControlMaster="auto", ControlPersist="60")
     argv = ["ssh", "-F", str(ssh_network.config), "gpu1", "true"]
     before = logins(ssh_network.hosts["gpu1"])
-    with Terminal(argv, interactive=True) as terminal:
+    with Terminal(argv, controlling=True) as terminal:
         terminal.answer(b"One-time password", codes.next())
         assert terminal.finish() == 0
     assert REACHED in commands.run(*hosts_of(site, "gpu1"))[1]

@@ -183,6 +183,15 @@ SESSIONS = (
         ("clusterjob submit --cluster vemlp --nodes 2 --gpus-per-node 8 train.py --epochs 3",),
     ),
     Session(
+        "tests/e2e/test_inside_local.py::test_commands_of_troubleshooting_page",
+        ("docs/troubleshooting.md",),
+        (
+            "clusterjob exec train-e7trvw --rank 3 -- nvidia-smi",
+            "clusterjob shell train-e7trvw",
+            "clusterjob forward train-e7trvw 6006",
+        ),
+    ),
+    Session(
         "tests/platforms/test_backend_example.py::test_job_runs_on_queue",
         ("docs/backends.md",),
         ("clusterjob run --cluster tinyq --nodes 2 --nproc-per-node 2 examples/train_digits.py",),

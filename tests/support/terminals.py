@@ -9,6 +9,7 @@ import select
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Sequence
@@ -17,12 +18,17 @@ from typing import Any
 
 from procs import TEST_TIMEOUT
 
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    " os.execv(sys.argv[1], sys.argv[1:])"
+)
+
 
 class Terminal:
     """A command whose stdout and stderr are a terminal; a context manager.
 
     Its stdin is /dev/null unless ``options``, which go to `subprocess.Popen`, contain stdin. With
-    ``interactive`` its stdin is the terminal too, which is its controlling terminal.
+    ``controlling``, its stdin is the terminal too, whose keys send signals.
     """
 
     def __init__(
@@ -32,21 +38,34 @@ class Terminal:
         cwd: Path | None = None,
         columns: int = 120,
         rows: int = 40,
-        interactive: bool = False,
+        controlling: bool = False,
         **options: Any,
     ) -> None:
         self.shown = b""
         self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        if interactive:
-            options |= {
-                "stdin": slave,
-                "start_new_session": True,
-                "preexec_fn": lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
-            }
+        self._set_size(rows, columns)
+        if controlling:
+            argv = [sys.executable, "-S", "-c", TAKE_TERMINAL, *argv]
+            options |= {"stdin": slave, "start_new_session": True}
         options.setdefault("stdin", subprocess.DEVNULL)
         self.process = subprocess.Popen(argv, stdout=slave, stderr=slave, cwd=cwd, **options)
         os.close(slave)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the size of the terminal and notify the command, as a terminal emulator does."""
+        self._set_size(rows, columns)
+        self.process.send_signal(signal.SIGWINCH)
+
+    def _set_size(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    @property
+    def attributes(self) -> list[Any]:
+        """The settings of the terminal, such as raw mode."""
+        return termios.tcgetattr(self._master)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
 
     def __enter__(self) -> Terminal:
         return self
@@ -56,11 +75,6 @@ class Terminal:
             self.process.kill()
         self.process.wait()
         os.close(self._master)
-
-    def resize(self, *, columns: int, rows: int = 40) -> None:
-        """Change the size of the terminal and notify the command, as a terminal emulator does."""
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self.process.send_signal(signal.SIGWINCH)
 
     def read_until(self, wanted: bytes, timeout: float = TEST_TIMEOUT) -> None:
         """Read the output until it contains these bytes; fail the test after the timeout."""

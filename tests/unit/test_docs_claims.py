@@ -19,7 +19,7 @@ from clusterjob.core import trust
 from clusterjob.core.hosts import Host
 from clusterjob.core.options import OPTIONS
 from clusterjob.core.spec import JobSpec
-from clusterjob.errors import UsageError
+from clusterjob.errors import InsideError, UsageError
 from clusterjob.node import verdict
 from clusterjob.node.options import LAUNCHERS, START_MODES
 from clusterjob.node.options import parse as parse_launch
@@ -71,6 +71,7 @@ def test_reference_page_lists_states_exit_codes_and_result_keys_of_code() -> Non
             1,
             2,
             130,
+            InsideError.exit_code,
         )
     } == codes
     described = section(page, "`result.json`")

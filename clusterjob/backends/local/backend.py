@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from clusterjob.node.system import linux, private_dirs, processes
 from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
+    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.proposals import Proposal
 
 NAME = "local"
@@ -229,6 +231,22 @@ class LocalBackend:
         for agent in _live_agents(record):
             processes.signal_group(agent["pid"], signal.SIGINT)
         return True
+
+    def enter(self, record: Record, node: int) -> ByteLink:  # noqa: ARG002 - all are here
+        """Start the program that runs commands inside a job.
+
+        Raises:
+            SubmitError: it cannot be started.
+        """
+        from clusterjob.core.byte_link import ProcessLink
+
+        package = Path(__file__).resolve().parents[3]
+        try:
+            return ProcessLink(
+                [sys.executable, "-I", "-S", "-c", shared.START_INSIDE, str(package)], os.environ
+            )
+        except OSError as error:
+            raise SubmitError(f"{sys.executable} cannot be run: {error.strerror}") from error
 
     def close(self) -> None:
         """Do nothing: the lifelines of detached jobs are already closed."""

@@ -30,6 +30,7 @@ from clusterjob.worker.outcomes import FOLDER
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import Login, LoginHosts
+    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
 
@@ -321,6 +322,18 @@ class SlurmBackend:
             names=[name for of_node in names.values() for name in of_node],
             most=most,
         )
+
+    def enter(self, record: Record, node: int) -> ByteLink:
+        """Start the program that runs commands inside a job, in an overlapping step.
+
+        Raises:
+            ClusterJobError: Slurm does not show the job, or the login host cannot be used.
+        """
+        from clusterjob.backends.slurm import step
+
+        cluster = status.cluster_of(record)
+        host = None if cluster.login is None else self._logins.host(cluster.login)
+        return step.enter(record, node, client=self._at(cluster)[0], host=host)
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through a request in the job's directory, which the agents read.

@@ -23,6 +23,7 @@ from clusterjob.errors import HostError, SpecError, SubmitError
 from clusterjob.node.host_server.requests import Check, HostRequest, Remove, RequestStop
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS
 from clusterjob.remote import ssh_options
+from clusterjob.remote.channel_link import ChannelLink
 from clusterjob.remote.fetch import Fetch, Fetched, Request
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import for_each
@@ -138,6 +139,14 @@ class LoginHost:
             HostError: there is no answer, or the request failed on the host.
         """
         return self.session().ask(request, bulk=bulk)
+
+    def take_over(self, request: HostRequest) -> ChannelLink:
+        """Send a request to a session of its own, and return the streams of its process.
+
+        Raises:
+            HostError: the host cannot be used.
+        """
+        return ChannelLink(*self._sessions.new_session(self._place, 0).take_over(request))
 
     # -- commands ----------------------------------------------------------------------------------
 

@@ -26,13 +26,14 @@ from clusterjob.core.records import Handle, Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.host_server.requests import Cancel
+from clusterjob.node.host_server.requests import Cancel, EnterJob
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
 from clusterjob.worker.outcomes import FOLDER
 
 if TYPE_CHECKING:
+    from clusterjob.core.byte_link import ByteLink
     from clusterjob.core.proposals import Proposal
     from clusterjob.remote.fetch import Fetched
     from clusterjob.remote.sessions import Sessions
@@ -263,6 +264,17 @@ class SshBackend:
         if outcome.errors:
             raise ClusterJobError(*complaint(outcome.errors, len(names)))
         return {name: data for found in outcome.results.values() for name, data in found.items()}
+
+    def enter(self, record: Record, node: int) -> ByteLink:
+        """Start the program that runs commands inside a job, in a session of its own.
+
+        Raises:
+            HostError: the host cannot be used.
+        """
+        from clusterjob.remote.channel_link import ChannelLink
+
+        session = self._sessions.new_session(self._job(record).place, node)
+        return ChannelLink(*session.take_over(EnterJob()))
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of the hosts for a job.

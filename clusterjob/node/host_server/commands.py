@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +97,22 @@ class Commands:
             command.process.wait()
             command.close()
         return {}
+
+    def replace_process(self, request: requests.ExecCommand) -> None:
+        """Execute a command in place of this process; after an error, print it and return."""
+        name = request.argv[0]
+        environ = self._environment(name)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
+            signal.signal(number, signal.SIG_DFL)
+        path = shutil.which(name, path=environ.get("PATH")) or name
+        try:
+            os.execve(
+                path,
+                [os.fsencode(word) for word in request.argv],
+                slurm_environment(environ, name) | request.env,
+            )
+        except OSError as error:
+            print(f"{name} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
 
     def _reap(self, number: int, timeout: float) -> tuple[dict[str, Any], bytes]:
         command = self._running[number]

@@ -276,6 +276,26 @@ class DropCommand:
     number: int
 
 
+# -- run inside a job ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnterJob:
+    """Become the program of `clusterjob.node.inside`: the session ends, its streams continue."""
+
+
+@dataclass(frozen=True)
+class ExecCommand:
+    """Execute a scheduler command in place of the host server, on the streams of the session.
+
+    Attributes:
+        env: variables to add.
+    """
+
+    argv: _Texts
+    env: dict[str, str]
+
+
 # -- start and stop jobs -------------------------------------------------------------------------
 
 
@@ -356,6 +376,7 @@ HostRequest: typing.TypeAlias = (
     | Tree | Digests | Get
     | Listen | StopListening | ProbeAddresses
     | RunCommand | ReapCommand | DropCommand
+    | EnterJob | ExecCommand
     | Reserve | Start | Up | Cancel | RequestStop | Remove | Clean
 )  # fmt: skip
 REQUESTS = Codec(*typing.get_args(HostRequest))

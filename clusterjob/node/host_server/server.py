@@ -65,10 +65,14 @@ class RequestHandler:
 
     Args:
         home: clusterjob's directory on this host.
+
+    Attributes:
+        then: what this process does after the answer, instead of further requests.
     """
 
     def __init__(self, home: Path) -> None:
         self._home = home
+        self.then: Callable[[], None] | None = None
         self._listener: reachability.Listener | None = None
         self._body = RequestBody(io.BytesIO(), 0)
         work = remote_process.RemoteProcesses(home)
@@ -100,6 +104,10 @@ class RequestHandler:
             requests.RunCommand: scheduler.run,
             requests.ReapCommand: scheduler.reap,
             requests.DropCommand: scheduler.drop,
+            requests.EnterJob: lambda _: self._hand_over(_enter_job),
+            requests.ExecCommand: lambda request: self._hand_over(
+                lambda: scheduler.replace_process(request)
+            ),
             requests.Reserve: work.reserve,
             requests.Start: work.start,
             requests.Up: work.up,
@@ -121,6 +129,10 @@ class RequestHandler:
     def _workdir(self, request: requests.WorkdirRequest) -> Path:
         return Path(os.path.normpath(self._job_dir(request.job) / request.workdir))
 
+    def _hand_over(self, then: Callable[[], None]) -> dict[str, Any]:
+        self.then = then
+        return {}
+
     def _listen(self, request: requests.Listen) -> dict[str, Any]:
         self._listener = reachability.Listener(request.ports, request.nonce)
         return {"port": self._listener.port, "addresses": reachability.own_addresses()}
@@ -129,6 +141,12 @@ class RequestHandler:
         if self._listener is not None:
             self._listener.close()
         return {}
+
+
+def _enter_job() -> None:
+    from clusterjob.node.inside.program import main as enter
+
+    enter()
 
 
 def main(home: str) -> None:
@@ -160,3 +178,6 @@ def main(home: str) -> None:
         body.drain()
         sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
         sys.stdout.buffer.flush()
+        if handler.then is not None:
+            handler.then()
+            return

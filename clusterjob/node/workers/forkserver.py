@@ -42,6 +42,7 @@ from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.preemption_pipe import WarningPipe
 from clusterjob.node.workers.report import ReportPipe
 from clusterjob.node.workers.status_probe import StatusProbe
+from clusterjob.node.workers.worker_table import WorkerTable
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 # Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
@@ -88,6 +89,7 @@ class Forkserver:
         self._fork = False
         self._running: dict[int, worker_process.RunningWorker] = {}  # by pid
         self._status_probe = StatusProbe()
+        self._table = WorkerTable()
         self._store: int | None = None
         self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
         # The pipe of this round's workers; None if the job cannot be preempted.
@@ -229,6 +231,7 @@ class Forkserver:
     ) -> Program | None:
         self._empty_since = None
         self._status_probe.cancel()
+        self._table.clear()
         directory = log_files.node_directory(self._job_dir, world.node_rank)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
         if descriptors:
@@ -240,7 +243,8 @@ class Forkserver:
             self._warning = WarningPipe(warned=self._warned)
             variables[contract.WARNING_FD] = self._warning.name
             own.append(self._warning.write_end)
-        for start in self._starts(world, variables, directory=directory):
+        starts = self._starts(world, variables, directory=directory)
+        for start in starts:
             try:
                 pid = worker_process.start(start, self._reports.ends, close=own, stdin=self._stdin)
             except OSError as error:
@@ -262,6 +266,7 @@ class Forkserver:
             self._running[pid] = worker_process.RunningWorker(
                 pid, start.local_rank, started=time.monotonic(), err=start.err
             )
+        self._table.write(world, self._attempt, starts, running=self._running.values())
         return None
 
     def _starts(

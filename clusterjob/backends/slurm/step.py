@@ -1,0 +1,113 @@
+"""Run a program beside the workers of a Slurm job: an overlapping step on one node."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import TYPE_CHECKING
+
+from clusterjob.backends import shared
+from clusterjob.backends.slurm.client import Client
+from clusterjob.backends.slurm.status import cluster_of
+from clusterjob.core import node_zip
+from clusterjob.core.byte_link import ByteLink, ProcessLink
+from clusterjob.core.records import Record
+from clusterjob.errors import InsideError, SubmitError
+from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.host_server.requests import ExecCommand
+
+if TYPE_CHECKING:
+    from clusterjob.backends.slurm.login_host import LoginHost
+
+# The step's script: the interpreter of the job's agent runs the program, else any that is new
+# enough. The agent's may be a container's, which does not exist here.
+_SCRIPT = f"""
+new_enough() {{
+  "$1" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 10))' < /dev/null 2> /dev/null
+}}
+start() {{ exec "$1" -I -S -c {shlex.quote(shared.START_INSIDE)} "$zip"; }}
+zip=$1 job=$2
+for file in $(grep -slzxF -e "CLUSTERJOB_JOB_ID=$job" /proc/[0-9]*/environ 2> /dev/null); do
+  path=$(readlink -- "${{file%environ}}exe")
+  case ${{path##*/}} in python*) new_enough "$path" && start "$path" ;; esac
+done
+for path in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
+  new_enough "$path" && start "$path"
+done
+echo "no Python 3.10 or newer on $(uname -n), outside of the job's environment" >&2
+exit 1
+"""
+
+
+def enter(record: Record, node: int, client: Client, host: LoginHost | None) -> ByteLink:
+    """Start the program that runs commands inside a job, in an overlapping step.
+
+    Args:
+        record: the job.
+        node: the node's rank.
+        client: runs Slurm's commands.
+        host: the login host that runs srun; None for this machine.
+
+    Raises:
+        InsideError: Slurm does not show the job, or srun cannot be run.
+        HostError: the login host cannot be used.
+    """
+    argv = [*_srun(_job_number(record, client), cluster_of(record).cluster, node=node)]
+    zip_path = f"{_directory(record)}/{node_zip.NAME}"
+    argv += ["bash", "-c", _SCRIPT, "clusterjob-inside", zip_path, record.job_id]
+    if host is not None:
+        return host.take_over(ExecCommand(tuple(argv), {}))
+    environ = slurm_environment(os.environ, argv[0])
+    if client.conf:
+        environ["SLURM_CONF"] = client.conf
+    try:
+        return ProcessLink(argv, environ)
+    except OSError as error:
+        raise InsideError(
+            f"srun cannot be run: {error.strerror}", "add Slurm's client commands to PATH"
+        ) from error
+
+
+def _srun(job: str, cluster: str | None, *, node: int) -> list[str]:
+    return [
+        "srun",
+        *([f"--clusters={cluster}"] if cluster else []),
+        f"--jobid={job}",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--relative={node}",
+        "--mpi=none",
+        "--cpu-bind=none",
+        "--job-name=clusterjob-inside",
+        "--chdir=/",
+        "--export=ALL",
+        "--quiet",
+    ]
+
+
+def _directory(record: Record) -> str:
+    """Return the job's directory on the nodes; an array's elements share its node zip."""
+    handle = record.handle
+    if handle is not None and "directory" in handle.data:
+        return str(handle.data["directory"])
+    return str(record.whole_dir)
+
+
+def _job_number(record: Record, client: Client) -> str:
+    """Return Slurm's number of a job; an array element has one besides its ``12_3``.
+
+    Raises:
+        InsideError: Slurm does not show the element.
+    """
+    key = "" if record.handle is None else record.handle.id
+    if "_" not in key:
+        return key
+    try:
+        shown = client.run(["squeue", "--all", "--noheader", f"--jobs={key}", "--format=%A"])
+    except SubmitError as error:
+        raise InsideError(error.message, error.hint) from error
+    number = shown.out.strip()
+    if not number.isdecimal():
+        raise InsideError(f"Slurm does not show job {key}: {shown.message}")
+    return number

@@ -1,0 +1,93 @@
+"""The connection to a program that a backend has started inside a job: two descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import IO, Protocol
+
+_CLOSE_TIMEOUT = 5.0  # seconds for the process to end after its stdin has ended
+_MAX_ERROR = 300  # characters of an error line
+
+
+class ByteLink(Protocol):
+    """A connection to the program.
+
+    Attributes:
+        reader: the descriptor of its output.
+        writer: the descriptor of its input.
+    """
+
+    reader: int
+    writer: int
+
+    def error(self) -> str:
+        """Return the last line that the program or the transport wrote on stderr."""
+
+    def close(self) -> None:
+        """Close the connection; the program and all processes below it end."""
+
+
+class ProcessLink:
+    """A connection to a child process.
+
+    Args:
+        argv: its command line.
+        env: its environment.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        try:
+            # In its own session Ctrl-C reaches this process alone, which forwards it.
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=env,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            self._stderr.close()
+            raise
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._pipes = (self._process.stdin, self._process.stdout)
+        self.writer, self.reader = (pipe.fileno() for pipe in self._pipes)
+
+    def error(self) -> str:
+        """Return the last line on the process's stderr; wait a moment for its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self._stderr.seek(max(0, os.fstat(self._stderr.fileno()).st_size - (1 << 14)))
+        return last_line(self._stderr.read())
+
+    def close(self) -> None:
+        """Close the connection and wait for the process; end it after 5 s."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(_CLOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            try:
+                self._process.wait(_CLOSE_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._stderr.close()
+
+
+def last_line(data: bytes) -> str:
+    """Return the last line of an error output that is not empty."""
+    lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:_MAX_ERROR] if lines else ""

@@ -1,0 +1,1 @@
+"""Run commands, shells and port forwards inside a running job; `connection` starts each."""

@@ -1,0 +1,175 @@
+"""Run a command, or a shell, inside a running job, and carry its streams until its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from clusterjob.core.inside import connection
+from clusterjob.core.inside.connection import InsideConnection
+from clusterjob.core.inside.local_end import Signals, Terminal
+from clusterjob.core.records import Record
+from clusterjob.errors import ClusterJobError, InsideError
+from clusterjob.node.inside import streams
+from clusterjob.node.inside.streams import Stream
+
+STDIN, STDOUT, STDERR = 0, 1, 2  # numbers of the streams, as in `clusterjob.node.inside.command`
+_TICK = 1.0  # seconds between two checks of the connection
+_AT_ONCE = 32  # nodes that are entered at the same time
+
+
+def run(
+    record: Record,
+    argv: Sequence[str],
+    *,
+    node: int | None,
+    rank: int | None,
+    terminal: bool,
+    warn: Callable[[str], None],
+) -> int:
+    """Run a command beside a worker on this process's stdin, stdout and stderr.
+
+    Args:
+        record: the job.
+        argv: the command line; empty for an interactive shell.
+        node: the node; None for the node of `rank`, or node 0.
+        rank: the worker; None for the first of the node.
+        terminal: whether the command gets a terminal, which this process's stdin is.
+        warn: shows one line to the user.
+
+    Returns:
+        The command's exit code; 128 + N if signal N ended it.
+
+    Raises:
+        UsageError: the job has no such node or rank.
+        InsideError: the job does not run, or the connection broke.
+    """
+    own = Terminal()
+    request = {
+        "argv": list(argv),
+        "stdin": True,
+        "terminal": [*own.size(), os.environ.get("TERM", "")] if terminal else None,
+        "title": record.job_id,
+    }
+    backend = connection.check(record, node, rank)
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        entered = connection.enter(record, backend, request, node=node, rank=rank)
+        stack.callback(entered.close)
+        _warn_of_container(entered, warn)
+        for stream in (
+            Stream(STDIN, source=STDIN),
+            Stream(STDOUT, sink=STDOUT, shared=True),
+            Stream(STDERR, sink=STDERR, shared=True),
+        ):
+            entered.streams.add(stream)
+        if terminal:
+            stack.enter_context(own)
+            entered.streams.send(streams.SIZE, payload=own.frame())
+        _carry([entered], signals, own if terminal else None)
+        return _exit_code(entered, signals)
+
+
+def run_on_all(
+    record: Record,
+    argv: Sequence[str],
+    *,
+    show: Callable[[int, int, bytes], None],
+    warn: Callable[[str], None],
+) -> int:
+    """Run a command on every node at the same time, with an empty stdin.
+
+    Args:
+        record: the job.
+        argv: the command line.
+        show: called with the node, the stream and its bytes; with no bytes at the end.
+        warn: shows one line to the user.
+
+    Returns:
+        The exit code of the first node, in the order of ranks, whose code is not 0; else 0.
+
+    Raises:
+        InsideError: the job does not run.
+    """
+    backend = connection.check(record)
+    request = {"argv": list(argv), "stdin": False, "terminal": None}
+    codes = dict.fromkeys(range(record.nodes), InsideError.exit_code)
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        runs = []
+        with ThreadPoolExecutor(min(_AT_ONCE, record.nodes)) as pool:
+            started = [
+                pool.submit(connection.enter, record, backend, request, node=node) for node in codes
+            ]
+        for future in started:
+            try:
+                entered = future.result()
+            except ClusterJobError as error:
+                warn(error.message)
+                continue
+            stack.callback(entered.close)
+            for number in (STDOUT, STDERR):
+                entered.streams.add(_shown(entered.node, number, show))
+            runs.append(entered)
+        for entered in runs[:1]:
+            _warn_of_container(entered, warn)
+        _carry(runs, signals, None, warn=warn)
+        for entered in runs:
+            for number in (STDOUT, STDERR):
+                show(entered.node, number, b"")
+            try:
+                codes[entered.node] = _exit_code(entered, signals)
+            except InsideError as error:
+                warn(error.message)
+    return next((code for code in codes.values() if code), 0)
+
+
+def _shown(node: int, number: int, show: Callable[[int, int, bytes], None]) -> Stream:
+    return Stream(number, sink=lambda data: show(node, number, data))
+
+
+def _warn_of_container(entered: InsideConnection, warn: Callable[[str], None]) -> None:
+    if entered.outside:
+        warn(f"the container of node {entered.node} cannot be entered: this runs outside of it")
+
+
+def _exit_code(entered: InsideConnection, signals: Signals) -> int:
+    if not entered.ended and signals.last:
+        return 128 + signals.last
+    return entered.exit_code()
+
+
+def _carry(
+    runs: Sequence[InsideConnection],
+    signals: Signals,
+    terminal: Terminal | None,
+    warn: Callable[[str], None] | None = None,
+) -> None:
+    """Carry the streams until every command has ended, and forward this process's signals.
+
+    Raises:
+        InsideError: a connection broke, and there is no `warn`.
+    """
+    left = list(runs)
+    while left and not signals.abort:
+        ready = streams.wait_for_any(
+            [entered.streams for entered in left], [signals.descriptor], _TICK
+        )
+        for number in signals.read() if signals.descriptor in ready else ():
+            for entered in left:
+                if number != signal.SIGWINCH:
+                    entered.streams.send(streams.SIGNAL, payload=bytes([number]))
+                elif terminal is not None:
+                    entered.streams.send(streams.SIZE, payload=terminal.frame())
+        for entered in list(left):
+            try:
+                entered.handle(ready)
+            except InsideError as error:
+                if warn is None:
+                    raise
+                warn(error.message)
+                left.remove(entered)
+                continue
+            if entered.finished:
+                left.remove(entered)

@@ -1,0 +1,363 @@
+"""Carry several byte streams with flow control over one pair of descriptors.
+
+Both sides use it. A frame is a header (kind, stream, length), the payload, and a newline. The
+newline is for Slurm, which buffers a task's output by lines. Each side may send `WINDOW` bytes of a
+stream before the other side grants more, so a slow reader of one stream delays no other stream.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+WINDOW = 1 << 19  # bytes of a stream that the receiver stores
+MAX_PAYLOAD = 1 << 15  # bytes of one frame
+MAX_STREAMS = 4096
+# poll(2) promises that a pipe takes this number of bytes. Descriptors that other processes share
+# stay in blocking mode.
+_SAFE_WRITE = 4096
+_MAX_UNSENT = 1 << 18  # bytes for the other side; above it, no stream is read
+_HEADER = struct.Struct(">BII")
+
+# Kinds of frames.
+OPEN = 1  # a new stream; the payload belongs to the user of `Streams`
+DATA = 2
+END = 3  # the sender sends no more data of the stream
+GRANT = 4  # the sender accepts this number of further bytes (4 bytes)
+RESET = 5  # the sender accepts no more data of the stream; the payload is the reason
+SIZE = 6  # the size of the terminal: rows and columns (2 bytes each)
+SIGNAL = 7  # a signal for the command (1 byte)
+EXIT = 8  # the last frame: a JSON object
+ALIVE = 9  # the sender is alive
+_KINDS = range(OPEN, ALIVE + 1)
+_GRANT = struct.Struct(">I")
+
+READ, WRITE = 1, 2  # flags of `wait`
+Source = int | None
+Sink = int | Callable[[bytes], None] | None
+
+
+class FrameError(ValueError):
+    """The other side sent something that is not a frame, or more than it may send."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One stream of a `Streams`.
+
+    Attributes:
+        number: identifies the stream on both sides.
+        source: the descriptor whose bytes are sent; None after its end.
+        sink: the descriptor, or the function, for received bytes; None after its end.
+        close_source, close_sink: called once, at the end of each.
+        shared: whether other processes use the sink, so that it stays in blocking mode.
+        credit: number of bytes that the other side accepts.
+        waiting: received bytes that are not written yet.
+        ending: whether the other side has sent its last byte.
+    """
+
+    number: int
+    source: Source = None
+    sink: Sink = None
+    close_source: Callable[[], None] = lambda: None
+    close_sink: Callable[[], None] = lambda: None
+    shared: bool = False
+    credit: int = WINDOW
+    waiting: bytearray = field(default_factory=bytearray)
+    ending: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether both directions have ended."""
+        return self.source is None and self.sink is None
+
+
+class Streams:
+    """Streams over one connection.
+
+    Args:
+        reader, writer: descriptors of the connection.
+        control: called with (kind, stream number, payload) of each frame that is not about the
+            data of a stream.
+
+    Attributes:
+        closed: whether the other side has closed the connection.
+        streams: the streams that have not ended.
+    """
+
+    def __init__(
+        self, reader: int, writer: int, control: Callable[[int, int, bytes], None]
+    ) -> None:
+        self._reader, self._writer, self._control = reader, writer, control
+        self.closed = False
+        self.streams: dict[int, Stream] = {}
+        self._received = bytearray()
+        self._unsent = bytearray()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+
+    def add(self, stream: Stream) -> None:
+        """Add a stream; the other side adds one with the same number.
+
+        Raises:
+            FrameError: there are too many streams, or the number is in use.
+        """
+        if len(self.streams) >= MAX_STREAMS or stream.number in self.streams:
+            raise FrameError(f"stream {stream.number} cannot be opened")
+        self.streams[stream.number] = stream
+
+    def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
+        """Queue a frame."""
+        self._unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+
+    @property
+    def idle(self) -> bool:
+        """Whether all received bytes are written, and all queued frames are sent."""
+        return not self._unsent and not any(stream.waiting for stream in self.streams.values())
+
+    @property
+    def reading(self) -> bool:
+        """Whether any stream has a source that has not ended."""
+        return any(stream.source is not None for stream in self.streams.values())
+
+    @property
+    def sent(self) -> bool:
+        """Whether all queued frames are sent."""
+        return not self._unsent
+
+    def interest(self) -> dict[int, int]:
+        """Return the descriptors to `wait` for, with the flags of each."""
+        wanted: dict[int, int] = {}
+        if not self.closed:
+            wanted[self._reader] = READ
+            if self._unsent:
+                wanted[self._writer] = wanted.get(self._writer, 0) | WRITE
+        full = len(self._unsent) > _MAX_UNSENT
+        for stream in self.streams.values():
+            if stream.source is not None and stream.credit and not full and not self.closed:
+                wanted[stream.source] = wanted.get(stream.source, 0) | READ
+            if isinstance(stream.sink, int) and stream.waiting:
+                wanted[stream.sink] = wanted.get(stream.sink, 0) | WRITE
+        return wanted
+
+    def handle(self, ready: dict[int, int]) -> None:
+        """Read and write the descriptors that are ready.
+
+        Raises:
+            FrameError: the other side breaks the protocol.
+        """
+        for stream in list(self.streams.values()):
+            if isinstance(stream.sink, int) and ready.get(stream.sink, 0) & WRITE:
+                self._write(stream)
+            if stream.source is not None and ready.get(stream.source, 0) & READ:
+                self._read(stream)
+            self._forget(stream)
+        if ready.get(self._reader, 0) & READ and not self.closed:
+            self._receive()
+        if self._unsent and not self.closed:
+            self._flush()
+
+    def step(self, timeout: float) -> None:
+        """Wait for any descriptor, at most `timeout` seconds, and handle it."""
+        self.handle(wait(self.interest(), timeout))
+
+    def feed(self, data: bytes) -> None:
+        """Handle bytes that were already read from the connection.
+
+        Raises:
+            FrameError: they are not frames.
+        """
+        self._received += data
+        begin = 0
+        while len(self._received) - begin >= _HEADER.size:
+            kind, number, size = _HEADER.unpack_from(self._received, begin)
+            if kind not in _KINDS or size > MAX_PAYLOAD:
+                raise FrameError(f"a frame of kind {kind} with {size} bytes")
+            end = begin + _HEADER.size + size
+            if len(self._received) <= end:
+                break
+            if self._received[end] != 10:
+                raise FrameError("a frame without its end")
+            payload = bytes(self._received[begin + _HEADER.size : end])
+            begin = end + 1
+            self._dispatch(kind, number, payload)
+        del self._received[:begin]
+
+    def drop_source(self, stream: Stream) -> None:
+        """Read no more from a stream's source, without an `END`."""
+        if stream.source is not None:
+            stream.source = None
+            stream.close_source()
+            self._forget(stream)
+
+    def _receive(self) -> None:
+        try:
+            data = os.read(self._reader, 1 << 17)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.feed(data)
+        else:
+            self._lose()
+
+    def _flush(self) -> None:
+        try:
+            sent = os.write(self._writer, self._unsent[: 1 << 17])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._lose()
+            return
+        del self._unsent[:sent]
+
+    def _lose(self) -> None:
+        self.closed = True
+        self._unsent.clear()
+
+    def _dispatch(self, kind: int, number: int, payload: bytes) -> None:
+        if kind not in (DATA, END, GRANT, RESET):
+            self._control(kind, number, payload)
+            return
+        stream = self.streams.get(number)
+        if stream is None:
+            return  # it has ended here
+        if kind == DATA:
+            self._take(stream, payload)
+        elif kind == END:
+            stream.ending = True
+            self._end_sink_if_done(stream)
+        elif kind == GRANT:
+            if len(payload) != _GRANT.size:
+                raise FrameError("a malformed grant")
+            stream.credit = min(WINDOW, stream.credit + _GRANT.unpack(payload)[0])
+        else:
+            if payload:
+                self._control(RESET, number, payload)
+            stream.ending = True
+            stream.waiting.clear()
+            self.drop_source(stream)
+            self._end_sink_if_done(stream)
+        self._forget(stream)
+
+    def _take(self, stream: Stream, data: bytes) -> None:
+        if len(stream.waiting) + len(data) > WINDOW or stream.ending:
+            raise FrameError(f"more bytes of stream {stream.number} than its window allows")
+        if stream.sink is None:
+            return
+        if callable(stream.sink):
+            stream.sink(data)
+            self.send(GRANT, stream.number, payload=_GRANT.pack(len(data)))
+            return
+        stream.waiting += data
+        self._write(stream)
+
+    def _write(self, stream: Stream) -> None:
+        assert isinstance(stream.sink, int)
+        if stream.shared and not wait({stream.sink: WRITE}, 0.0):
+            return
+        most = _SAFE_WRITE if stream.shared else len(stream.waiting)
+        try:
+            count = os.write(stream.sink, stream.waiting[:most])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            stream.waiting.clear()
+            stream.sink = None
+            stream.close_sink()
+            self.send(RESET, stream.number, payload=b"" if stream.shared else _reason(error))
+            return
+        del stream.waiting[:count]
+        self.send(GRANT, stream.number, payload=_GRANT.pack(count))
+        self._end_sink_if_done(stream)
+
+    def _end_sink_if_done(self, stream: Stream) -> None:
+        if stream.ending and not stream.waiting and stream.sink is not None:
+            stream.sink = None
+            stream.close_sink()
+
+    def _read(self, stream: Stream) -> None:
+        assert stream.source is not None
+        try:
+            data = os.read(stream.source, min(stream.credit, MAX_PAYLOAD))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:  # EIO: no process has the terminal open any more
+            data = b""
+        if data:
+            stream.credit -= len(data)
+            self.send(DATA, stream.number, payload=data)
+        else:
+            self.send(END, stream.number)
+            stream.source = None
+            stream.close_source()
+
+    def _forget(self, stream: Stream) -> None:
+        if stream.done and self.streams.get(stream.number) is stream:
+            del self.streams[stream.number]
+
+
+class Beat:
+    """Tells the other side every `INTERVAL` seconds that this side is alive."""
+
+    INTERVAL = 10.0
+
+    def __init__(self, connection: Streams) -> None:
+        self._connection = connection
+        self._due = 0.0
+
+    def send_if_due(self) -> None:
+        """Send the frame if the interval has passed."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + self.INTERVAL
+            self._connection.send(ALIVE)
+
+
+def _reason(error: OSError) -> bytes:
+    return (error.strerror or "").encode()[:200]
+
+
+def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:
+    """Return the descriptors that are ready, with `READ` and `WRITE` flags.
+
+    Args:
+        wanted: the descriptors, with the flags to wait for.
+        timeout: seconds.
+    """
+    if sys.platform == "darwin":  # its poll(2) does not know terminals
+        readers = [each for each, flags in wanted.items() if flags & READ]
+        writers = [each for each, flags in wanted.items() if flags & WRITE]
+        found = select.select(readers, writers, [], timeout)
+        return {
+            each: READ * (each in found[0]) | WRITE * (each in found[1])
+            for each in {*found[0], *found[1]}
+        }
+    poll = select.poll()
+    for each, flags in wanted.items():
+        poll.register(
+            each, (select.POLLIN if flags & READ else 0) | (select.POLLOUT if flags & WRITE else 0)
+        )
+    # An error or a hang-up makes both ready: the next call reports it.
+    both = select.POLLERR | select.POLLHUP | select.POLLNVAL
+    return {
+        each: (READ if events & (select.POLLIN | both) else 0)
+        | (WRITE if events & (select.POLLOUT | both) else 0)
+        for each, events in poll.poll(timeout * 1000)
+    }
+
+
+def wait_for_any(
+    connections: Iterable[Streams], more: Iterable[int], timeout: float
+) -> dict[int, int]:
+    """Wait for several connections and further descriptors that are read; return the ready ones."""
+    wanted: dict[int, int] = dict.fromkeys(more, READ)
+    for connection in connections:
+        for each, flags in connection.interest().items():
+            wanted[each] = wanted.get(each, 0) | flags
+    return wait(wanted, timeout)

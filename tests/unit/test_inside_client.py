@@ -1,0 +1,212 @@
+"""The submitter's side of `exec`, `shell` and `forward`: states, answers, ports, lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.backends import base
+from clusterjob.backends.base import Status
+from clusterjob.cli import output
+from clusterjob.core.inside import connection
+from clusterjob.core.inside.forward import Port, listen
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.errors import ClusterJobError, InsideError, SubmitError, UsageError
+from clusterjob.node.logs.events import now
+from clusterjob.node.program import Program
+from clusterjob.node.verdict import JobState, Verdict
+
+
+class Link:
+    """A link to a program that has sent some bytes and ended."""
+
+    def __init__(self, sent: bytes) -> None:
+        self.reader, end = os.pipe()
+        self.requests, self.writer = os.pipe()
+        os.write(end, sent)
+        os.close(end)
+
+    def error(self) -> str:
+        return "the last line"
+
+    def close(self) -> None:
+        for each in (self.reader, self.requests, self.writer):
+            os.close(each)
+
+
+class Backend:
+    """A backend whose jobs have one state, and whose nodes give the scripted answers."""
+
+    capabilities: ClassVar[Sequence[Any]] = ()
+
+    def __init__(self, state: JobState, reason: str = "", *answers: bytes) -> None:
+        self.state, self.reason, self.answers = state, reason, list(answers)
+        self.asked: list[int] = []
+
+    def status(self, records: Sequence[Record]) -> dict[str, Status]:
+        verdict = Verdict(self.state, 1, reason="") if self.state.final else None
+        return {each.job_id: Status(self.state, self.reason, verdict) for each in records}
+
+    def enter(self, record: Record, node: int) -> Link:
+        self.asked.append(node)
+        return Link(self.answers.pop(0))
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Record]:
+    def make(backend: Any, *, nodes: int = 4, nproc: int | None = 2, **more: Any) -> Record:
+        monkeypatch.setitem(base._loaded, "fake", backend)
+        spec = JobSpec(
+            Program("command", "true"),
+            resources=Resources(nodes=nodes),
+            nproc_per_node=nproc or 1,
+            nproc_is_default=nproc is None,
+            name="t",
+            workdir=tmp_path,
+        )
+        made = Record(
+            "t-1", "t", cluster="fake", backend="fake", job_dir=tmp_path / "job", nodes=nodes,
+            submitted_at=now(), spec=spec.to_json(), handle=Handle("fake", "1", {}), **more,
+        )  # fmt: skip
+        Records().save(made)
+        return made
+
+    return make
+
+
+def answer(**data: Any) -> bytes:
+    return connection.MARKER + json.dumps(data).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "message"),
+    [
+        (JobState.PENDING, 255, "job t-1 has not started: why"),
+        (JobState.UNKNOWN, 255, "job t-1 cannot be reached: why"),
+        (JobState.FAILED, 255, "job t-1 has ended: FAILED"),
+    ],
+)
+def test_job_that_does_not_run_is_one_line(
+    record: Callable[..., Record], state: JobState, code: int, message: str
+) -> None:
+    with pytest.raises(InsideError) as caught:
+        connection.check(record(Backend(state, "why")))
+    assert (caught.value.exit_code, caught.value.message) == (code, message)
+    assert "t-1" in caught.value.hint
+
+
+def test_backend_without_the_feature_and_wrong_targets_are_refused(
+    record: Callable[..., Record],
+) -> None:
+    class Plain:
+        pass
+
+    running = Backend(JobState.RUNNING)
+    for made, target, message in (
+        (record(Plain()), {}, "the fake backend cannot run commands inside a job"),
+        (record(running), {"node": 4}, "job t-1 has no node 4"),
+        (record(running), {"rank": 8}, "job t-1 has no rank 8"),
+        (record(running, array={"indices": [3, 5], "pieces": [0]}), {}, "job t-1 is an array"),
+    ):
+        base._loaded["fake"] = Plain() if "backend" in message else running  # type: ignore[assignment]
+        with pytest.raises(UsageError) as caught:
+            connection.check(made, **target)
+        assert caught.value.message == message
+        assert caught.value.hint
+    assert not isinstance(base.load("mlp"), base.Executor)
+
+
+def test_node_of_rank_is_found_from_what_nodes_answer(record: Callable[..., Record]) -> None:
+    backend = Backend(
+        JobState.RUNNING, "",
+        answer(error={"why": "rank", "first": 11, "count": 3, "world": 14}),
+        b"a banner\n" + answer(rank=5, host="gpu3\x1b[2J"),
+    )  # fmt: skip
+    made = record(backend, nproc=None)
+    entered = connection.enter(made, backend, {"argv": ["x"]}, rank=5)  # type: ignore[arg-type]
+    assert backend.asked == [3, 1]
+    assert (entered.rank, entered.node) == (5, 1)
+    assert "\x1b" not in entered.host
+    entered.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"", "node 0: the last line"),
+        (b"noise\n", "node 0: the last line"),
+        (b"x" * 60_000, "node 0: the last line"),
+        (connection.MARKER + b"{\n", "node 0: it sends a malformed answer"),
+        (connection.MARKER + b'{"rank": "x"}\n', "node 0: it sends a malformed answer"),
+        (answer(error={"why": "absent"}), "job t-1: no worker runs on node 0"),
+        (answer(error={"why": "rank", "first": 1, "count": 0}), "job t-1: no worker runs on nod"),
+    ],
+)
+def test_hostile_answers_are_one_line(
+    record: Callable[..., Record], sent: bytes, message: str
+) -> None:
+    backend = Backend(JobState.RUNNING, "", sent)
+    made = record(backend)
+    with pytest.raises(InsideError) as caught:
+        connection.enter(made, backend, {}, rank=0)  # type: ignore[arg-type]
+    assert caught.value.message.startswith(message)
+
+
+def test_errors_of_backend_get_exit_code_255(record: Callable[..., Record]) -> None:
+    class Refusing(Backend):
+        def enter(self, record: Record, node: int) -> Link:
+            raise SubmitError("srun: no", "a hint")
+
+    backend = Refusing(JobState.RUNNING)
+    with pytest.raises(InsideError) as caught:
+        connection.enter(record(backend), backend, {})  # type: ignore[arg-type]
+    assert (caught.value.exit_code, caught.value.message) == (255, "srun: no")
+    assert caught.value.hint == "a hint"
+
+
+@given(st.text(max_size=12))
+def test_port_text_is_a_port_or_an_error(text: str) -> None:
+    try:
+        port = Port.parse(text)
+    except UsageError:
+        return
+    assert 0 < port.remote < 65536
+    assert port.local is None or 0 <= port.local < 65536
+
+
+def test_ports_are_parsed_and_busy_ones_skipped() -> None:
+    assert Port.parse("6006") == Port(6006)
+    assert Port.parse("0:6006") == Port(6006, 0)
+    assert Port.parse("8080:6006") == Port(6006, 8080)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        taken = busy.getsockname()[1]
+        with listen(Port(taken)) as other:
+            assert other.getsockname()[0] == "127.0.0.1"
+            assert other.getsockname()[1] != taken
+        with pytest.raises(ClusterJobError, match=f"port {taken} of this machine"):
+            listen(Port(80, taken))
+
+
+def test_node_lines_are_labelled_and_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output.NodeLines()
+    lines.show(0, 1, b"one\ntw")
+    lines.show(1, 1, b"other\r\n")
+    lines.show(0, 1, b"o\x1b]0;title\x07")
+    lines.show(0, 2, b"wrong\n")
+    lines.show(0, 1, b"")
+    lines.show(1, 1, b"")
+    out, err = capsys.readouterr()
+    assert out.splitlines()[:2] == ["[node 0] one", "[node 1] other"]
+    assert out.splitlines()[2].startswith("[node 0] two")
+    assert "\x1b]" not in out
+    assert "\x07" not in out
+    assert err == "[node 0] wrong\n"

@@ -1,0 +1,188 @@
+"""The streams of `exec` and `forward`: flow control, ends, and what a hostile side may send."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterjob.node.inside import streams
+from clusterjob.node.inside.streams import FrameError, Stream, Streams
+
+
+class Pair:
+    """Two connected `Streams`."""
+
+    def __init__(self) -> None:
+        self.controls: list[tuple[int, int, bytes]] = []
+        there, back = os.pipe(), os.pipe()
+        self.descriptors = [*there, *back]
+        self.near = Streams(back[0], there[1], control=self._note)
+        self.far = Streams(there[0], back[1], control=self._note)
+
+    def _note(self, kind: int, number: int, payload: bytes) -> None:
+        self.controls.append((kind, number, payload))
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for side in (self.near, self.far):
+                side.step(0.0)
+
+    def pipe(self) -> tuple[int, int]:
+        ends = os.pipe()
+        self.descriptors += ends
+        for end in ends:
+            os.set_blocking(end, False)
+        return ends
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        made = Pair()
+        stack.callback(lambda: [os.close(each) for each in made.descriptors])
+        yield made
+
+
+def feeder(received: list[bytes]) -> Streams:
+    """Return streams whose connection is never used: frames are fed to them."""
+    connection = Streams.__new__(Streams)
+    connection.__dict__.update(
+        closed=False, streams={}, _received=bytearray(), _unsent=bytearray(), _reader=-1,
+        _writer=-1, _control=lambda *_: None,
+    )  # fmt: skip
+    connection.add(Stream(1, sink=received.append))
+    return connection
+
+
+def frame(kind: int, number: int, payload: bytes) -> bytes:
+    return struct.pack(">BII", kind, number, len(payload)) + payload + b"\n"
+
+
+def test_bytes_and_end_arrive_in_order(pair: Pair) -> None:
+    source, received = pair.pipe(), []
+    ends: list[str] = []
+    pair.near.add(Stream(1, source=source[0]))
+    pair.far.add(Stream(1, sink=received.append, close_sink=lambda: ends.append("end")))
+    for number in range(50):
+        os.write(source[1], b"%d\n" % number * 100)
+        pair.step(3)
+    os.close(source[1])
+    pair.descriptors.remove(source[1])
+    pair.step(20)
+    assert b"".join(received) == b"".join(b"%d\n" % number * 100 for number in range(50))
+    assert ends == ["end"]
+    assert not pair.near.streams
+    assert not pair.far.streams
+
+
+def test_unread_stream_stops_at_its_window_and_others_continue(pair: Pair) -> None:
+    zeros = os.open("/dev/zero", os.O_RDONLY)
+    pair.descriptors.append(zeros)
+    blocked, source, received = pair.pipe(), pair.pipe(), []
+    pair.near.add(Stream(1, source=zeros))
+    unread = Stream(1, sink=blocked[1])
+    pair.far.add(unread)
+    pair.near.add(Stream(2, source=source[0]))
+    pair.far.add(Stream(2, sink=received.append))
+    pair.step(300)
+    held = len(unread.waiting)
+    assert 0 < held <= streams.WINDOW
+    os.write(source[1], b"still here")
+    pair.step(5)
+    assert received == [b"still here"]
+    assert len(unread.waiting) == held
+    os.read(blocked[0], 1 << 16)
+    pair.step(5)
+    assert pair.near.streams[1].credit <= 1 << 16
+
+
+def test_broken_sink_stops_the_source(pair: Pair) -> None:
+    zeros, broken = os.open("/dev/zero", os.O_RDONLY), pair.pipe()
+    closed: list[int] = []
+    os.close(broken[0])
+    pair.descriptors.remove(broken[0])
+    pair.near.add(
+        Stream(1, source=zeros, close_source=lambda: closed.append(os.close(zeros) or zeros))
+    )
+    pair.far.add(Stream(1, sink=broken[1]))
+    pair.step(10)
+    assert closed == [zeros]
+    assert pair.controls == [(streams.RESET, 1, b"Broken pipe")]
+
+
+def test_end_of_connection_is_seen(pair: Pair) -> None:
+    for each in pair.descriptors[2:4]:
+        os.close(each)
+    del pair.descriptors[2:4]
+    pair.near.send(streams.ALIVE)
+    pair.near.closed or pair.near.step(0.0)
+    assert pair.near.closed
+
+
+@given(data=st.binary(max_size=5000), cuts=st.lists(st.integers(1, 5000), max_size=8))
+def test_frames_may_arrive_in_any_pieces(data: bytes, cuts: list[int]) -> None:
+    received: list[bytes] = []
+    connection = feeder(received)
+    text = b"".join(
+        frame(streams.DATA, 1, data[begin : begin + 700]) for begin in range(0, len(data), 700)
+    )
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    for begin, end in itertools.pairwise(bounds):
+        connection.feed(text[begin:end])
+    assert b"".join(received) == data
+
+
+@given(st.binary(max_size=300))
+def test_hostile_bytes_raise_nothing_but_frame_errors(data: bytes) -> None:
+    received: list[bytes] = []
+    connection = feeder(received)
+    try:
+        connection.feed(data)
+    except FrameError:
+        pass
+    assert sum(map(len, received)) <= len(data)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.binary(max_size=40)), max_size=30)
+)
+def test_hostile_frames_raise_nothing_but_frame_errors(
+    frames: list[tuple[int, int, bytes]],
+) -> None:
+    connection = feeder([])
+    try:
+        for each in frames:
+            connection.feed(frame(*each))
+    except FrameError:
+        pass
+    assert all(stream.credit <= streams.WINDOW for stream in connection.streams.values())
+
+
+def test_more_bytes_than_the_window_are_refused(pair: Pair) -> None:
+    connection = feeder([])
+    connection.add(Stream(2, sink=pair.pipe()[1]))
+    data = frame(streams.DATA, 2, bytes(30_000)) * (2 + (streams.WINDOW + (1 << 16)) // 30_000)
+    with pytest.raises(FrameError, match="window"):
+        connection.feed(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(streams.DATA, 1, b"x")[:-1] + b"?",
+        struct.pack(">BII", streams.DATA, 1, streams.MAX_PAYLOAD + 1),
+        struct.pack(">BII", 77, 1, 0),
+        frame(streams.GRANT, 1, b"\xff"),
+    ],
+    ids=["end", "size", "kind", "grant"],
+)
+def test_wrong_frames_are_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        feeder([]).feed(data)
