@@ -108,9 +108,10 @@ def _parse(workdir: Path, name: str, content: bytes) -> Mapping[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(content.decode())
+        found: dict[str, Any] = tomllib.loads(content.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise SpecError(f"--uv: {workdir / name} is not valid TOML: {error}") from error
+    return found
 
 
 def _below(workdir: Path, path: str) -> str:

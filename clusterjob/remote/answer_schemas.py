@@ -123,6 +123,7 @@ _ANSWERS = {
         )
     ),
     "Install": AnswerSchema(_object({"missing": _Digests}), max_line=8 << 20),
+    "FindStored": AnswerSchema(_object({"stored": bool})),
     "ReceiveFiles": AnswerSchema(_object({"wrong": _Digests}), max_line=8 << 20),
     "Reserve": AnswerSchema(_object({"devices": _Text | None, "short": _Text})),
     "Up": AnswerSchema(_object({"up": bool}, {"why": _Text})),

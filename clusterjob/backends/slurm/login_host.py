@@ -16,7 +16,7 @@ from typing import Any
 from clusterjob.backends import shared
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.backends.slurm.remote_command import RemoteCommand
-from clusterjob.core import snapshot
+from clusterjob.core import python_env, snapshot
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
@@ -227,6 +227,8 @@ class LoginHost:
             SubmitError: the directory cannot be mounted into the container.
         """
         size = sum(len(file.data) for file in plan.files)
+        if plan.spec.sync and plan.spec.env_archive is not None:
+            size += plan.spec.env_archive.stat().st_size
         answer, _ = self.ask(Check(shared.LOG_SPACE + size, torch=False, own=False))
         if answer["errors"]:
             raise HostError(self.label, "; ".join(answer["errors"]))
@@ -260,10 +262,12 @@ class LoginHost:
             ssh_options.ConnectionSettings.of(spec.options).sync_limit,
             include_secrets=spec.include_secrets,
         )
+        env = python_env.read(spec)
         with Sending([self.label]) as progress:
-            JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).install(
-                code
-            )
+            bundle = JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0))
+            bundle.install(code)
+            if env is not None and env.source is not None:
+                bundle.send_archive(env.source, env.digest, size=env.size)
         return shared.keep_code(code, spec.workdir, job_dir=plan.job_dir)
 
     def remove(self, job_id: str) -> None:
