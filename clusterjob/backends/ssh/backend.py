@@ -47,6 +47,7 @@ class SshBackend:
         Capability.HOSTS,
         Capability.GPU_LIST,
         Capability.SHARED_DIRECTORY,
+        Capability.PYTHON_ENVIRONMENTS,
         Capability.BACKEND_OPTIONS,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
