@@ -147,10 +147,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     packed = values.get("uv") or "env_archive" in values
     if packed:  # another node may need minutes to prepare the environment
         values.setdefault("join_timeout", _PREPARE_TIMEOUT)
-    if "env_archive" in values and "python" in values:
-        raise SpecError(
-            "--python and --env-archive exclude each other", "the archive has its own interpreter"
-        )
+    if "env_archive" in values:
+        values.pop("python", None)  # such as that of a profile: the archive has its own
     return JobSpec(
         program=program,
         resources=resources,
