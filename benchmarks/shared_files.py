@@ -70,18 +70,19 @@ def measure(directory: Path, *, show: bool) -> list[Row]:
     traced = ["strace", "-f", "-y", "-qq", "-e", "trace=open,openat,openat2,creat"]
     torchrun = [*traced, "-o", str(directory / "trace"), command("torchrun")]
     places = (shared, venv)
-    results = {
-        "--env-archive, first job of a node": count(
-            [*ours, *packed, *program], environ, directory, places
-        ),
-        "--env-archive, each later job": count(
-            [*ours, *packed, *program], environ, directory, places
-        ),
-        "--python on the shared disk": count([*ours, *program], environ, directory, places),
-        "torchrun on the shared disk": count(
-            [*torchrun, "--nproc-per-node", str(RANKS), *program], base, directory, places
+    ways = {
+        "--env-archive, first job of a node": ([*ours, *packed, *program], environ),
+        "--env-archive, each later job": ([*ours, *packed, *program], environ),
+        "--python on the shared disk": ([*ours, *program], environ),
+        "torchrun on the shared disk": (
+            [*torchrun, "--nproc-per-node", str(RANKS), *program],
+            base,
         ),
     }
+    results = {}
+    for what, (argv, variables) in ways.items():
+        results[what] = count(argv, variables, directory, places)
+        print(f"{what}: {results[what].total()} files", file=sys.stderr, flush=True)
     other = float(results["torchrun on the shared disk"].total())
     rows = []
     for what, paths in results.items():
