@@ -1,4 +1,4 @@
-"""Preparation of a job's Python environment on a node: real archives, real uv, one bash script."""
+"""Prepare a job's Python environment on a node: real archives, real uv, the bash script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments that travel to hosts: an archive is sent once to each host and prepared there."""
+"""Environments on SSH hosts: an archive is sent once to each host and prepared there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small Python environments for tests: packed archives, and uv projects that need no network."""
+"""Small Python environments for tests: packed archives, uv projects without a network."""
 
 from __future__ import annotations
 
