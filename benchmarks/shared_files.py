@@ -22,8 +22,8 @@ from measuring import WORKERS, Failed, Row, command, environment, finish, run
 
 RANKS = 8
 TARGET = 50  # files
-# With -y, strace prints the full path of a descriptor.
-_OPENED = re.compile(r"(?:open|openat|openat2|creat)\(.*\) = \d+<(?P<path>[^>]+)>")
+# With -y, strace prints the full path of a descriptor; it splits calls that others interrupt.
+_OPENED = re.compile(r"(?:open|openat|openat2|creat)(?:\(| resumed>).*\) = \d+<(?P<path>[^>]+)>")
 # Traces the script of a node, and not the command that submits the job.
 _BASH = """#!/bin/sh
 if [ -n "$CLUSTERJOB_NODE_RANK" ] && [ -z "$TRACED" ]; then
