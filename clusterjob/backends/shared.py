@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clusterjob.backends.base import FetchLimits, Leftover, Status
-from clusterjob.core import arrays, node_zip, plans
+from clusterjob.core import arrays, node_zip, plans, python_env
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
@@ -29,6 +29,7 @@ from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 
 if TYPE_CHECKING:
+    from clusterjob.core.python_env import PythonEnv
     from clusterjob.core.snapshot import Snapshot
     from clusterjob.core.snapshot.source import CodeSource
     from clusterjob.remote.cleaning import JobsOnHost
@@ -80,12 +81,17 @@ def sent_program(spec: JobSpec) -> Program:
     return Program(program.kind, path, args=program.args)
 
 
-def common_files(spec: JobSpec, job_dir: Path) -> tuple[plans.PlannedFile, ...]:
-    """Return the files that every job has: spec.json and the node zip."""
-    return (
+def common_files(
+    spec: JobSpec, job_dir: Path, env: PythonEnv | None = None
+) -> tuple[plans.PlannedFile, ...]:
+    """Return the files that every job has: spec.json, the node zip, and those of a uv project."""
+    found = [
         plans.PlannedFile(job_dir / SPEC, (json.dumps(spec.to_json(), indent=1) + "\n").encode()),
         plans.PlannedFile(job_dir / node_zip.NAME, node_zip.node_zip(node_zip.cache_directory())),
-    )
+    ]
+    if env is not None and env.name:
+        found.append(plans.PlannedFile(job_dir / env.name, env.data))
+    return tuple(found)
 
 
 def script_file(path: Path, text: str) -> plans.PlannedFile:
@@ -114,7 +120,7 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
         "env": dict(spec.env),
         "workdir": str(spec.workdir),
         "setup": list(spec.setup),
-        "python": spec.python,
+        "python": python_env.interpreter(spec),
         "notifies": spec.notifies,
     }
 

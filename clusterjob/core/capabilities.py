@@ -27,6 +27,7 @@ class Capability(enum.Enum):
     REQUEUE = "requeue"
     PREEMPTION_WARNINGS = "preemption_warnings"
     LOGIN_HOSTS = "login_hosts"
+    PYTHON_ENVIRONMENTS = "python_environments"  # each node prepares the job's environment
     SRUN = "srun"  # one Slurm task per worker
 
 
@@ -100,6 +101,11 @@ _FEATURES = {
     Capability.LOGIN_HOSTS: _Feature(
         lambda spec: spec.login, "the {cluster} cluster has no --login", _QUEUE
     ),
+    Capability.PYTHON_ENVIRONMENTS: _Feature(
+        lambda spec: spec.uv or spec.env_archive is not None,
+        "the {cluster} cluster has no {environment_flag}",
+        "use an image that has the packages, or --cluster local, ssh or slurm",
+    ),
     Capability.SRUN: _Feature(
         lambda spec: spec.launcher == "srun",
         "--launcher srun needs Slurm",
@@ -127,6 +133,7 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
         "spec": spec,
         "cluster": cluster,
         "option": next(iter(spec.options), ""),
+        "environment_flag": "--uv" if spec.uv else "--env-archive",
         "array_flag": "--array" if spec.array else "--sweep",
         "gpus": gpu_request.shown(spec.gpus),
         "gpu_count": spec.resources.gpus_per_node or unknown,

@@ -143,7 +143,7 @@ def _check_named_files(origin: str, key: str, value: Any) -> None:
         ConfigError: the value names such a file.
     """
     named: list[Path] = []
-    if isinstance(value, Path):
+    if isinstance(value, Path) and key != "env_archive":  # it is large, and only its bytes are read
         named = [value]
     elif key in ("secret", "notify"):
         named = [one.file for one in value if one.file is not None]

@@ -22,6 +22,8 @@ from clusterjob.node.environments import detection
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 
+_PREPARE_TIMEOUT = 1800.0  # default of --join-timeout if nodes prepare an environment
+
 
 def resolve(
     flags: Mapping[str, Any], cluster: str | None, directory: Path, use: Usage = LOOK
@@ -143,8 +145,14 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     )
     values.pop("gpus_per_node", None)
     values["gpus"] = asked.chosen
-    if "template" in values:
-        values["template"] = directory / values["template"]
+    for key in ("template", "env_archive"):
+        if key in values:
+            values[key] = directory / values[key]
+    packed = values.get("uv") or "env_archive" in values
+    if packed:  # another node may need minutes to prepare the environment
+        values.setdefault("join_timeout", _PREPARE_TIMEOUT)
+    if "env_archive" in values:
+        values.pop("python", None)  # such as that of a profile: the archive has its own
     return JobSpec(
         program=program,
         resources=resources,
@@ -155,7 +163,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         python=values.pop("python", None)
         or (
             "python3"
-            if chosen or values.get("container") or values.get("login")
+            if chosen or packed or values.get("container") or values.get("login")
             else default_python(os.environ)
         ),
         hosts=chosen,

@@ -279,6 +279,15 @@ _ROWS = (
         help="Working directory of the workers (default: the current directory)."),
     Option("python", _text, metavar="PATH", group="environment",
         help="Python interpreter (default: the active environment's)."),
+    Option("uv", _switch, group="environment",
+        help="Environment of the uv project (pyproject.toml, uv.lock), made once on each node by "
+        "`uv sync --frozen` (default: no)."),
+    Option("env_archive", _path, metavar="FILE", group="environment",
+        help="Environment packed by conda-pack or venv-pack, or a squashfs image; unpacked or "
+        "mounted once on each node (default: none)."),
+    Option("env_cache", _text, metavar="DIR", group="environment",
+        help="Local directory of the nodes for --uv and --env-archive (default: TMPDIR, else "
+        "/tmp)."),
     Option("setup", _lines, metavar="CMD", merge=True, group="environment",
         help="Shell line to run first on each node; repeatable (default: none)."),
     Option("max_restarts", _whole_number, metavar="N", node="max_restarts", group="restart",

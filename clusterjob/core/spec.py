@@ -81,7 +81,11 @@ class JobSpec:
         program: the program of each worker; a script's path is relative to workdir.
         workdir: absolute path of the directory that the workers start in.
         name: name that users see; the job's id is made from it.
-        python: the interpreter that runs the agent and the workers.
+        python: the interpreter that runs the agent and the workers; with `uv`, the interpreter of
+            the environment.
+        uv: whether each machine makes the environment of the uv project in `workdir`.
+        env_archive: a packed Python environment that each machine unpacks or mounts.
+        env_cache: directory of the machines for these environments; empty for TMPDIR or /tmp.
         env: variables added to the workers' environment.
         secret: variables whose values are never shown or recorded; they are read when the job is
             submitted.
@@ -127,6 +131,9 @@ class JobSpec:
     workdir: Path
     name: str = ""
     python: str = "python3"
+    uv: bool = False
+    env_archive: Path | None = None
+    env_cache: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     secret: tuple[Secret, ...] = ()
     setup: tuple[str, ...] = ()
@@ -199,7 +206,8 @@ class JobSpec:
                 f"the host {twice} is named twice",
                 "name it once; --nproc-per-node 2 starts two workers on each host",
             )
-        program = (self.python, self.program.target, *self.program.args)
+        self._check_environment()
+        program = (self.python, self.env_cache, self.program.target, *self.program.args)
         for text in (*self.setup, *self.notify_cmd, *program, str(self.workdir)):
             if "\0" in text:
                 raise SpecError(
@@ -218,6 +226,22 @@ class JobSpec:
                 "Slurm's own mail: --set mail-type=END,FAIL --set mail-user=ADDRESS",
             )
 
+    def _check_environment(self) -> None:
+        if self.uv and self.env_archive is not None:
+            raise SpecError("--uv and --env-archive exclude each other", "leave one of them out")
+        if self.container and (self.uv or self.env_archive is not None):
+            flag = "--uv" if self.uv else "--env-archive"
+            raise SpecError(
+                f"--container and {flag} exclude each other", "the image has its own interpreter"
+            )
+        if self.env_archive is not None and "\0" in str(self.env_archive):
+            raise SpecError("--env-archive contains a NUL byte")
+        if self.env_cache and not self.env_cache.startswith("/"):
+            raise SpecError(
+                f"--env-cache {self.env_cache!r} is not an absolute path",
+                "name a directory on the nodes' own disks, such as /scratch",
+            )
+
     def _check_program(self) -> None:
         if not self.sync:
             return  # the program may exist only on the machines that run the job
@@ -233,7 +257,8 @@ class JobSpec:
         elif self.program.kind == "command" and not self.program.target:
             raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
         python = os.path.realpath(shutil.which(self.python) or "")
-        runs_here = not (self.hosts or self.login or self.container)
+        own = self.uv or self.env_archive is not None  # its Python may be newer
+        runs_here = not (self.hosts or self.login or self.container or own)
         is_this = runs_here and python == os.path.realpath(sys.executable)
         if is_this and (wrong := self.syntax_error()):
             raise SpecError(wrong, f"no node could run it: {self.python} is this interpreter")
@@ -352,6 +377,7 @@ class JobSpec:
             "notify": [str(place) for place in self.notify],
             "workdir": str(self.workdir),
             "template": str(self.template) if self.template else None,
+            "env_archive": str(self.env_archive) if self.env_archive else None,
         }
 
 
@@ -360,7 +386,7 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
         str(data["kind"]), str(data["target"]), args=tuple(map(str, data["args"]))
     ),
     "workdir": Path,
-    "template": lambda text: None if text is None else Path(text),
+    **dict.fromkeys(("template", "env_archive"), lambda text: None if text is None else Path(text)),
     "resources": lambda data: Resources(**data),
     "hosts": lambda hosts: tuple(Host(**host) for host in hosts),
     "secret": lambda names: tuple(Secret(str(name)) for name in names),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import show_size
-from clusterjob.doctor.engine import CheckFinding, failed, ok, warning
+from clusterjob.doctor.engine import CheckFinding, failed, ok, unknown, warning
 
 # Free bytes: below NEEDED a job cannot run, below LITTLE there is a warning.
 NEEDED, LITTLE = 50_000_000, 1 << 30
@@ -29,6 +30,15 @@ def interpreter(answer: Answer) -> CheckFinding:
         )
         return failed(answer["unfit"], hint)
     return ok(f"{answer['executable']}, Python {'.'.join(map(str, answer['version']))}")
+
+
+def prepared(spec: JobSpec) -> CheckFinding:
+    """Return the finding for an environment that each node prepares when the job starts."""
+    return unknown(
+        f"each node prepares the environment of {'--uv' if spec.uv else '--env-archive'} when a job"
+        " starts: neither interpreter nor torch is checked",
+        "check with a short `clusterjob run`",
+    )
 
 
 def torch(answer: Answer, *, needed: bool = True) -> CheckFinding:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core import gpus, node_zip
+from clusterjob.core import gpus, node_zip, python_env
 from clusterjob.core.records import home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
@@ -42,15 +42,20 @@ class Machine:
 
     def check_steps(self) -> list[CheckStep]:
         """Return the checks of a machine that runs jobs."""
-        return [
-            *directory_checks(),
-            CheckStep("bash", lambda: [bash()]),
+        own = [
             CheckStep("interpreter", self._interpreter, needs=("bash",)),
             CheckStep("torch", lambda: [fitness.torch(self._answer)], needs=("interpreter",)),
             CheckStep(
                 "start", lambda: [fitness.start(self._answer, self._spec.start)], needs=("torch",)
             ),
             CheckStep("GPUs", self._gpus, needs=("torch",)),
+        ]
+        if python_env.travels(self._spec):
+            own = [CheckStep("interpreter", lambda: [fitness.prepared(self._spec)])]
+        return [
+            *directory_checks(),
+            CheckStep("bash", lambda: [bash()]),
+            *own,
             CheckStep("loopback", lambda: [loopback()]),
             CheckStep("host name", lambda: [host_name()]),
         ]

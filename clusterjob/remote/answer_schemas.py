@@ -126,6 +126,7 @@ _ANSWERS = {
         )
     ),
     "Install": AnswerSchema(_object({"missing": _Digests}), max_line=8 << 20),
+    "FindStored": AnswerSchema(_object({"stored": bool})),
     "ReceiveFiles": AnswerSchema(_object({"wrong": _Digests}), max_line=8 << 20),
     "Clean": AnswerSchema(
         _object({"jobs": _list(_CleanedJob, 1000), "code": _Integer}), max_line=8 << 20

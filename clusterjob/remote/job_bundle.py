@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from clusterjob.core.snapshot import Snapshot, SnapshotEntry, changed
-from clusterjob.errors import HostError
-from clusterjob.node.host_server.requests import Install, Put, ReceiveFiles
+from clusterjob.errors import HostError, SubmitError
+from clusterjob.node.host_server.requests import FindStored, Install, Put, ReceiveFiles
 from clusterjob.remote.session import Session
 
 _SLOW = 600.0  # seconds for slow requests: a large copy on a slow disk
+_CHUNK = 1 << 18
 _BATCH = 32 << 20  # bytes of files in one request
 
 
@@ -65,6 +67,40 @@ class JobBundle:
             hint="check its disk",
         )
 
+    def send_archive(self, path: Path, digest: str, size: int) -> None:
+        """Send a large file into the host's store, unless the store has it.
+
+        Args:
+            path: the file on this machine.
+            digest: its SHA-256.
+            size: its bytes.
+
+        Raises:
+            HostError: the file cannot be written, or the host does not answer.
+            SubmitError: the file cannot be read, or has changed.
+        """
+        if self.session.ask(FindStored(digest, size))[0]["stored"]:
+            return
+
+        def pieces() -> Iterator[bytes]:
+            done = 0
+            try:
+                with path.open("rb") as stream:
+                    while data := stream.read(min(_CHUNK, size - done)):
+                        done += len(data)
+                        yield data
+                        self.progress(done, size)
+            except OSError as error:
+                raise SubmitError(f"{path} cannot be read: {error.strerror}") from error
+            if done < size:
+                raise _changed(path)
+
+        answer, _ = self.session.ask(
+            ReceiveFiles(((digest, size),)), bulk=True, body=pieces(), size=size, timeout=_SLOW
+        )
+        if answer["wrong"]:
+            raise _changed(path)
+
     def _send(self, missing: set[str], snapshot: Snapshot) -> None:
         entries = snapshot.of_digests(missing)
         total, sent = sum(entry.size for entry in entries), 0
@@ -89,3 +125,7 @@ class JobBundle:
             if answer["wrong"]:
                 raise changed(next(entry for entry in batch if entry.value in answer["wrong"]))
             sent += size
+
+
+def _changed(path: Path) -> SubmitError:
+    return SubmitError(f"{path} changed while it was being sent", "submit again")

@@ -29,6 +29,7 @@ USES: dict[Capability, dict[str, Any]] = {
     Capability.REQUEUE: {"requeue": True},
     Capability.PREEMPTION_WARNINGS: {"signal_before": 90},
     Capability.LOGIN_HOSTS: {"login": "login1"},
+    Capability.PYTHON_ENVIRONMENTS: {"uv": True},
     Capability.SRUN: {"launcher": "srun"},
     Capability.COUNTED_WORKERS: {"nproc_word": "gpu"},
 }

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, ClassVar
 from clusterjob.backends import shared
 from clusterjob.backends.base import Leftover, Status
 from clusterjob.backends.local import devices
+from clusterjob.core import python_env
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Handle, Record
-from clusterjob.core.render import render
+from clusterjob.core.render import render, sh
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
@@ -54,7 +55,11 @@ _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is kille
 class LocalBackend:
     """Run jobs on this machine."""
 
-    capabilities = (Capability.GPU_LIST, Capability.COUNTED_WORKERS)
+    capabilities = (
+        Capability.GPU_LIST,
+        Capability.COUNTED_WORKERS,
+        Capability.PYTHON_ENVIRONMENTS,
+    )
     hints: ClassVar[Mapping[Capability, str]] = {}
 
     def __init__(self) -> None:
@@ -81,9 +86,12 @@ class LocalBackend:
         if code is not None:
             program = code.program(program, spec.workdir, job_dir=job_dir)
         options = spec.launch_options(lifeline=True, echo=False, program=program)
+        env = python_env.read(spec)
+        source = python_env.source_on_host(env, sh(str(job_dir)), sent=False)
         values = {
             **shared.common_values(spec, job_id, job_dir=job_dir),
             **shared.code_values(code, job_dir),
+            **python_env.values(env, spec, source=source),
             "master_addr": _MASTER_ADDR,
             "lifeline": True,
             "launch_arguments": options.arguments(),
@@ -97,7 +105,7 @@ class LocalBackend:
             job_dir=job_dir,
             spec=spec,
             files=(
-                *shared.common_files(spec, job_dir),
+                *shared.common_files(spec, job_dir, env),
                 shared.script_file(
                     job_dir / _SCRIPT, render(spec.template or f"{_SCRIPT}.j2", values)
                 ),
@@ -110,7 +118,7 @@ class LocalBackend:
                 )
                 for node_rank in range(spec.resources.nodes)
             ),
-            notes=tuple(notes),
+            notes=(*notes, *(env.notes if env is not None else ())),
             code=code,
         )
 
@@ -277,7 +285,7 @@ def _check_interpreter(spec: JobSpec) -> None:
     Raises:
         SpecError: the interpreter does not exist.
     """
-    if spec.setup or spec.template is not None:
+    if spec.setup or spec.template is not None or python_env.travels(spec):
         return
     wanted = os.path.join(spec.workdir, spec.python) if os.sep in spec.python else spec.python
     if shutil.which(wanted, path=spec.env.get("PATH", os.environ.get("PATH"))) is None:

@@ -306,6 +306,10 @@ class SlurmCluster:
         python = (
             "the image's Python and torch"
             if self._spec.container
+            else "uv"
+            if self._spec.uv
+            else "room for the environment"
+            if self._spec.env_archive is not None
             else f"{self._spec.python} with torch"
         )
         yield unknown(

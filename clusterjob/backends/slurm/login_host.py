@@ -16,6 +16,7 @@ from typing import Any
 from clusterjob.backends import shared
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.backends.slurm.remote_command import RemoteCommand
+from clusterjob.core import python_env
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record
@@ -235,6 +236,8 @@ class LoginHost:
             SubmitError: the directory cannot be mounted into the container.
         """
         size = sum(len(file.data) for file in plan.files)
+        if plan.spec.sync and plan.spec.env_archive is not None:
+            size += plan.spec.env_archive.stat().st_size
         answer, _ = self.ask(Check(shared.LOG_SPACE + size, torch=False, own=False))
         if answer["errors"]:
             raise HostError(self.label, "; ".join(answer["errors"]))
@@ -266,10 +269,12 @@ class LoginHost:
         code, facts = shared.code_to_send(
             plan, ssh_options.ConnectionSettings.of(spec.options).sync_limit
         )
+        env = python_env.read(spec)
         with Sending([self.label]) as progress:
-            JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0)).install(
-                code
-            )
+            bundle = JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0))
+            bundle.install(code)
+            if env is not None and env.source is not None:
+                bundle.send_archive(env.source, env.digest, size=env.size)
         return facts
 
     def remove(self, job_id: str) -> None:

@@ -13,10 +13,10 @@ from clusterjob.backends import shared
 from clusterjob.backends.slurm import flags, submit
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.status import NAME, by_directory, cluster_of
-from clusterjob.core import arrays
+from clusterjob.core import arrays, python_env
 from clusterjob.core.plans import Plan, PlannedCommand
 from clusterjob.core.records import Record, Records, home
-from clusterjob.core.render import in_shell, render
+from clusterjob.core.render import in_shell, render, sh
 from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -58,7 +58,7 @@ def plan(spec: JobSpec) -> Plan:
     login, spec = login_of(spec), replace(spec, nproc_is_default=False)
     code = None if login is not None else shared.code_of(spec)
     job_id, job_dir = shared.new_directory(spec.name)
-    array = spec.elements()
+    array, env = spec.elements(), python_env.read(spec)
     pieces = _pieces(array, spec)
     own = {"comment"}  # keys of --set that are not options of sbatch
     output = "slurm-%A_%a.out" if array else SLURM_LOG
@@ -66,7 +66,9 @@ def plan(spec: JobSpec) -> Plan:
     if login is None:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
+        source = python_env.source_on_host(env, sh(str(job_dir)), sent=False)
         values = _values(spec, job_id, job_dir=job_dir, array=array, code=code)
+        values |= python_env.values(env, spec, source=source)
         own |= {"sync_limit"}
     else:  # the host's home directory is not known yet: sbatch runs in the job's directory
         from clusterjob.backends.slurm.login_host import OPTIONS
@@ -75,7 +77,9 @@ def plan(spec: JobSpec) -> Plan:
         spec = replace(spec, program=shared.sent_program(spec))
         script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
         remote = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
+        source = python_env.source_on_host(env, '"$SLURM_SUBMIT_DIR"', sent=spec.sync)
         values = _values_there(spec, job_id, array=array)
+        values |= python_env.values(env, spec, source=source)
     options, unknown = flags.options(
         {key: value for key, value in spec.options.items() if key not in own}
     )
@@ -93,7 +97,7 @@ def plan(spec: JobSpec) -> Plan:
         job_dir=job_dir,
         spec=spec,
         files=(
-            *shared.common_files(spec, job_dir),
+            *shared.common_files(spec, job_dir, env),
             *([shared.sweep_file(spec, array, job_dir=job_dir)] if array and array.values else []),
             shared.script_file(job_dir / _SCRIPT, text),
         ),
@@ -113,6 +117,7 @@ def plan(spec: JobSpec) -> Plan:
         notes=(
             *flags.notes(spec),
             *(() if login is None else shared.code_notes(spec)),
+            *(env.notes if env is not None else ()),
             *(
                 f"--{name} is not an option of sbatch: Slurm refuses it unless a plug-in has it"
                 for name in unknown
@@ -245,7 +250,7 @@ def _values(
         "warning": spec.signal_before is not None or spec.requeue,
         "apptainer": container.prefix,
         "srun_options": [*_srun_options(spec), *container.srun_options],
-        "program": program.argv(spec.python) if by_srun else [],
+        "program": program.argv(python_env.interpreter(spec)) if by_srun else [],
         "launch_arguments": [] if by_srun else _launch(spec, program),
     }
 

@@ -51,6 +51,7 @@ class SshBackend:
         Capability.GPU_LIST,
         Capability.COUNTED_WORKERS,
         Capability.SHARED_DIRECTORY,
+        Capability.PYTHON_ENVIRONMENTS,
         Capability.BACKEND_OPTIONS,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
@@ -75,7 +76,7 @@ class SshBackend:
         from clusterjob.remote.progress import Sending
 
         spec, settings = plan.spec, planning.SshOptions.of(plan.spec.options).ssh
-        place = settings.place(spec.hosts, spec.python, spec.setup)
+        place = planning.place_of(spec, settings)
         data, code = place.to_json(), None
         if spec.sync:
             code, data["code"] = shared.code_to_send(plan, settings.sync_limit)
@@ -292,7 +293,7 @@ class SshBackend:
                 *directory_checks(),
                 *Hosts(
                     self._sessions,
-                    options.ssh.place(spec.hosts, spec.python, spec.setup),
+                    planning.place_of(spec, options.ssh),
                     spec=spec,
                     need_torch=options.need_torch,
                 ).check_steps(),
@@ -322,8 +323,8 @@ class SshBackend:
                 place = Place.from_json(record.handle.data)
             else:
                 job = record.job
-                place = ssh_options.ConnectionSettings.of(job.options, must_exist=False).place(
-                    job.hosts, job.python, job.setup
+                place = planning.place_of(
+                    job, ssh_options.ConnectionSettings.of(job.options, must_exist=False)
                 )
             self._jobs[record.job_id] = Job(
                 place,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from clusterjob.backends.ssh.submit import coordinator_address
+from clusterjob.core import python_env
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import (
@@ -54,9 +55,7 @@ class Hosts:
 
     def check_steps(self) -> list[CheckStep]:
         """Return the checks in the order in which they run."""
-        return [
-            CheckStep("reached", self._probe),
-            CheckStep("machines", self._machines),
+        own = [
             CheckStep("interpreter", self._interpreter),
             CheckStep(
                 "torch",
@@ -72,6 +71,13 @@ class Hosts:
                 ),
             ),
             CheckStep("GPUs", lambda: self._of_answered(self._gpus, "torch")),
+        ]
+        if python_env.travels(self._spec):
+            own = [CheckStep("interpreter", lambda: [fitness.prepared(self._spec)])]
+        return [
+            CheckStep("reached", self._probe),
+            CheckStep("machines", self._machines),
+            *own,
             CheckStep(
                 "disks",
                 lambda: self._of_reached(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
-from clusterjob.core import plans
+from clusterjob.core import plans, python_env
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -17,6 +17,7 @@ from clusterjob.node.logs.job_dir import CODE
 
 if TYPE_CHECKING:
     from clusterjob.remote import ssh_options
+    from clusterjob.remote.sessions import Place
 
 NAME = "ssh"
 SCRIPT = "ssh-node.sh"
@@ -71,16 +72,19 @@ def plan(spec: JobSpec) -> plans.Plan:
     """
     spec, options = settled(spec), SshOptions.of(spec.options)
     job_id, job_dir = shared.new_directory(spec.name)
+    env = python_env.read(spec)
     return plans.Plan(
         job_id=job_id,
         backend=NAME,
         job_dir=job_dir,
         spec=spec,
         files=(
-            *shared.common_files(spec, job_dir),
+            *shared.common_files(spec, job_dir, env),
             shared.script_file(
                 job_dir / SCRIPT,
-                render(spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir=job_dir)),
+                render(
+                    spec.template or f"{SCRIPT}.j2", _values(spec, job_id, job_dir=job_dir, env=env)
+                ),
             ),
         ),
         commands=tuple(
@@ -94,17 +98,36 @@ def plan(spec: JobSpec) -> plans.Plan:
         notes=(
             *shared.code_notes(spec),
             *(("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else ()),
+            *(env.notes if env is not None else ()),
         ),
         sends_code=spec.sync,
     )
 
 
-def _values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
+def place_of(spec: JobSpec, settings: ssh_options.ConnectionSettings) -> Place:
+    """Return the hosts of a job.
+
+    If the hosts prepare the job's environment, the host server runs on any new enough Python of
+    the host; the setup line ``:`` allows that.
+    """
+    if python_env.travels(spec):
+        return settings.place(spec.hosts, "python3", (":", *spec.setup))
+    return settings.place(spec.hosts, spec.python, spec.setup)
+
+
+def _values(
+    spec: JobSpec, job_id: str, job_dir: Path, env: python_env.PythonEnv | None
+) -> dict[str, Any]:
     options = spec.launch_options(echo=False)
     if _uneven(spec) and not spec.nproc_word:
         options = replace(options, nproc_per_node=None)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
+        **python_env.values(
+            env,
+            spec,
+            source=python_env.source_on_host(env, '"$CLUSTERJOB_JOB_DIR"', sent=spec.sync),
+        ),
         "token_file": plans.token_file(Path()).name,
         "workdir": CODE if spec.sync else str(spec.workdir),
         "launch_arguments": options.arguments(),

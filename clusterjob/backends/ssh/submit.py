@@ -15,6 +15,7 @@ from typing import Any
 
 from clusterjob.backends import shared
 from clusterjob.backends.ssh.planning import SCRIPT, SshOptions
+from clusterjob.core import python_env
 from clusterjob.core.plans import Plan
 from clusterjob.core.snapshot import Snapshot
 from clusterjob.errors import HostError, SubmitError
@@ -70,9 +71,13 @@ class Submission:
         self._code = code
         self._progress = progress
         self._files = shared.sent_files(plan)
+        self._prepares = python_env.travels(plan.spec)  # after the start, by the node's script
         self._needs_torch = (
-            SshOptions.of(plan.spec.options).need_torch and plan.spec.program.is_python
+            SshOptions.of(plan.spec.options).need_torch
+            and plan.spec.program.is_python
+            and not self._prepares
         )
+        self._archive = python_env.read(plan.spec) if plan.spec.sync else None
         self._nodes = range(len(place.hosts))
         self._devices: dict[int, str] = {}  # CUDA_VISIBLE_DEVICES of nodes with reserved GPUs
         self._stop = threading.Event()
@@ -91,7 +96,7 @@ class Submission:
         try:
             reached_at = self._check()
             self._on_all(self._send)
-            if self._place.setup:
+            if self._place.setup and not self._prepares:
                 self._on_all(self._check_after_setup)
             address = _LOOPBACK
             if len(self._nodes) > 1:
@@ -131,6 +136,8 @@ class Submission:
         need = shared.LOG_SPACE + sum(len(data) for _, _, data in self._files)
         if self._code is not None:
             need += 2 * self._code.size
+        if self._archive is not None:
+            need += self._archive.size
 
         def check(node: int) -> dict[str, Any]:
             session = self._sessions.session(self._place, node)
@@ -194,6 +201,9 @@ class Submission:
         bundle.put(self._files)
         if self._code is not None:
             bundle.install(self._code)
+        env = self._archive
+        if env is not None and env.source is not None:
+            bundle.send_archive(env.source, env.digest, size=env.size)
 
     def _check_after_setup(self, _node: int, session: Session) -> None:
         """Check the job's interpreter after its setup lines, which may need the job's code."""

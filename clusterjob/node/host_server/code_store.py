@@ -75,6 +75,15 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
     return {"missing": sorted(missing)}
 
 
+def find(home: Path, request: requests.FindStored) -> dict[str, Any]:
+    """Return in ``stored`` whether the store has a file; the file counts as used now."""
+    blob = _blob(home, request.digest)
+    stored = _is_stored(blob, request.length)
+    if stored:
+        os.utime(blob)
+    return {"stored": stored}
+
+
 def _is_stored(blob: Path, size: int) -> bool:
     return blob.is_file() and blob.stat().st_size == size
 

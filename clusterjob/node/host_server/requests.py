@@ -115,6 +115,14 @@ class Install(JobRequest):
 
 
 @dataclass(frozen=True)
+class FindStored:
+    """Return whether the code store has a file with this digest and size."""
+
+    digest: _Text
+    length: _Size
+
+
+@dataclass(frozen=True)
 class ReceiveFiles:
     """Add files to the code store.
 
@@ -371,7 +379,7 @@ class Clean:
 
 HostRequest: typing.TypeAlias = (
     Check | Fit | Facts
-    | Put | Install | ReceiveFiles
+    | Put | Install | FindStored | ReceiveFiles
     | PollNode | PollJobs
     | Tree | Digests | Get
     | Listen | StopListening | ProbeAddresses

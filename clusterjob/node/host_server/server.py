@@ -88,6 +88,7 @@ class RequestHandler:
             requests.Install: lambda request: code_store.install(
                 home, request, packed=self._body.read()
             ),
+            requests.FindStored: lambda request: code_store.find(home, request),
             requests.ReceiveFiles: lambda request: code_store.receive(
                 home, request, read=self._body.read
             ),

@@ -1,0 +1,79 @@
+"""Local jobs with --uv: a sync that fails is a launch failure; a cancel ends the sync."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packed_env import MODULE, uv_project, wheel
+from procs import wait_until
+
+CLUSTERJOB = (sys.executable, "-m", "clusterjob")
+WAIT = 60.0  # seconds; each step needs much less
+
+
+def command(project: Path, *words: str) -> list[str]:
+    (project / "disk").mkdir(exist_ok=True)
+    options = ("--cluster", "local", "--uv", "--env-cache", str(project / "disk"))
+    return [*CLUSTERJOB, words[0], *options, *words[1:]]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CLUSTERJOB_HOME", str(tmp_path / "home"))
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "train.py").write_text(f"import own, {MODULE}; print(own.VALUE, {MODULE}.VALUE)\n")
+    return uv_project(root)
+
+
+@pytest.mark.slow
+def test_job_runs_in_the_environment_with_the_projects_own_package(project: Path) -> None:
+    done = subprocess.run(
+        command(project, "run", "train.py"), cwd=project, capture_output=True, text=True, check=True
+    )
+    assert "own 1" in done.stdout
+
+
+def test_failed_sync_is_a_launch_failure_with_uvs_message(project: Path) -> None:
+    wheel(project / "wheels", value="other")  # not the one of the lock
+    done = subprocess.run(
+        command(project, "run", "train.py"),
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "the Python environment cannot be prepared" in done.stderr
+    assert f"{MODULE}-1.0-py3-none-any.whl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_during_the_sync_ends_uv(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run a uv that stops before its sync, as on a slow network."""
+    first = tmp_path / "first"
+    first.mkdir()
+    os.mkfifo(tmp_path / "never")
+    (first / "uv").write_text(
+        f'#!/bin/bash\nif [ "$1" = sync ]; then echo $$ > {tmp_path}/uv.pid; '
+        f'read < {tmp_path}/never; fi\nexec {Path(sys.executable).parent}/uv "$@"\n'
+    )
+    (first / "uv").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
+    job = subprocess.Popen(
+        command(project, "run", "train.py"), cwd=project, stderr=subprocess.PIPE, text=True
+    )
+    file = tmp_path / "uv.pid"
+    wait_until(lambda: file.exists() and file.read_text().strip(), WAIT, "the sync")
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=WAIT)
+    assert job.returncode in (130, 143), err
+    wait_until(lambda: not Path(f"/proc/{int(file.read_text())}").exists(), WAIT, "uv ends")

@@ -1,0 +1,166 @@
+"""Environments on the submit side: uv projects, archives, digests, refused combinations."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clusterjob.core import python_env, uv_project
+from clusterjob.core.spec import JobSpec
+from clusterjob.errors import SpecError
+from clusterjob.node.program import Program
+
+PYPROJECT = """
+[project]
+name = "own"
+requires-python = ">=3.10"
+dependencies = ["six>=1", "Some_Package[extra]; python_version > '3'"]
+"""
+LOCK = """
+version = 1
+[[package]]
+name = "own"
+source = { editable = "." }
+[[package]]
+name = "six"
+source = { registry = "https://index.invalid/simple" }
+[[package]]
+name = "some-package"
+source = { path = "wheels/some_package-1.whl" }
+[[package]]
+name = "member"
+source = { editable = "packages/member" }
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    for directory in ("src", "wheels", "packages/member"):
+        (root / directory).mkdir(parents=True)
+    (root / "pyproject.toml").write_text(PYPROJECT)
+    (root / "uv.lock").write_text(LOCK)
+    (root / "wheels/some_package-1.whl").write_bytes(b"wheel")
+    (root / "packages/member/pyproject.toml").write_text("[project]\nname='member'\n")
+    return root
+
+
+def spec(directory: Path, **fields: Any) -> JobSpec:
+    return JobSpec(Program("command", "true"), directory, **fields)
+
+
+def test_uv_project_has_what_sync_needs_and_imports_from_the_code(project: Path) -> None:
+    env = uv_project.read(project, "python3")
+    with tarfile.open(fileobj=io.BytesIO(env.data)) as packed:
+        assert packed.getnames() == [
+            "packages/member/pyproject.toml",
+            "pyproject.toml",
+            "uv.lock",
+            "wheels/some_package-1.whl",
+        ]
+    assert env.not_installed == ("own", "member")
+    assert env.imports == ("src", "packages/member")
+    assert (env.requests, env.notes) == (">=3.10", ())
+    assert uv_project.read(project, "python3") == env
+
+
+def test_python_of_the_user_precedes_python_version_file(project: Path) -> None:
+    (project / ".python-version").write_text("# pinned\n3.12\n")
+    assert uv_project.read(project, "python3").requests == "3.12"
+    assert uv_project.read(project, "3.13").requests == "3.13"
+
+
+def test_dependency_that_the_lock_lacks_is_noted(project: Path) -> None:
+    (project / "pyproject.toml").write_text(PYPROJECT.replace("six>=1", "numpy>=1"))
+    assert uv_project.read(project, "python3").notes == (
+        "uv.lock lacks numpy of pyproject.toml: `uv lock` updates it",
+    )
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "uv.lock"])
+def test_missing_or_broken_file_of_a_uv_project_is_named(project: Path, name: str) -> None:
+    (project / name).write_text("[broken")
+    with pytest.raises(SpecError, match=f"{name} is not valid TOML"):
+        uv_project.read(project, "python3")
+    (project / name).unlink()
+    with pytest.raises(SpecError, match=f"--uv: there is no {name}"):
+        uv_project.read(project, "python3")
+
+
+def test_lock_that_leads_out_of_the_working_directory_is_refused(project: Path) -> None:
+    (project / "uv.lock").write_text(LOCK.replace("packages/member", "../member"))
+    with pytest.raises(SpecError, match="outside of the working directory"):
+        uv_project.read(project, "python3")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(max_size=200))
+def test_hostile_lock_is_read_or_refused(project: Path, text: str) -> None:
+    (project / "uv.lock").write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        uv_project.read(project, "python3")
+    except SpecError:
+        pass
+
+
+def test_digest_of_an_archive_is_computed_once(tmp_path: Path) -> None:
+    path = tmp_path / "env.tar.gz"
+    path.write_bytes(b"\x1f\x8b" + b"1" * 100)
+    first = python_env.read(spec(tmp_path, env_archive=path))
+    assert first is not None
+    kept = path.stat()
+    path.write_bytes(b"\x1f\x8b" + b"2" * 100)
+    os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    assert python_env.read(spec(tmp_path, env_archive=path)) == first
+    os.utime(path)
+    changed = python_env.read(spec(tmp_path, env_archive=path))
+    assert changed is not None
+    assert changed.digest != first.digest
+
+
+@pytest.mark.parametrize("content", [b"", b"#!/bin/sh", b"\0" * 600])
+def test_file_that_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "env.tar.gz"
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match="no archive of a known format"):
+        python_env.read(spec(tmp_path, env_archive=path))
+
+
+def test_missing_archive_and_directory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="No such file or directory"):
+        python_env.read(spec(tmp_path, env_archive=tmp_path / "absent"))
+    with pytest.raises(SpecError, match="it is not a file"):
+        python_env.read(spec(tmp_path, env_archive=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"uv": True, "env_archive": Path("x")}, "--uv and --env-archive exclude each other"),
+        ({"uv": True, "container": "x"}, "--container and --uv exclude each other"),
+        ({"env_archive": Path("x"), "container": "x"}, "--container and --env-archive exclude"),
+        ({"uv": True, "env_cache": "relative"}, "is not an absolute path"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec(tmp_path, **fields)
+
+
+def test_spec_with_an_environment_returns_from_json(tmp_path: Path) -> None:
+    before = spec(tmp_path, env_archive=tmp_path / "x", env_cache="/scratch")
+    assert JobSpec.from_json(before.to_json()) == before
