@@ -43,7 +43,6 @@ _CONNECTION_ONLY = {
     "Tunnel": "no",
 }
 
-
 _to_close: set[Path] = set()  # connections of this process alone
 
 
@@ -123,53 +122,67 @@ def connect(
         options.warn(
             f"{target.label}: its key is not verified because StrictHostKeyChecking is `no`"
         )
-    own = not (target.control_path and target.persists)
     more = {"BatchMode": "yes", "LogLevel": "ERROR"}
-    if own:
-        path = control_master.private_path(target)
-        more |= {"ControlPersist": str(_IDLE)} | _proxy(through())
-    else:  # it outlives our connection to a bastion: ssh makes its own
+    if target.control_path and target.persists:
+        # It outlives our connection to a bastion, so ssh makes its own one there.
         path = Path(target.control_path)
-    code, errors = _run(_master(target, path, timeout, **more), _LOGIN_TIMEOUTS * timeout)
+        with control_master.alone(target, path, _LOGIN_TIMEOUTS * timeout):
+            if not control_master.is_open(path):
+                _open(target, path, timeout, **more)
+        return share(target, options, path)
+    path = control_master.private_path(target)
+    connection = OpenSshConnection(target, path, timeout=timeout, own=True)
+    try:
+        _open(target, path, timeout, ControlPersist=str(_IDLE), **more, **_proxy(through()))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _open(target: Target, path: Path, timeout: float, **options: str) -> None:
+    seconds = _LOGIN_TIMEOUTS * timeout
+    code, errors = _run(_master(target, path, timeout, **options), seconds)
     if code is None:
-        raise HostError(target.label, f"ssh does not log in within {_LOGIN_TIMEOUTS * timeout:g} s")
+        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
     if code or not path.exists():
         raise _failure(target, errors)
-    return OpenSshConnection(target, path, timeout=timeout, own=own)
 
 
 def log_in(
-    target: Target, options: ConnectOptions, *, terminal: bool, bastion: Connection | None
+    target: Target, connect_options: ConnectOptions, *, terminal: bool, bastion: Connection | None
 ) -> None:
     """Open the shared connection that later commands use; ssh asks on the terminal.
 
     Args:
         target: the host.
-        options: its timeout.
+        connect_options: its timeout.
         terminal: whether a person can answer. If not, only a login without questions succeeds.
         bastion: a shared connection to the host's last bastion; None to let ssh make one.
 
     Raises:
         HostError: the login failed.
     """
-    timeout = options.seconds(target)
+    timeout = connect_options.seconds(target)
     path = control_master.path_for_login(target)
-    persist = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
-    batch = {} if terminal else {"BatchMode": "yes", "LogLevel": "ERROR"}
-    argv = _master(target, path, timeout, **batch, **persist, **_proxy(bastion))
-    seconds = HUMAN_TIMEOUT if terminal else _LOGIN_TIMEOUTS * timeout
-    code, errors = _run(argv, seconds, terminal=terminal)
-    if code is None:
-        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
-    if not code and control_master.is_open(path):
-        return
-    if terminal:  # where ssh has shown the reason
-        raise HostError(
-            target.label,
-            "ssh did not log in",
-            hint=f"ssh says why above; for an unknown key: clusterjob hosts trust {target.label}",
-        )
-    raise _failure(target, errors)
+    options = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
+    options |= _proxy(bastion)
+    with control_master.alone(target, path, _LOGIN_TIMEOUTS * timeout):
+        if control_master.is_open(path):  # by a login meanwhile
+            return
+        if not terminal:
+            _open(target, path, timeout, BatchMode="yes", LogLevel="ERROR", **options)
+            return
+        code, _ = _run(_master(target, path, timeout, **options), HUMAN_TIMEOUT, terminal=True)
+        if code is None:
+            raise HostError(target.label, f"ssh does not log in within {HUMAN_TIMEOUT:g} s")
+        if code or not control_master.is_open(path):
+            raise HostError(
+                target.label,
+                "ssh did not log in",
+                hint="ssh says why above; for an unknown key: "
+                f"clusterjob hosts trust {target.label}",
+            )
 
 
 def host_key(target: Target, options: ConnectOptions, bastion: Connection | None) -> HostKey:
