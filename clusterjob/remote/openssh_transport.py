@@ -334,6 +334,8 @@ def _failure(target: Target, errors: str) -> Exception:
         )
     if not lines:
         return error("ssh gives no reason", hint=f"`ssh -v {target.label}` shows each step")
+    if line := one("^unix_listener: "):
+        return error(line, hint="make the directory of ControlPath in the ssh configuration")
     last = lines[-1].removeprefix("ssh: ")
     if one("^(kex|ssh)_exchange_identification"):
         return DroppedError(last)
