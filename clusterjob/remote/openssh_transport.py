@@ -298,45 +298,49 @@ def _kill(process: subprocess.Popen[bytes], *, whole_session: bool) -> None:
 def _failure(target: Target, errors: str) -> Exception:
     """Return the error for what ssh wrote on stderr."""
     lines = [line.strip()[:_MAX_ERROR] for line in errors.splitlines() if line.strip()]
-    trust = f"clusterjob hosts trust {target.label}"
-
-    def one(pattern: str) -> str:
-        return next((line for line in lines if re.search(pattern, line)), "")
-
-    def error(why: str, hint: str = "") -> HostError:
+    if failure := _key_failure(target, lines):
+        return failure
+    if match := re.search(r"Permission denied \(([\w,@.-]*)\)", errors):
+        why = f"ssh cannot log in as {target.user}: the host accepts only {match[1]}"
+        hint = f"make `ssh {target.label}` work without a password"
+        if {"keyboard-interactive", "password"} & set(match[1].split(",")):
+            why = f"it requires an answer from {target.user}: {match[1]}"
+            hint = f"log in once before, on a terminal: clusterjob login {target.label}"
         return HostError(target.label, why[:_MAX_ERROR], hint=hint)
+    if not lines:
+        hint = f"`ssh -v {target.label}` shows each step"
+        return HostError(target.label, "ssh gives no reason", hint=hint)
+    if line := _first(lines, "^unix_listener: "):
+        hint = "make the directory of ControlPath in the ssh configuration"
+        return HostError(target.label, line, hint=hint)
+    last = lines[-1].removeprefix("ssh: ")
+    if _first(lines, "^(kex|ssh)_exchange_identification"):
+        return DroppedError(last)
+    return HostError(target.label, last)
 
-    if line := one("Error checking host key"):
-        return error(f"its key cannot be checked: {line}")
-    if line := one("revoked|REVOKED"):
+
+def _key_failure(target: Target, lines: Sequence[str]) -> HostError | None:
+    """Return the error if ssh refused the host's key."""
+    trust = f"clusterjob hosts trust {target.label}"
+    why, hint = "", ""
+    if line := _first(lines, "Error checking host key"):
+        why = f"its key cannot be checked: {line}"
+    elif line := _first(lines, "revoked|REVOKED"):
         file = line.partition(" by file ")[2]
         why = f"its key is revoked{f' ({file})' if file else ''}"
-        return error(why, hint="this host is not to be trusted")
-    if one("IDENTIFICATION HAS CHANGED"):
-        place = one("^Offending").partition(" in ")[2]
+        hint = "this host is not to be trusted"
+    elif _first(lines, "IDENTIFICATION HAS CHANGED"):
+        place = _first(lines, "^Offending").partition(" in ")[2]
         why = f"its key has changed{f', another one is in {place}' if place else ''}"
-        return error(why, hint=f"if the change is intended: {trust} --replace")
-    if line := one("^Certificate invalid"):
-        return error(f"the certificate of its key is not valid: {line.partition(': ')[2]}")
-    if one("^Host key verification failed|host key is known for"):
-        return error(
-            "its key is unknown", hint=f"compare it with the key on the host, then: {trust}"
-        )
-    if match := re.search(r"Permission denied \(([\w,@.-]*)\)", errors):
-        if {"keyboard-interactive", "password"} & set(match[1].split(",")):
-            return error(
-                f"it requires an answer from {target.user}: {match[1]}",
-                hint=f"log in once before, on a terminal: clusterjob login {target.label}",
-            )
-        return error(
-            f"ssh cannot log in as {target.user}: the host accepts only {match[1]}",
-            hint=f"make `ssh {target.label}` work without a password",
-        )
-    if not lines:
-        return error("ssh gives no reason", hint=f"`ssh -v {target.label}` shows each step")
-    if line := one("^unix_listener: "):
-        return error(line, hint="make the directory of ControlPath in the ssh configuration")
-    last = lines[-1].removeprefix("ssh: ")
-    if one("^(kex|ssh)_exchange_identification"):
-        return DroppedError(last)
-    return error(last)
+        hint = f"if the change is intended: {trust} --replace"
+    elif line := _first(lines, "^Certificate invalid"):
+        why = f"the certificate of its key is not valid: {line.partition(': ')[2]}"
+    elif _first(lines, "^Host key verification failed|host key is known for"):
+        why = "its key is unknown"
+        hint = f"compare it with the key on the host, then: {trust}"
+    return HostError(target.label, why[:_MAX_ERROR], hint=hint) if why else None
+
+
+def _first(lines: Sequence[str], pattern: str) -> str:
+    """Return the first line in which a pattern is found; empty if there is none."""
+    return next((line for line in lines if re.search(pattern, line)), "")
