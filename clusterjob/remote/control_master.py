@@ -6,12 +6,15 @@ Source: ssh_config(5), ControlPath and ControlPersist.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from clusterjob.core.state_home import home
@@ -22,6 +25,7 @@ from clusterjob.remote.ssh_config import Target
 # A socket's path has at most 104 bytes on macOS, 108 on Linux. ssh adds 17 characters at first.
 _MAX_PATH = 104 - 18
 _TIMEOUT = 5.0  # seconds for an answer of ssh on this machine
+_PAUSE = 0.1  # seconds between two tries to get a lock
 
 
 def client(path: Path, *options: str) -> list[str]:
@@ -66,6 +70,31 @@ def path_for_login(target: Target) -> Path:
     return Path(target.control_path) if target.control_path else _own(target, _name(target))
 
 
+@contextmanager
+def alone(target: Target, path: Path, seconds: float) -> Iterator[None]:
+    """Let one process at a time open the shared connection at a path; remove a dead socket.
+
+    ssh opens a connection that nobody can share or close if there is a socket at the path.
+
+    Raises:
+        HostError: another process has been opening the connection for so many seconds.
+    """
+    end = time.monotonic() + seconds
+    with open(_own(target, f"{_name(target)}.lock"), "wb") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    why = "another command is logging in, and waits for an answer"
+                    raise HostError(target.label, why) from error
+                time.sleep(_PAUSE)
+        if _is_own_socket(path) and not is_open(path):
+            path.unlink(missing_ok=True)
+        yield
+
+
 def private_path(target: Target) -> Path:
     """Return the socket for a connection of this process alone.
 
@@ -77,13 +106,15 @@ def private_path(target: Target) -> Path:
 
 def is_open(path: Path) -> bool:
     """Return whether a shared connection of this user answers at a path."""
+    return _is_own_socket(path) and _succeeds(_control(path, "check"))
+
+
+def _is_own_socket(path: Path) -> bool:
     try:
         status = path.lstat()
     except OSError:
         return False
-    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
-        return False
-    return _succeeds(_control(path, "check"))
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def close(*paths: Path) -> None:

@@ -43,7 +43,6 @@ _CONNECTION_ONLY = {
     "Tunnel": "no",
 }
 
-
 _to_close: set[Path] = set()  # connections of this process alone
 
 
@@ -123,53 +122,67 @@ def connect(
         options.warn(
             f"{target.label}: its key is not verified because StrictHostKeyChecking is `no`"
         )
-    own = not (target.control_path and target.persists)
     more = {"BatchMode": "yes", "LogLevel": "ERROR"}
-    if own:
-        path = control_master.private_path(target)
-        more |= {"ControlPersist": str(_IDLE)} | _proxy(through())
-    else:  # it outlives our connection to a bastion: ssh makes its own
+    if target.control_path and target.persists:
+        # It outlives our connection to a bastion, so ssh makes its own one there.
         path = Path(target.control_path)
-    code, errors = _run(_master(target, path, timeout, **more), _LOGIN_TIMEOUTS * timeout)
+        with control_master.alone(target, path, _LOGIN_TIMEOUTS * timeout):
+            if not control_master.is_open(path):
+                _open(target, path, timeout, **more)
+        return share(target, options, path)
+    path = control_master.private_path(target)
+    connection = OpenSshConnection(target, path, timeout=timeout, own=True)
+    try:
+        _open(target, path, timeout, ControlPersist=str(_IDLE), **more, **_proxy(through()))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _open(target: Target, path: Path, timeout: float, **options: str) -> None:
+    seconds = _LOGIN_TIMEOUTS * timeout
+    code, errors = _run(_master(target, path, timeout, **options), seconds)
     if code is None:
-        raise HostError(target.label, f"ssh does not log in within {_LOGIN_TIMEOUTS * timeout:g} s")
+        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
     if code or not path.exists():
         raise _failure(target, errors)
-    return OpenSshConnection(target, path, timeout=timeout, own=own)
 
 
 def log_in(
-    target: Target, options: ConnectOptions, *, terminal: bool, bastion: Connection | None
+    target: Target, connect_options: ConnectOptions, *, terminal: bool, bastion: Connection | None
 ) -> None:
     """Open the shared connection that later commands use; ssh asks on the terminal.
 
     Args:
         target: the host.
-        options: its timeout.
+        connect_options: its timeout.
         terminal: whether a person can answer. If not, only a login without questions succeeds.
         bastion: a shared connection to the host's last bastion; None to let ssh make one.
 
     Raises:
         HostError: the login failed.
     """
-    timeout = options.seconds(target)
+    timeout = connect_options.seconds(target)
     path = control_master.path_for_login(target)
-    persist = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
-    batch = {} if terminal else {"BatchMode": "yes", "LogLevel": "ERROR"}
-    argv = _master(target, path, timeout, **batch, **persist, **_proxy(bastion))
-    seconds = HUMAN_TIMEOUT if terminal else _LOGIN_TIMEOUTS * timeout
-    code, errors = _run(argv, seconds, terminal=terminal)
-    if code is None:
-        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
-    if not code and control_master.is_open(path):
-        return
-    if terminal:  # where ssh has shown the reason
-        raise HostError(
-            target.label,
-            "ssh did not log in",
-            hint=f"ssh says why above; for an unknown key: clusterjob hosts trust {target.label}",
-        )
-    raise _failure(target, errors)
+    options = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
+    options |= _proxy(bastion)
+    with control_master.alone(target, path, _LOGIN_TIMEOUTS * timeout):
+        if control_master.is_open(path):  # by a login meanwhile
+            return
+        if not terminal:
+            _open(target, path, timeout, BatchMode="yes", LogLevel="ERROR", **options)
+            return
+        code, _ = _run(_master(target, path, timeout, **options), HUMAN_TIMEOUT, terminal=True)
+        if code is None:
+            raise HostError(target.label, f"ssh does not log in within {HUMAN_TIMEOUT:g} s")
+        if code or not control_master.is_open(path):
+            raise HostError(
+                target.label,
+                "ssh did not log in",
+                hint="ssh says why above; for an unknown key: "
+                f"clusterjob hosts trust {target.label}",
+            )
 
 
 def host_key(target: Target, options: ConnectOptions, bastion: Connection | None) -> HostKey:
@@ -285,43 +298,49 @@ def _kill(process: subprocess.Popen[bytes], *, whole_session: bool) -> None:
 def _failure(target: Target, errors: str) -> Exception:
     """Return the error for what ssh wrote on stderr."""
     lines = [line.strip()[:_MAX_ERROR] for line in errors.splitlines() if line.strip()]
-    trust = f"clusterjob hosts trust {target.label}"
-
-    def one(pattern: str) -> str:
-        return next((line for line in lines if re.search(pattern, line)), "")
-
-    def error(why: str, hint: str = "") -> HostError:
+    if failure := _key_failure(target, lines):
+        return failure
+    if match := re.search(r"Permission denied \(([\w,@.-]*)\)", errors):
+        why = f"ssh cannot log in as {target.user}: the host accepts only {match[1]}"
+        hint = f"make `ssh {target.label}` work without a password"
+        if {"keyboard-interactive", "password"} & set(match[1].split(",")):
+            why = f"it requires an answer from {target.user}: {match[1]}"
+            hint = f"log in once before, on a terminal: clusterjob login {target.label}"
         return HostError(target.label, why[:_MAX_ERROR], hint=hint)
+    if not lines:
+        hint = f"`ssh -v {target.label}` shows each step"
+        return HostError(target.label, "ssh gives no reason", hint=hint)
+    if line := _first(lines, "^unix_listener: "):
+        hint = "make the directory of ControlPath in the ssh configuration"
+        return HostError(target.label, line, hint=hint)
+    last = lines[-1].removeprefix("ssh: ")
+    if _first(lines, "^(kex|ssh)_exchange_identification"):
+        return DroppedError(last)
+    return HostError(target.label, last)
 
-    if line := one("Error checking host key"):
-        return error(f"its key cannot be checked: {line}")
-    if line := one("revoked|REVOKED"):
+
+def _key_failure(target: Target, lines: Sequence[str]) -> HostError | None:
+    """Return the error if ssh refused the host's key."""
+    trust = f"clusterjob hosts trust {target.label}"
+    why, hint = "", ""
+    if line := _first(lines, "Error checking host key"):
+        why = f"its key cannot be checked: {line}"
+    elif line := _first(lines, "revoked|REVOKED"):
         file = line.partition(" by file ")[2]
         why = f"its key is revoked{f' ({file})' if file else ''}"
-        return error(why, hint="this host is not to be trusted")
-    if one("IDENTIFICATION HAS CHANGED"):
-        place = one("^Offending").partition(" in ")[2]
+        hint = "this host is not to be trusted"
+    elif _first(lines, "IDENTIFICATION HAS CHANGED"):
+        place = _first(lines, "^Offending").partition(" in ")[2]
         why = f"its key has changed{f', another one is in {place}' if place else ''}"
-        return error(why, hint=f"if the change is intended: {trust} --replace")
-    if line := one("^Certificate invalid"):
-        return error(f"the certificate of its key is not valid: {line.partition(': ')[2]}")
-    if one("^Host key verification failed|host key is known for"):
-        return error(
-            "its key is unknown", hint=f"compare it with the key on the host, then: {trust}"
-        )
-    if match := re.search(r"Permission denied \(([\w,@.-]*)\)", errors):
-        if {"keyboard-interactive", "password"} & set(match[1].split(",")):
-            return error(
-                f"it requires an answer from {target.user}: {match[1]}",
-                hint=f"log in once before, on a terminal: clusterjob login {target.label}",
-            )
-        return error(
-            f"ssh cannot log in as {target.user}: the host accepts only {match[1]}",
-            hint=f"make `ssh {target.label}` work without a password",
-        )
-    if not lines:
-        return error("ssh gives no reason", hint=f"`ssh -v {target.label}` shows each step")
-    last = lines[-1].removeprefix("ssh: ")
-    if one("^(kex|ssh)_exchange_identification"):
-        return DroppedError(last)
-    return error(last)
+        hint = f"if the change is intended: {trust} --replace"
+    elif line := _first(lines, "^Certificate invalid"):
+        why = f"the certificate of its key is not valid: {line.partition(': ')[2]}"
+    elif _first(lines, "^Host key verification failed|host key is known for"):
+        why = "its key is unknown"
+        hint = f"compare it with the key on the host, then: {trust}"
+    return HostError(target.label, why[:_MAX_ERROR], hint=hint) if why else None
+
+
+def _first(lines: Sequence[str], pattern: str) -> str:
+    """Return the first line in which a pattern is found; empty if there is none."""
+    return next((line for line in lines if re.search(pattern, line)), "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -101,6 +102,11 @@ def plain(ssh_network: SshNetwork, host: SshHost) -> None:
 def logins(host: SshHost) -> int:
     """Return how many logins a host has accepted."""
     return len(re.findall(r"Accepted \S+ for ", (host.directory / "sshd.log").read_text()))
+
+
+def sockets(runtime: Path) -> list[Path]:
+    """Return the sockets of all shared connections."""
+    return [path for path in runtime.rglob("*") if path.is_socket()]
 
 
 class Commands:
@@ -197,7 +203,7 @@ def test_login_with_wrong_code_fails_and_opens_nothing(
             terminal.answer(b"One-time password", "000000")
         assert terminal.finish() == 1
     assert b"Traceback" not in terminal.shown
-    assert not list((runtime / "clusterjob").iterdir())
+    assert not sockets(runtime)
 
 
 @pytest.mark.slow
@@ -222,6 +228,32 @@ def test_login_that_cannot_succeed_is_one_line_error(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True], ids=["login", "ControlPersist"])
+def test_dead_socket_is_replaced_and_parallel_logins_open_one_connection(
+    site: Site, commands: Commands, runtime: Path, own: bool
+) -> None:
+    """ssh itself opens a second connection, which nobody can close."""
+    ssh_network = site.ssh_network
+    if own:
+        ssh_network.write_config(
+            ControlPath=str(runtime / "m-%C"), ControlMaster="auto", ControlPersist="60"
+        )
+    target = ssh_config.resolve(Host("gpu1"), ssh_network.config)
+    path = control_master.path_for_login(target)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    before = logins(ssh_network.hosts["gpu1"])
+    words = hosts_of(site, "gpu1") if own else ["login", "gpu1"]
+    both = [site.command(*words, *commands.options, stdin=subprocess.DEVNULL) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate(timeout=TEST_TIMEOUT)
+        assert REACHED in out or "logged in" in err
+    assert logins(ssh_network.hosts["gpu1"]) - before == 1
+    assert sockets(runtime) == [path]
+    assert "logged out" in commands.run("logout", "gpu1")[2]
+
+
+@pytest.mark.slow
 def test_interrupted_login_opens_nothing(
     site: Site, commands: Commands, codes: Codes, runtime: Path
 ) -> None:
@@ -230,7 +262,7 @@ def test_interrupted_login_opens_nothing(
         terminal.press(b"\x03")
         assert terminal.finish() == 130
     assert b"Traceback" not in terminal.shown
-    assert not list((runtime / "clusterjob").iterdir())
+    assert not sockets(runtime)
 
 
 @pytest.mark.slow

@@ -155,6 +155,11 @@ def test_stdin_is_closed_alone_and_exit_code_returned() -> None:
             "it requires an answer from me: keyboard-interactive,password",
             "clusterjob login gpu1",
         ),
+        (
+            "unix_listener: cannot bind to path /a/b: No such file or directory",
+            "cannot bind to path /a/b",
+            "make the directory of ControlPath",
+        ),
         ("", "ssh gives no reason", "ssh -v gpu1"),
     ],
 )
