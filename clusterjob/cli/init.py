@@ -1,4 +1,4 @@
-"""The command `init`: inspect this machine, ask at most five questions, write clusterjob.toml."""
+"""The command `init`: inspect this machine, ask a few questions, write clusterjob.toml."""
 
 from __future__ import annotations
 

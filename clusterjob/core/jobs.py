@@ -162,17 +162,13 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
     spec.private_values(os.environ, settings.cluster)  # raises if a secret has no value
     notifications.check_urls(spec.notify, os.environ)
     wrong = spec.syntax_error()  # a note, no error: the job's Python may be newer than this one
-    return (
-        replace(
-            plan,
-            notes=(
-                *plan.notes,
-                f"{wrong} (checked with Python {sys.version_info.major}.{sys.version_info.minor})",
-            ),
-        )
-        if wrong
-        else plan
-    )
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    notes = [f"{wrong} (checked with Python {version})"] if wrong else []
+    nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node
+    if settings.origins.get("gpus") == "--gpus" and nodes > 1 and per_node and not spec.gpus:
+        # sbatch's --gpus counts the GPUs of the whole job.
+        notes.append(f"--gpus: {per_node} on each of {nodes} nodes, {nodes * per_node} in total")
+    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
 def doctor_checks(settings: config.Settings, directory: Path) -> Iterator[Check]:

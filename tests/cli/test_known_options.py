@@ -64,6 +64,7 @@ def test_line_of_sbatch_sets_the_same_options(terminal: Terminal) -> None:  # no
         "--cpus-per-task=32", "--gpus-per-node=8",
     }  # fmt: skip
     assert wanted <= set(argv)
+    assert json.loads(done.stdout)["notes"] == ["--gpus: 8 on each of 2 nodes, 16 in total"]
 
 
 def test_line_of_torchrun_runs_the_same_workers(terminal: Terminal) -> None:  # noqa: F811
