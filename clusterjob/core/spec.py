@@ -372,7 +372,10 @@ class JobSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain data, for the record and for spec.json."""
-        return asdict(self) | {
+        data = asdict(self)
+        if not self.only:
+            del data["only"]
+        return data | {
             "secret": [secret.name for secret in self.secret],
             "notify": [str(place) for place in self.notify],
             "workdir": str(self.workdir),

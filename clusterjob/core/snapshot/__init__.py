@@ -20,6 +20,7 @@ from clusterjob.core.snapshot.ignore_rules import Patterns
 from clusterjob.core.snapshot.secret_files import looks_secret
 from clusterjob.core.units import show_size
 from clusterjob.errors import SubmitError
+from clusterjob.node.logs.job_dir import CODE_LIST
 from clusterjob.node.system import files
 from clusterjob.node.system.sanitize import sanitize
 
@@ -29,7 +30,6 @@ OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
 _COMPILED = "__pycache__"  # Python would replace the files in it through a link
 _CHUNK = 1 << 18
-_KEPT = "code.list"
 git_state, keep_git = git_revision.git_state, git_revision.keep_git
 _MAX_NAMED = 10  # maximum number of excluded secrets in a message
 _MAX_PATTERN_BYTES = 1 << 20  # maximum bytes of one pattern file
@@ -116,7 +116,7 @@ class Snapshot:
 
     def keep(self, folder: Path) -> None:
         """Write the list of entries into a job's directory; `sent_digests` reads it."""
-        files.write_atomic(folder / _KEPT, self.packed())
+        files.write_atomic(folder / CODE_LIST, self.packed())
 
     def packed(self) -> bytes:
         """Return the list of entries as compressed JSON, as it is sent and stored."""
@@ -154,7 +154,7 @@ class Snapshot:
 def sent_digests(folder: Path) -> dict[str, str]:
     """Return the digests of a job's sent files by path; empty if they are unknown."""
     try:
-        rows = json.loads(zlib.decompress((folder / _KEPT).read_bytes()))
+        rows = json.loads(zlib.decompress((folder / CODE_LIST).read_bytes()))
     except (OSError, ValueError, zlib.error):
         return {}
     return {path: value for path, kind, _, _, value in rows if kind == "file"}
@@ -168,7 +168,7 @@ def sent(folder: Path, root: Path) -> Snapshot | None:
         root: the directory whose files are sent if a host does not have them any more.
     """
     try:
-        rows = json.loads(zlib.decompress((folder / _KEPT).read_bytes()))
+        rows = json.loads(zlib.decompress((folder / CODE_LIST).read_bytes()))
         entries = [SnapshotEntry(*row) for row in rows]
     except (OSError, ValueError, TypeError, zlib.error):
         return None
