@@ -19,6 +19,8 @@ from docs_commands import TRAIN, Shell, blocks
 from launching import ROOT, free_port
 from login_user import Laptop
 from namespaces import Machine
+from procs import TEST_TIMEOUT, wait_until
+from servers import webhook
 from slurm_user import User
 from sshsite import Site
 from volc_platform import Platform
@@ -67,6 +69,18 @@ def test_secret_command_gives_values_to_worker(shell: Shell, tmp_path: Path) -> 
     )
     assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
     assert shell.clusterjob("logs", shell.values["job_id"]).out == "5ecret hf_5ecret\n"
+
+
+@pytest.mark.usefixtures("plain_python")
+def test_notify_command_sends_to_webhook_and_command(shell: Shell, tmp_path: Path) -> None:
+    shell.write("train.py", "print('trained')")
+    with webhook() as hook:
+        shell(shell.left[0], before=f"export SLACK={hook.url}", environ={"HOME": str(tmp_path)})
+        assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
+        ended = tmp_path / "ended.jsonl"
+        wait_until(lambda: hook.received and ended.exists() and ended.read_text(), TEST_TIMEOUT)
+        assert hook.states == ["SUCCEEDED"]
+    assert json.loads(ended.read_text())["job_id"] == shell.values["job_id"]
 
 
 @pytest.mark.usefixtures("plain_python")

@@ -82,6 +82,11 @@ SESSIONS = (
         ),
     ),
     Session(
+        "test_notify_command_sends_to_webhook_and_command",
+        ("docs/reference.md",),
+        ("clusterjob submit --notify SLACK --notify-cmd 'cat >> ~/ended.jsonl' train.py",),
+    ),
+    Session(
         "test_template_of_backends_page_starts_nodes",
         ("docs/backends.md",),
         ("clusterjob run --nodes 2 --template mine.sh.j2 train.py 1",),

@@ -1,4 +1,4 @@
-"""Refuse what needs Linux on another system, such as macOS, from which jobs can be submitted."""
+"""Refuse what needs Linux on another system, such as macOS, which can only submit jobs."""
 
 from __future__ import annotations
 
