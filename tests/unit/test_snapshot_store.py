@@ -1,4 +1,4 @@
-"""The snapshots of submitted code: their content, the cost of unchanged files, their removal."""
+"""The snapshots of submitted code: content, cost of unchanged files, removal."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Project:
     def take(self, below: str = "", limit: int = 1 << 20) -> Path:
         """Take a snapshot; return the directory that stands for the project's."""
         source = self.source(below, limit)
-        name, _ = self.store.take(source)
-        return self.store.path(name) / source.top.name
+        digest, _ = self.store.take(source)
+        return self.store.path(store.name_of(digest)) / source.top.name
 
     def job(self, tree: Path, job_id: str = "job-1") -> Path:
         job_dir = self.home / "jobs" / job_id

@@ -74,9 +74,9 @@ class SnapshotStore:
     # -- submitting --------------------------------------------------------------------------------
 
     def take(self, source: CodeSource) -> tuple[str, Snapshot]:
-        """Copy the code of a job into the store; return the snapshot's name and its entries.
+        """Copy the code of a job into the store; return the snapshot's digest and its entries.
 
-        Files that are unchanged since an earlier snapshot are not read.
+        `name_of` gives its name. Files that are unchanged since an earlier snapshot are not read.
 
         Raises:
             SubmitError: the code is too large, cannot be read, or cannot be written to the store.
@@ -87,12 +87,12 @@ class SnapshotStore:
             cache = StatCache(self._stat_file(source.top))
             for _ in range(_TRIES):
                 found = self._read(listed(source), cache)
-                name = _name(found)
-                missing = self._build(name, found)
+                digest = _digest(found)
+                missing = self._build(name_of(digest), found)
                 if not missing:
                     with contextlib.suppress(OSError):  # the next submission reads the files again
                         cache.save()
-                    return name, found
+                    return digest, found
                 cache.forget(missing)
         except OSError as error:
             raise SubmitError(
@@ -342,8 +342,13 @@ def _around(source: CodeSource) -> Snapshot | None:
     return found if len(found.entries) <= _MOST_AROUND and found.size <= source.limit else None
 
 
-def _name(found: Snapshot) -> str:
-    """Return the name of a snapshot: a digest of its directory's name and content."""
+def name_of(digest: str) -> str:
+    """Return the name of a snapshot with this digest; it is short, as tracebacks show it."""
+    return digest[:20]
+
+
+def _digest(found: Snapshot) -> str:
+    """Return the digest of a snapshot: of its directory's name and content."""
     named = replace(
         found,
         entries=(
@@ -356,7 +361,7 @@ def _name(found: Snapshot) -> str:
             ),
         ),
     )
-    return named.digest[:20]
+    return named.digest
 
 
 def _tree_name(top: Path) -> str:
