@@ -293,7 +293,9 @@ def keep_code(plan: Plan, home: Path) -> KeptCode | None:
 
     source = plan.code
     if source.kept is not None:
-        return KeptCode(source.kept)
+        # The file with the uncommitted changes is in the earlier job's directory.
+        recorded = {k: v for k, v in (source.kept.get("git") or {}).items() if k != "diff"}
+        return KeptCode({**source.kept, "git": recorded or None})
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(git_state, source.top)  # git runs meanwhile
         digest, found = SnapshotStore(home).take(source)

@@ -275,6 +275,20 @@ def test_repository_of_home_directory_does_not_count(
     assert project.source("tools").top == project.root / "tools"
 
 
+def test_home_directory_has_no_snapshot_but_script_below_it_has(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(project.root))
+    for workdir in (project.root, project.root.parent, Path("/")):
+        for program in (Program("command", "true"), Program("module", "pkg.a")):
+            assert CodeSource.of(workdir, program, 100) is None
+        script = Program("script", str(project.root / "pkg/a.py"))
+        code = CodeSource.of(workdir, script, 100)
+        assert code is not None
+        assert code.root == project.root / "pkg"
+    assert CodeSource.of(project.root, SCRIPT, 100) is None
+
+
 def test_code_over_limit_is_refused_with_largest_entries(project: Project) -> None:
     project.write(**{"pkg/large": "x" * 200})
     with pytest.raises(SubmitError, match=r"more than the limit of 100 .*: pkg \(201 ") as error:

@@ -99,7 +99,7 @@ class LocalBackend:
                 )
                 for node_rank in range(spec.resources.nodes)
             ),
-            notes=tuple(notes),
+            notes=(*notes, *shared.code_notes(spec, sent=False)),
             code=code,
         )
 

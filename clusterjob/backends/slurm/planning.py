@@ -112,7 +112,7 @@ def plan(spec: JobSpec) -> Plan:
         ),
         notes=(
             *flags.notes(spec),
-            *(() if login is None else shared.code_notes(spec)),
+            *shared.code_notes(spec, sent=login is not None),
             *(
                 f"--{name} is not an option of sbatch: Slurm refuses it unless a plug-in has it"
                 for name in unknown

@@ -44,20 +44,25 @@ class CodeSource:
 
     @classmethod
     def of(cls, workdir: Path, program: Program, limit: int) -> CodeSource | None:
-        """Return the code of a program; None for clusterjob's own modules, which are no code of it.
+        """Return the code of a program; None if a snapshot would not hold it.
+
+        That is so for clusterjob's own modules, and for the home directory and those above it,
+        which hold everything.
 
         Args:
             workdir: the job's working directory, an absolute path.
             program: the job's program.
             limit: maximum bytes of the snapshot.
         """
-        if program.kind == "module" and program.target.startswith(_OWN_MODULES):
+        if is_own(program):
             return None
         root = Path(os.path.realpath(workdir))
         if program.kind == "script":
             script = Path(os.path.realpath(root / program.target))
-            if not script.is_relative_to(root):
+            if not script.is_relative_to(root) or _holds_home(root):
                 root = script.parent
+        if _holds_home(root):
+            return None
         return cls(root, _top(root), limit)
 
     @property
@@ -95,15 +100,23 @@ class CodeSource:
         return Program(program.kind, words[0], args=tuple(words[1:]))
 
 
+def is_own(program: Program) -> bool:
+    """Return whether a program is a module of clusterjob, such as the one that calls functions."""
+    return program.kind == "module" and program.target.startswith(_OWN_MODULES)
+
+
 def _top(root: Path) -> Path:
     """Return the top directory of the repository around a directory; else the directory itself.
 
     A repository of the home directory does not count: it holds settings, not a project.
     """
-    own = Path(os.path.realpath(os.path.expanduser("~")))
     for folder in (root, *root.parents):
-        if own.is_relative_to(folder):
+        if _holds_home(folder):
             return root
         if (folder / ".git").exists():
             return folder
     return root
+
+
+def _holds_home(folder: Path) -> bool:
+    return Path(os.path.realpath(os.path.expanduser("~"))).is_relative_to(folder)
