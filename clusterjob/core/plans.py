@@ -116,10 +116,10 @@ class Plan:
     def _code(self) -> Snapshot | None:
         """Return the current files of the code if they are sent or kept, else None."""
         from clusterjob.core import snapshot
-        from clusterjob.core.snapshot import store
+        from clusterjob.core.snapshot import source
 
         if self.code is not None:
-            return store.listed(self.code)
+            return source.listed(self.code)
         return (
             snapshot.listed(self.spec.workdir, include_secrets=self.spec.include_secrets)
             if self.sends_code

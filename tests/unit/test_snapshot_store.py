@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launching import write_tree
 
 from clusterjob.core import snapshot
-from clusterjob.core.snapshot import stat_cache, store
+from clusterjob.core.snapshot import source, stat_cache, store
 from clusterjob.core.snapshot.source import CodeSource
 from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.errors import SubmitError
@@ -46,9 +46,9 @@ class Project:
 
     def take(self, below: str = "", limit: int = 1 << 20) -> Path:
         """Take a snapshot; return the directory that stands for the project's."""
-        source = self.source(below, limit)
-        digest, _ = self.store.take(source)
-        return self.store.path(store.name_of(digest)) / source.top.name
+        code = self.source(below, limit)
+        digest, _ = self.store.take(code)
+        return self.store.path(store.name_of(digest)) / code.top.name
 
     def job(self, tree: Path, job_id: str = "job-1") -> Path:
         job_dir = self.home / "jobs" / job_id
@@ -155,7 +155,7 @@ def test_file_of_any_name_is_in_snapshot(project: Project, names: list[bytes]) -
             path.unlink()
     for name in names:
         Path(os.fsdecode(os.path.join(os.fsencode(project.root), name))).write_bytes(name)
-    listed = {entry.path for entry in store.listed(project.source()).entries} - {"pkg", "pkg/a.py"}
+    listed = {entry.path for entry in source.listed(project.source()).entries} - {"pkg", "pkg/a.py"}
     for _ in range(2):  # the second time from the cache
         tree = project.take()
         for name in listed:
@@ -235,8 +235,8 @@ def test_file_missing_in_store_is_copied_again(project: Project) -> None:
 
 def test_repository_around_working_directory_is_copied(project: Project) -> None:
     project.write(**{".git/HEAD": "x", "tools/train.py": "1"})
-    source = project.source("tools")
-    assert (source.root, source.top, source.below) == (
+    code = project.source("tools")
+    assert (code.root, code.top, code.below) == (
         project.root / "tools",
         project.root,
         "tools",
