@@ -37,8 +37,10 @@ from measuring import (
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from slurm_cluster import ClusterError, SlurmCluster
 
-PARTS = ("submit", "start", "status", "death", "sweep")
+PARTS = ("submit", "snapshot", "start", "status", "death", "sweep")
 SUBMIT_TARGET = 0.150  # seconds over bare sbatch
+SNAPSHOT_TARGET = 0.200  # seconds over --no-snapshot
+FILES = 2000  # in the working directory
 START_TARGET = 0.45  # ours / srun torchrun's
 STATUS_TARGET = 1.0  # seconds
 DEATH_TARGET = 2.0  # seconds
@@ -163,6 +165,33 @@ def measure_submit(bench: Bench, runs: int) -> list[Row]:
             SUBMIT_TARGET,
         )
     ]
+
+
+def measure_snapshot(bench: Bench, runs: int) -> list[Row]:
+    """Measure how much longer a submission with a snapshot of unchanged files takes."""
+    environ = bench.environ("snapshot")
+    project = bench.directory / "project"
+    for number in range(FILES):
+        path = project / f"package{number // 50}" / f"module{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"NUMBER = {number}\n" * 100)
+    (project / "train.py").touch()
+    for words in (["init", "-q"], ["add", "."]):
+        bench.call([command("git"), "-C", str(project), *words], environ)
+    identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
+    bench.call([command("git"), "-C", str(project), *identity, "commit", "-qm", "x"], environ)
+    time.sleep(3.0)  # until the new files count as unchanged
+    options = ("--workdir", str(project), "--set", LATER)
+    sides = [
+        lambda more=more: bench.call(_submit(*options, *more, "train.py"), environ)[1]
+        for more in ((), ("--no-snapshot",))
+    ]
+    row = compare("snapshot", "", runs, SNAPSHOT_TARGET, *sides)
+    bench.clear()
+    assert row.other is not None
+    added, slowest = row.ours - row.other, row.slowest - row.other
+    what = f"{FILES:,} unchanged files, over --no-snapshot"
+    return [Row(row.part, what, runs, added, slowest, row.other, None, SNAPSHOT_TARGET)]
 
 
 def measure_start(bench: Bench, runs: int) -> list[Row]:
@@ -371,7 +400,14 @@ def measure_sweep(bench: Bench, runs: int) -> list[Row]:
 MEASURES = dict(
     zip(
         PARTS,
-        (measure_submit, measure_start, measure_status, measure_death, measure_sweep),
+        (
+            measure_submit,
+            measure_snapshot,
+            measure_start,
+            measure_status,
+            measure_death,
+            measure_sweep,
+        ),
         strict=True,
     )
 )

@@ -142,11 +142,21 @@ def code_of(spec: JobSpec) -> CodeSource | None:
     )
 
 
-def code_notes(spec: JobSpec) -> tuple[str, ...]:
-    """Return a note for ``--no-snapshot`` on hosts that run a copy of the code in any case."""
-    if spec.snapshot or not spec.sync:
-        return ()
-    return ("--no-snapshot: the hosts run a copy of the code; --no-sync uses their own files",)
+def code_notes(spec: JobSpec, *, sent: bool) -> tuple[str, ...]:
+    """Return a note if a job runs another version of the code than the user may expect.
+
+    Args:
+        spec: the job.
+        sent: whether the hosts run a copy that is sent to them.
+    """
+    if sent and spec.sync and not spec.snapshot:
+        return ("--no-snapshot: the hosts run a copy of the code; --no-sync uses their own files",)
+    if not sent and spec.snapshot and code_of(spec) is None:
+        from clusterjob.core.snapshot.source import is_own
+
+        if not is_own(spec.program):
+            return (f"no snapshot of {spec.workdir}, the home directory: current files are used",)
+    return ()
 
 
 def code_values(code: CodeSource | None, job_dir: Path) -> dict[str, str]:

@@ -67,6 +67,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         )
     _remove_leftovers(records)
     values = job_secrets.packed(plan.spec.private_values(os.environ, cluster))
+    code = plans.keep_code(plan, home())
     record = Record(
         plan.job_id,
         plan.spec.name,
@@ -78,6 +79,7 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
         spec=plan.spec.to_json(),
         submitter=processes.ProcessIdentity.of_this_process(),
         array=plan.array,
+        code=None if code is None else code.data,
     )
     try:
         # Save the record first: a killed submit then leaves no job directory without a record.
@@ -88,9 +90,8 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
                 node_zip.keep(file.data, node_zip.cache_directory())
         if isinstance(backend, Foreground):
             backend.stdin = stdin
-        if (code := plans.keep_code(plan, home())) is not None:
-            record = replace(record, code=code)
-            records.save(record)
+        if code is not None:
+            code.place(plan, home())
         handle = backend.submit(plan)
         try:
             record = replace(record, code=handle.data.get("code", record.code))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import show_size
 from clusterjob.errors import OTHER_HOME, RecordError, SubmitError
-from clusterjob.node.logs.job_dir import ENDS, LOGS, SECRETS, TOKEN
+from clusterjob.node.logs.job_dir import DIFF, ENDS, LOGS, SECRETS, TOKEN
 from clusterjob.node.system import private_dirs
 from clusterjob.node.system.files import write_atomic
 
@@ -132,10 +132,10 @@ class Plan:
     def _code(self) -> Snapshot | None:
         """Return the current files of the code if they are sent or kept, else None."""
         from clusterjob.core import snapshot
-        from clusterjob.core.snapshot import store
+        from clusterjob.core.snapshot import source
 
         if self.code is not None:
-            return store.listed(self.code)
+            return source.listed(self.code)
         return (
             snapshot.listed(self.spec.workdir, include_secrets=self.spec.include_secrets)
             if self.sends_code
@@ -269,8 +269,37 @@ def with_recorded_code(plan: Plan, recorded: Mapping[str, Any] | None) -> Plan:
     return replace(plan, code=code)
 
 
-def keep_code(plan: Plan, home: Path) -> dict[str, Any] | None:
-    """Keep the code of a job, and link its directory to it; return the data for its record.
+@dataclass(frozen=True)
+class KeptCode:
+    """The code of a job in the store of snapshots.
+
+    Attributes:
+        data: the data for the job's record, `Record.code`.
+        diff: the uncommitted changes.
+    """
+
+    data: Mapping[str, Any]
+    diff: bytes = b""
+
+    def place(self, plan: Plan, home: Path) -> None:
+        """Link the job's directory to the code, and write the uncommitted changes into it.
+
+        Raises:
+            SubmitError: the snapshot was removed, or a file cannot be written.
+        """
+        from clusterjob.core.snapshot import git_revision
+        from clusterjob.core.snapshot.store import SnapshotStore
+
+        assert plan.code is not None
+        SnapshotStore(home).link(self.data["snapshot"], plan.code, job_dir=plan.job_dir)
+        try:
+            git_revision.write_diff(self.diff, plan.job_dir)
+        except OSError as error:
+            raise SubmitError(f"{plan.job_dir} cannot be written: {error.strerror}") from error
+
+
+def keep_code(plan: Plan, home: Path) -> KeptCode | None:
+    """Keep the code of a job in the store of snapshots.
 
     Returns:
         None if the job runs the current files, or a copy that its backend sends.
@@ -280,24 +309,33 @@ def keep_code(plan: Plan, home: Path) -> dict[str, Any] | None:
     """
     if plan.code is None:
         return None
-    from clusterjob.core.snapshot import keep_git
-    from clusterjob.core.snapshot.store import SnapshotStore
+    from concurrent.futures import ThreadPoolExecutor
 
-    source, store = plan.code, SnapshotStore(home)
+    from clusterjob.core.snapshot import git_state
+    from clusterjob.core.snapshot.store import SnapshotStore, name_of
+
+    source = plan.code
     if source.kept is not None:
-        store.link(source.kept["snapshot"], source, job_dir=plan.job_dir)
-        return dict(source.kept)
-    name, found = store.take(source)
-    store.link(name, source, job_dir=plan.job_dir)
-    return {
-        "digest": found.digest,
+        # The file with the uncommitted changes is in the earlier job's directory.
+        recorded = {k: v for k, v in (source.kept.get("git") or {}).items() if k != "diff"}
+        return KeptCode({**source.kept, "git": recorded or None})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(git_state, source.top)  # git runs meanwhile
+        digest, found = SnapshotStore(home).take(source)
+        git = asked.result()
+    diff = git.pop("diff") if git is not None else b""
+    if git is not None and diff:
+        git["diff"] = DIFF
+    data = {
+        "digest": digest,
         "files": found.files,
         "bytes": found.size,
-        "git": keep_git(source.top, plan.job_dir),
-        "snapshot": name,
+        "git": git,
+        "snapshot": name_of(digest),
         "root": str(source.root),
         "top": str(source.top),
     }
+    return KeptCode(data, diff)
 
 
 def token_file(job_dir: Path) -> Path:

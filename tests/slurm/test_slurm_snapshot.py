@@ -1,4 +1,4 @@
-"""Queued Slurm jobs run the code that was submitted, whatever happens to the files meanwhile."""
+"""Queued Slurm jobs run the code that was submitted, although the files change meanwhile."""
 
 from __future__ import annotations
 

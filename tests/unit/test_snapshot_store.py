@@ -1,4 +1,4 @@
-"""The snapshots of submitted code: their content, the cost of unchanged files, their removal."""
+"""The snapshots of submitted code: content, cost of unchanged files, removal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launching import write_tree
 
 from clusterjob.core import snapshot
-from clusterjob.core.snapshot import stat_cache, store
+from clusterjob.core.snapshot import source, stat_cache, store
 from clusterjob.core.snapshot.source import CodeSource
 from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.errors import SubmitError
@@ -46,9 +46,9 @@ class Project:
 
     def take(self, below: str = "", limit: int = 1 << 20) -> Path:
         """Take a snapshot; return the directory that stands for the project's."""
-        source = self.source(below, limit)
-        name, _ = self.store.take(source)
-        return self.store.path(name) / source.top.name
+        code = self.source(below, limit)
+        digest, _ = self.store.take(code)
+        return self.store.path(store.name_of(digest)) / code.top.name
 
     def job(self, tree: Path, job_id: str = "job-1") -> Path:
         job_dir = self.home / "jobs" / job_id
@@ -155,7 +155,7 @@ def test_file_of_any_name_is_in_snapshot(project: Project, names: list[bytes]) -
             path.unlink()
     for name in names:
         Path(os.fsdecode(os.path.join(os.fsencode(project.root), name))).write_bytes(name)
-    listed = {entry.path for entry in store.listed(project.source()).entries} - {"pkg", "pkg/a.py"}
+    listed = {entry.path for entry in source.listed(project.source()).entries} - {"pkg", "pkg/a.py"}
     for _ in range(2):  # the second time from the cache
         tree = project.take()
         for name in listed:
@@ -235,8 +235,8 @@ def test_file_missing_in_store_is_copied_again(project: Project) -> None:
 
 def test_repository_around_working_directory_is_copied(project: Project) -> None:
     project.write(**{".git/HEAD": "x", "tools/train.py": "1"})
-    source = project.source("tools")
-    assert (source.root, source.top, source.below) == (
+    code = project.source("tools")
+    assert (code.root, code.top, code.below) == (
         project.root / "tools",
         project.root,
         "tools",
@@ -273,6 +273,20 @@ def test_repository_of_home_directory_does_not_count(
     project.write(**{".git/HEAD": "x", "tools/train.py": "1"})
     monkeypatch.setenv("HOME", str(project.root))
     assert project.source("tools").top == project.root / "tools"
+
+
+def test_home_directory_has_no_snapshot_but_script_below_it_has(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(project.root))
+    for workdir in (project.root, project.root.parent, Path("/")):
+        for program in (Program("command", "true"), Program("module", "pkg.a")):
+            assert CodeSource.of(workdir, program, 100) is None
+        script = Program("script", str(project.root / "pkg/a.py"))
+        code = CodeSource.of(workdir, script, 100)
+        assert code is not None
+        assert code.root == project.root / "pkg"
+    assert CodeSource.of(project.root, SCRIPT, 100) is None
 
 
 def test_code_over_limit_is_refused_with_largest_entries(project: Project) -> None:

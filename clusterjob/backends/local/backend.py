@@ -118,7 +118,11 @@ class LocalBackend:
                 )
                 for node_rank in range(spec.resources.nodes)
             ),
-            notes=(*notes, *(env.notes if env is not None else ())),
+            notes=(
+                *notes,
+                *shared.code_notes(spec, sent=False),
+                *(env.notes if env is not None else ()),
+            ),
             code=code,
         )
 

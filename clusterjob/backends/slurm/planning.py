@@ -116,7 +116,7 @@ def plan(spec: JobSpec) -> Plan:
         ),
         notes=(
             *flags.notes(spec),
-            *(() if login is None else shared.code_notes(spec)),
+            *shared.code_notes(spec, sent=login is not None),
             *(env.notes if env is not None else ()),
             *(
                 f"--{name} is not an option of sbatch: Slurm refuses it unless a plug-in has it"

@@ -96,7 +96,7 @@ def plan(spec: JobSpec) -> plans.Plan:
             for node, host in enumerate(spec.hosts)
         ),
         notes=(
-            *shared.code_notes(spec),
+            *shared.code_notes(spec, sent=True),
             *(("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else ()),
             *(env.notes if env is not None else ()),
         ),

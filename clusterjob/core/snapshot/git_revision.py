@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.snapshot.secret_files import looks_secret
+from clusterjob.node.logs.job_dir import DIFF
 from clusterjob.node.system import files
 
 _MAX_DIFF = 4 << 20  # maximum bytes of uncommitted changes to keep
@@ -127,9 +128,15 @@ def keep_git(root: Path, folder: Path) -> dict[str, Any] | None:
         return None
     diff = state.pop("diff")
     if diff:
-        files.write_atomic(folder / "code.diff", diff)
-        state["diff"] = "code.diff"
+        write_diff(diff, folder)
+        state["diff"] = DIFF
     return state
+
+
+def write_diff(diff: bytes, folder: Path) -> None:
+    """Write the uncommitted changes into a job's directory; no file if there are none."""
+    if diff:
+        files.write_atomic(folder / DIFF, diff)
 
 
 def excludes_file(root: Path) -> Path | None:

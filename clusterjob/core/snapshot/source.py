@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clusterjob.core import snapshot
+from clusterjob.core.snapshot import Linked, Snapshot
+from clusterjob.errors import SubmitError
 from clusterjob.node.logs.job_dir import CODE
 from clusterjob.node.program import Program
 
 _OWN_MODULES = "clusterjob."  # modules of the node zip: Python functions as jobs
+# Maximum number of entries of a repository to copy as a whole; of a larger repository, only the
+# working directory is copied.
+_MOST_AROUND = 20_000
+NO_SNAPSHOT = "--no-snapshot runs the current files"
 _SHELL = re.compile(r"(ba|da|z|k|fi)?sh")
 
 
@@ -44,20 +51,25 @@ class CodeSource:
 
     @classmethod
     def of(cls, workdir: Path, program: Program, limit: int) -> CodeSource | None:
-        """Return the code of a program; None for clusterjob's own modules, which are no code of it.
+        """Return the code of a program; None if a snapshot would not hold it.
+
+        That is so for clusterjob's own modules, and for the home directory and those above it,
+        which hold everything.
 
         Args:
             workdir: the job's working directory, an absolute path.
             program: the job's program.
             limit: maximum bytes of the snapshot.
         """
-        if program.kind == "module" and program.target.startswith(_OWN_MODULES):
+        if is_own(program):
             return None
         root = Path(os.path.realpath(workdir))
         if program.kind == "script":
             script = Path(os.path.realpath(root / program.target))
-            if not script.is_relative_to(root):
+            if not script.is_relative_to(root) or _holds_home(root):
                 root = script.parent
+        if _holds_home(root):
+            return None
         return cls(root, _top(root), limit)
 
     @property
@@ -95,15 +107,52 @@ class CodeSource:
         return Program(program.kind, words[0], args=tuple(words[1:]))
 
 
+def is_own(program: Program) -> bool:
+    """Return whether a program is a module of clusterjob, such as the one that calls functions."""
+    return program.kind == "module" and program.target.startswith(_OWN_MODULES)
+
+
+def listed(source: CodeSource) -> Snapshot:
+    """Return the list of a job's code.
+
+    Raises:
+        SubmitError: the code is too large, or a directory cannot be read.
+    """
+    try:
+        found = _around(source) or snapshot.listed(
+            source.top, linked=Linked(source.below, only=bool(source.below))
+        )
+        if found.size > source.limit:
+            raise snapshot.too_large(source.root, found.entries, limit=source.limit)
+    except SubmitError as error:
+        error.hint = f"{error.hint}; {NO_SNAPSHOT}" if error.hint else NO_SNAPSHOT
+        raise
+    return replace(found, secrets=())  # they are links
+
+
+def _around(source: CodeSource) -> Snapshot | None:
+    """Return the list of the whole repository around the code; None if it is too large."""
+    if not source.below:
+        return None
+    try:
+        found = snapshot.listed(source.top, linked=Linked(source.below))
+    except SubmitError:
+        return None
+    return found if len(found.entries) <= _MOST_AROUND and found.size <= source.limit else None
+
+
 def _top(root: Path) -> Path:
     """Return the top directory of the repository around a directory; else the directory itself.
 
     A repository of the home directory does not count: it holds settings, not a project.
     """
-    own = Path(os.path.realpath(os.path.expanduser("~")))
     for folder in (root, *root.parents):
-        if own.is_relative_to(folder):
+        if _holds_home(folder):
             return root
         if (folder / ".git").exists():
             return folder
     return root
+
+
+def _holds_home(folder: Path) -> bool:
+    return Path(os.path.realpath(os.path.expanduser("~"))).is_relative_to(folder)

@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from clusterjob.core import snapshot
-from clusterjob.core.snapshot import Linked, Snapshot, SnapshotEntry
-from clusterjob.core.snapshot.source import CodeSource
+from clusterjob.core.snapshot import Snapshot, SnapshotEntry
+from clusterjob.core.snapshot.source import NO_SNAPSHOT, CodeSource, listed
 from clusterjob.core.snapshot.stat_cache import StatCache
 from clusterjob.errors import SubmitError
 from clusterjob.node.logs.job_dir import CODE
@@ -36,13 +35,9 @@ _NAME = re.compile(r"[0-9a-f]{20}")
 _PART = ".new-"  # begin of the name of an incomplete snapshot
 _CHUNK = 1 << 20
 _TRIES = 3  # maximum number of times to read a directory whose files change meanwhile
-# Maximum number of entries of a repository to copy as a whole; of a larger repository, only the
-# working directory is copied.
-_MOST_AROUND = 20_000
 # Seconds after its last submission for which a snapshot counts as used: the submission may not have
 # written the job's link yet.
 FRESH = 3600.0
-_NO_SNAPSHOT = "--no-snapshot runs the current files"
 
 
 @dataclass(frozen=True)
@@ -74,9 +69,9 @@ class SnapshotStore:
     # -- submitting --------------------------------------------------------------------------------
 
     def take(self, source: CodeSource) -> tuple[str, Snapshot]:
-        """Copy the code of a job into the store; return the snapshot's name and its entries.
+        """Copy the code of a job into the store; return the snapshot's digest and its entries.
 
-        Files that are unchanged since an earlier snapshot are not read.
+        `name_of` gives its name. Files that are unchanged since an earlier snapshot are not read.
 
         Raises:
             SubmitError: the code is too large, cannot be read, or cannot be written to the store.
@@ -87,18 +82,18 @@ class SnapshotStore:
             cache = StatCache(self._stat_file(source.top))
             for _ in range(_TRIES):
                 found = self._read(listed(source), cache)
-                name = _name(found)
-                missing = self._build(name, found)
+                digest = _digest(found)
+                missing = self._build(name_of(digest), found)
                 if not missing:
                     with contextlib.suppress(OSError):  # the next submission reads the files again
                         cache.save()
-                    return name, found
+                    return digest, found
                 cache.forget(missing)
         except OSError as error:
             raise SubmitError(
-                f"the code cannot be copied to {self.directory}: {error.strerror}", _NO_SNAPSHOT
+                f"the code cannot be copied to {self.directory}: {error.strerror}", NO_SNAPSHOT
             ) from error
-        raise SubmitError(f"files of {source.top} change all the time", _NO_SNAPSHOT)
+        raise SubmitError(f"files of {source.top} change all the time", NO_SNAPSHOT)
 
     def link(self, name: str, source: CodeSource, job_dir: Path) -> None:
         """Link a job to its snapshot.
@@ -313,37 +308,13 @@ class SnapshotStore:
         return freed
 
 
-def listed(source: CodeSource) -> Snapshot:
-    """Return the list of a job's code.
-
-    Raises:
-        SubmitError: the code is too large, or a directory cannot be read.
-    """
-    try:
-        found = _around(source) or snapshot.listed(
-            source.top, linked=Linked(source.below, only=bool(source.below))
-        )
-        if found.size > source.limit:
-            raise snapshot.too_large(source.root, found.entries, limit=source.limit)
-    except SubmitError as error:
-        error.hint = f"{error.hint}; {_NO_SNAPSHOT}" if error.hint else _NO_SNAPSHOT
-        raise
-    return replace(found, secrets=())  # they are links
+def name_of(digest: str) -> str:
+    """Return the name of a snapshot with this digest; it is short, as tracebacks show it."""
+    return digest[:20]
 
 
-def _around(source: CodeSource) -> Snapshot | None:
-    """Return the list of the whole repository around the code; None if it is too large."""
-    if not source.below:
-        return None
-    try:
-        found = snapshot.listed(source.top, linked=Linked(source.below))
-    except SubmitError:
-        return None
-    return found if len(found.entries) <= _MOST_AROUND and found.size <= source.limit else None
-
-
-def _name(found: Snapshot) -> str:
-    """Return the name of a snapshot: a digest of its directory's name and content."""
+def _digest(found: Snapshot) -> str:
+    """Return the digest of a snapshot: of its directory's name and content."""
     named = replace(
         found,
         entries=(
@@ -356,7 +327,7 @@ def _name(found: Snapshot) -> str:
             ),
         ),
     )
-    return named.digest[:20]
+    return named.digest
 
 
 def _tree_name(top: Path) -> str:

@@ -11,6 +11,7 @@ RESULT = "result.json"  # the verdict of the coordinator
 EVENTS = "events.jsonl"  # the coordinator's record, one event per line
 TOKEN = "token"
 CODE = "code"  # the submitted code: a link to its snapshot; on a host, the sent files
+DIFF = "code.diff"  # uncommitted changes of the code at the submission
 SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled

@@ -136,6 +136,6 @@ if __name__ == "sitecustomize":
     _HERE = os.path.dirname(os.path.abspath(__file__))
     if sys.version_info >= (3, 7):  # every torch version that needs the patches requires 3.7
         _use_snapshot()
-        if "CLUSTERJOB_STORE" in os.environ:  # not with --launcher srun
+        if "CLUSTERJOB_TASK_RANK" not in os.environ:  # set with --launcher srun
             install()
     _run_hidden_sitecustomize()

@@ -39,7 +39,7 @@ def install(environ: Mapping[str, str]) -> None:
 
 
 def run_kept_script(environ: Mapping[str, str]) -> None:
-    """Replace this process by one that runs the submitted version of its script, if there is one.
+    """Replace this process by one that runs the submitted version of its script.
 
     Nothing happens if the script is the submitted version, is not in the tree, or is new.
     """

@@ -1,4 +1,4 @@
-"""Start one worker of ``--launcher srun``: the submitted code, torch's variables, the program."""
+"""Start one worker of ``--launcher srun`` with the submitted code and torch's variables."""
 
 from __future__ import annotations
 

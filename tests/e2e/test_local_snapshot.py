@@ -1,0 +1,96 @@
+"""On this machine, `submit` runs the code that was submitted, and `run` the current files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launching import write_tree
+from procs import TEST_TIMEOUT
+
+from clusterjob.core import job_settings, jobs, plans, polling
+from clusterjob.core.records import Record, Records
+from clusterjob.errors import SubmitError
+from clusterjob.node.program import Program
+
+# Edits itself and its module, and fails once: the restart must find neither edit.
+EDITS = """
+import os, sys, helper
+print("ran", helper.V, __file__, flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    open("helper.py", "w").write("V = 2")
+    open("train.py", "w").write("print('edited')")
+    sys.exit(1)
+"""
+
+
+def clusterjob(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clusterjob", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TEST_TIMEOUT,
+        check=False,
+    )
+
+
+def options(tmp_path: Path) -> list[str]:
+    python = tmp_path / "python"  # cannot import torch, and starts ten times faster
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return ["--cluster", "local", "--python", str(python), "--max-restarts", "1"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    write_tree(root, **{"train.py": EDITS, "helper.py": "V = 1"})
+    return root
+
+
+def test_restart_of_submitted_job_runs_submitted_code(project: Path, tmp_path: Path) -> None:
+    done = clusterjob(project, "submit", "--follow", *options(tmp_path), "train.py")
+    assert done.returncode == 0, done.stderr
+    [record] = Records().all()
+    main = record.job_dir / "code" / "train.py"
+    assert done.stdout.splitlines()[1:] == [f"ran 1 {main}"] * 2
+    [shown] = json.loads(clusterjob(project, "status", "--json", record.job_id).stdout)["jobs"]
+    assert shown["code"] == record.code
+    assert shown["code"]["files"] == 2
+
+
+def test_run_runs_current_files(project: Path, tmp_path: Path) -> None:
+    done = clusterjob(project, "run", *options(tmp_path), "train.py")
+    assert f"ran 1 {project / 'train.py'}" in done.stdout
+    assert "edited" in done.stdout
+    [record] = Records().all()
+    assert record.code is None
+
+
+def test_recorded_code_of_a_job_runs_again(project: Path, tmp_path: Path) -> None:
+    (project / "train.py").write_text("import helper; print('ran', helper.V)")
+
+    def plan(root: Path) -> plans.Plan:
+        settings = job_settings.resolve({"python": options(tmp_path)[3]}, "local", directory=root)
+        spec = job_settings.make_spec(Program("script", "train.py"), settings, directory=root)
+        return jobs.plan(spec, settings)
+
+    def output(record: Record) -> str:
+        polling.wait(record)
+        return (record.job_dir / "logs" / "node0" / "rank0.out").read_text()
+
+    first = jobs.submit(plan(project), "local", detach=True)
+    assert output(first) == "ran 1\n"
+    (project / "helper.py").write_text("V = 2")
+    again = jobs.submit(plans.with_recorded_code(plan(project), first.code), "local", detach=True)
+    assert output(again) == "ran 1\n"
+    assert again.code == first.code
+    with pytest.raises(SubmitError, match="kept no snapshot"):
+        plans.with_recorded_code(plan(project), None)
+    live = replace(plan(project), code=None)
+    assert plans.with_recorded_code(live, None) is live
