@@ -78,7 +78,7 @@ def clean(
         if not as_json:
             output.print_message("no ended job matches")
         return 0
-    unused = f", and {show_size(code)} of unused code on hosts" if code else ""
+    unused = f", and {show_size(code)} of unused code" if code else ""
     what = f"{_jobs(len(removable))}, {show_size(sum(job.size for job in removable))}{unused}"
     if dry_run:
         output.print_message(f"would remove {what}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from clusterjob.core import polling
 from clusterjob.core.listing import Listing, row_of
 from clusterjob.core.record_index import ListedJob
 from clusterjob.core.records import SEPARATOR, Record, Records, home
+from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.core.times import parse_recorded
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.system import removal
@@ -116,6 +117,7 @@ def named(wanted: Sequence[Record]) -> tuple[list[EndedJob], int]:
 def measure(jobs: Sequence[EndedJob]) -> tuple[list[EndedJob], int]:
     """Return the jobs with their sizes and the reasons to keep them, and bytes of unused code."""
     elsewhere, code = _ask([job.record for job in jobs], remove=False)
+    code += _unused_snapshots({job.record.job_id for job in jobs}, remove=False)
     measured = []
     for job in jobs:
         left = elsewhere.get(job.record.job_id, Leftover())
@@ -145,7 +147,20 @@ def remove(jobs: Sequence[EndedJob]) -> tuple[list[EndedJob], int]:
             except (ClusterJobError, OSError) as error:
                 kept = error.message if isinstance(error, ClusterJobError) else str(error)
         done.append(replace(job, kept=kept))
-    return done, code
+    return done, code + _unused_snapshots((), remove=True)
+
+
+def _unused_snapshots(without: Collection[str], *, remove: bool) -> int:
+    """Return the bytes of code on this machine that no job uses, apart from some jobs."""
+    store, size = SnapshotStore(home()), 0
+    try:
+        unused = store.unused(without=without)
+    except OSError:  # there are no jobs
+        return 0
+    for kept in unused:
+        with contextlib.suppress(OSError):  # it stays for the next call
+            size += store.remove(kept.name) if remove else store.size(kept.name)
+    return size + (store.remove_files() if remove else 0)
 
 
 def _certain(record: Record, status: Status) -> Status:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from clusterjob.core import config, jobs, polling
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.plans import Plan, PlannedFile, SentCode
-from clusterjob.core.records import Record, Records
+from clusterjob.core.records import Record, Records, home
+from clusterjob.core.snapshot.source import CodeSource
+from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.errors import RecordError, UsageError
 from clusterjob.node.logs.job_dir import CALLS
 from clusterjob.node.verdict import JobState
@@ -93,8 +95,26 @@ def _with_calls(plan: Plan, record: Record) -> Plan:
 
 
 def _with_code(plan: Plan, record: Record) -> Plan:
-    """Let the new job run the code that the recorded job has run."""
-    facts = None if record.handle is None else record.handle.data.get("code")
-    if plan.sends_code and isinstance(facts, dict):
-        return replace(plan, sent_before=SentCode(record.whole_dir, facts))
-    return plan
+    """Let the new job run the code that the recorded job has run.
+
+    Raises:
+        RecordError: that code is not kept any more.
+    """
+    recorded = record.code
+    if recorded is None:
+        return plan
+    if plan.sends_code:
+        return replace(plan, sent_before=SentCode(record.whole_dir, recorded))
+    name = recorded.get("snapshot")
+    if plan.code is None or not isinstance(name, str):
+        return plan
+    kept = CodeSource.again(recorded)
+    if not SnapshotStore(home()).exists(name) or (kept.root, kept.top) != (
+        plan.code.root,
+        plan.code.top,
+    ):
+        raise RecordError(
+            f"the code of job {record.job_id} is not kept any more",
+            "submit the program again to run its current code",
+        )
+    return replace(plan, code=kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from procs import TEST_TIMEOUT
 
 from clusterjob.core import job_settings, jobs, rerun
 from clusterjob.core.job_secrets import Secret
-from clusterjob.core.records import Record, Records
+from clusterjob.core.records import Record, Records, home
+from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, UsageError
 from clusterjob.node.program import Program
@@ -71,6 +73,39 @@ def test_rerun_repeats_program_environment_and_asks_for_secrets_again(work: Path
     error = command(work, "rerun", first, code=2, TOKEN="x")
     assert "'script.py' does not exist" in error
     assert len(Records().all()) == 2, "nothing is left of a rerun that is refused"
+
+
+def test_rerun_runs_the_code_that_was_submitted_and_clean_frees_it(work: Path) -> None:
+    (work / "helper.py").write_text("value = 'old'\n")
+    (work / "script.py").write_text("import helper; print(helper.value)\n")
+    first = command(work, "submit", "--cluster", "local", "script.py").strip()
+    command(work, "wait", first)
+    (work / "helper.py").write_text("value = 'new'\n")
+    (work / "script.py").write_text("print('new')\n")
+    second = command(work, "rerun", first).strip()
+    command(work, "wait", second)
+    assert command(work, "logs", second) == "old\n"
+    assert Records().find(second).code == Records().find(first).code
+    command(work, "clean", first, "--yes")
+    third = command(work, "rerun", second).strip()
+    command(work, "wait", third)
+    assert command(work, "logs", third) == "old\n", "another job still uses the snapshot"
+    snapshots = home() / "snapshots"
+    [kept] = [path for path in snapshots.iterdir() if re.fullmatch("[0-9a-f]{20}", path.name)]
+    os.utime(kept, (0, 0))
+    command(work, "clean", "--all", "--yes")
+    assert not kept.exists()
+    assert not [path for path in (snapshots / "files").rglob("*") if path.is_file()]
+
+
+def test_rerun_without_the_recorded_code_is_refused(work: Path) -> None:
+    job_id = command(work, "submit", "--cluster", "local", "script.py", code=0).strip()
+    command(work, "cancel", job_id)
+    record = Records().find(job_id)
+    assert record.code is not None
+    SnapshotStore(home()).path(record.code["snapshot"]).rename(work / "moved")
+    assert "is not kept any more" in command(work, "rerun", job_id, code=1)
+    assert len(Records().all()) == 1
 
 
 def spec_of(work: Path, **settings: Any) -> JobSpec:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -232,16 +232,17 @@ class SnapshotStore:
         """Return whether a snapshot is in the store."""
         return _NAME.fullmatch(name) is not None and self.path(name).is_dir()
 
-    def unused(self, fresh: float = FRESH) -> list[Kept]:
+    def unused(self, fresh: float = FRESH, without: Collection[str] = ()) -> list[Kept]:
         """Return the snapshots that no job directory links to.
 
         Args:
+            without: names of job directories that do not count.
             fresh: seconds after its last submission for which a snapshot counts as used.
 
         Raises:
             OSError: the job directories or the snapshots cannot be listed.
         """
-        linked = set(self._linked())
+        linked = set(self._linked(without))
         found = []
         try:
             entries = list(os.scandir(self.directory))
@@ -255,9 +256,11 @@ class SnapshotStore:
                         found.append(Kept(entry.name, Path(entry.path), used_at))
         return found
 
-    def _linked(self) -> Iterator[str]:
-        """Yield the name of each job's snapshot."""
+    def _linked(self, without: Collection[str] = ()) -> Iterator[str]:
+        """Yield the name of each job's snapshot, without those of some job directories."""
         for job in os.scandir(self._home / "jobs"):
+            if job.name in without:
+                continue
             with contextlib.suppress(OSError):  # jobs without a snapshot have no such link
                 yield Path(os.readlink(os.path.join(job.path, CODE))).parent.name
 
@@ -275,8 +278,10 @@ class SnapshotStore:
                     total += status.st_size if status.st_nlink <= 2 else 0
         return total
 
-    def remove(self, name: str) -> None:
-        """Remove a snapshot; a submission that uses it just now keeps it.
+    def remove(self, name: str) -> int:
+        """Remove a snapshot and the files that only it has; return their bytes.
+
+        A submission that uses it just now keeps it.
 
         Raises:
             OSError: it cannot be removed.
@@ -285,10 +290,16 @@ class SnapshotStore:
         before = place.stat().st_mtime
         aside = self.directory / f"{_PART}{secrets.token_hex(8)}"
         place.rename(aside)
-        if aside.stat().st_mtime != before or name in set(self._linked()):
+        if aside.stat().st_mtime != before or name in self._linked():
             aside.rename(place)
-            return
+            return 0
+        own = {
+            os.lstat(os.path.join(folder, each)).st_ino
+            for folder, _, names in os.walk(aside)
+            for each in names
+        }
         _remove(aside)
+        return self._remove_files(lambda status: status.st_ino in own)
 
     def remove_files(self, fresh: float = FRESH) -> int:
         """Remove the files that no snapshot has; return their bytes.
@@ -296,13 +307,16 @@ class SnapshotStore:
         Args:
             fresh: seconds for which a new file is kept: a submission may be about to use it.
         """
+        return self._remove_files(lambda status: time.time() - status.st_ctime >= fresh)
+
+    def _remove_files(self, wanted: Callable[[os.stat_result], bool]) -> int:
         freed = 0
         for folder, _, names in os.walk(self.directory / "files"):
             for each in names:
                 path = os.path.join(folder, each)
                 with contextlib.suppress(OSError):
                     status = os.lstat(path)
-                    if status.st_nlink == 1 and time.time() - status.st_ctime >= fresh:
+                    if status.st_nlink == 1 and wanted(status):
                         os.unlink(path)
                         freed += status.st_size
         return freed
