@@ -290,7 +290,7 @@ class SnapshotStore:
         before = place.stat().st_mtime
         aside = self.directory / f"{_PART}{secrets.token_hex(8)}"
         place.rename(aside)
-        if aside.stat().st_mtime != before or name in self._linked():
+        if aside.stat().st_mtime != before or name in set(self._linked()):
             aside.rename(place)
             return 0
         own = {
