@@ -12,8 +12,9 @@ class JobOptions(TypedDict, total=False):
 
     cluster: str | None  # Profile or backend (default: the configuration's).
     nodes: int | None
+    gpus: int | str | None
     gpus_per_node: int | str | None
-    nproc_per_node: int | None
+    nproc_per_node: int | str | None
     cpus_per_task: int | None
     mem: int | str | None
     time: int | str | None
@@ -22,6 +23,9 @@ class JobOptions(TypedDict, total=False):
     secret: str | Sequence[str] | None
     workdir: str | os.PathLike[str] | None
     python: str | None
+    uv: bool | None
+    env_archive: str | os.PathLike[str] | None
+    env_cache: str | None
     setup: str | Sequence[str] | None
     max_restarts: int | None
     start: str | None
@@ -32,8 +36,9 @@ class JobOptions(TypedDict, total=False):
     hosts: str | Sequence[str] | None
     hostfile: str | os.PathLike[str] | None
     login: str | None
-    gpus: str | None
+    transport: str | None
     sync: bool | None
+    snapshot: bool | None
     include_secrets: bool | None
     account: str | None
     partition: str | None
@@ -45,6 +50,9 @@ class JobOptions(TypedDict, total=False):
     after: str | Sequence[str] | None
     requeue: bool | None
     signal_before: int | str | None
+    notify: str | Sequence[str] | None
+    notify_cmd: str | Sequence[str] | None
+    notify_on: str | Sequence[str] | None
     join_timeout: float | None
     heartbeat: float | None
     lease: float | None
