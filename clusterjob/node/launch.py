@@ -180,7 +180,7 @@ def _worker_count(wanted: int | str, gpus: int) -> int:
             "--nproc-per-node gpu: no GPU is visible here",
             "--nproc-per-node cpu starts one worker per core",
         )
-    return gpus if gpus and wanted != "cpu" else len(os.sched_getaffinity(0))
+    return gpus if gpus and wanted != "cpu" else devices.usable_cores()
 
 
 def _notifier(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.backends import base
-from clusterjob.backends.local import devices as local_devices
+from clusterjob.backends.local import gpu_assignment
 from clusterjob.core import capabilities, gpu_request, gpus, job_settings
 from clusterjob.core.gpu_request import GpuRequest, parse, read_gpus
 from clusterjob.core.spec import JobSpec
@@ -156,7 +156,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_local_job_counts_its_workers(
     tmp_path: Path, word: str, nodes: int, workers: int | None, per_node: int | None
 ) -> None:
-    spec = local_devices.counted(spec_of(tmp_path, nproc_per_node=word, nodes=nodes))
+    spec = gpu_assignment.counted(spec_of(tmp_path, nproc_per_node=word, nodes=nodes))
     assert spec.nproc_per_node == (workers or len(os.sched_getaffinity(0)))
     assert (spec.nproc_word, spec.resources.gpus_per_node) == ("", per_node)
 
@@ -166,21 +166,21 @@ def test_local_job_without_gpus_refuses_one_worker_per_gpu(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cores = len(os.sched_getaffinity(0))
-    assert local_devices.counted(spec_of(tmp_path, nproc_per_node="auto")).nproc_per_node == cores
+    assert gpu_assignment.counted(spec_of(tmp_path, nproc_per_node="auto")).nproc_per_node == cores
     with pytest.raises(SpecError, match="--nproc-per-node gpu: this machine has 0 GPUs") as refused:
-        local_devices.counted(spec_of(tmp_path, nproc_per_node="gpu"))
+        gpu_assignment.counted(spec_of(tmp_path, nproc_per_node="gpu"))
     assert "--nproc-per-node cpu" in refused.value.hint
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_local_nodes_cannot_share_chosen_gpus(tmp_path: Path) -> None:
-    assert local_devices.of_nodes(spec_of(tmp_path, gpus="1,3"))[0] == [
+    assert gpu_assignment.of_nodes(spec_of(tmp_path, gpus="1,3"))[0] == [
         {"CUDA_VISIBLE_DEVICES": "1,3"}
     ]
     with pytest.raises(SpecError, match="2 nodes on this machine cannot share these GPUs"):
-        local_devices.of_nodes(spec_of(tmp_path, gpus="1,3", nodes="2"))
+        gpu_assignment.of_nodes(spec_of(tmp_path, gpus="1,3", nodes="2"))
     with pytest.raises(SpecError, match="the number of GPUs is missing"):
-        local_devices.of_nodes(spec_of(tmp_path, gpus="auto"))
+        gpu_assignment.of_nodes(spec_of(tmp_path, gpus="auto"))
 
 
 @pytest.mark.parametrize("word", ["gpu", "auto"])

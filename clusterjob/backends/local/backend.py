@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import Leftover, Status
-from clusterjob.backends.local import devices
+from clusterjob.backends.local import gpu_assignment
 from clusterjob.core import python_env
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
@@ -80,7 +80,7 @@ class LocalBackend:
         return self._plan(spec)
 
     def _plan(self, spec: JobSpec) -> Plan:
-        spec = replace(devices.counted(spec), nproc_is_default=False)
+        spec = replace(gpu_assignment.counted(spec), nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
         code, program = shared.code_of(spec), spec.program
         if code is not None:
@@ -96,7 +96,7 @@ class LocalBackend:
             "lifeline": True,
             "launch_arguments": options.arguments(),
         }
-        of_nodes, notes = devices.of_nodes(spec)
+        of_nodes, notes = gpu_assignment.of_nodes(spec)
         if spec.resources.mem is not None:
             notes.append("--mem is not enforced on this machine")
         return Plan(
@@ -133,7 +133,7 @@ class LocalBackend:
             SubmitError: an agent cannot be started; the agents that already run are stopped.
         """
         agents: list[dict[str, int]] = []
-        of_nodes, reserved = devices.reserve(plan)
+        of_nodes, reserved = gpu_assignment.reserve(plan)
         lifelines = self._lifelines.setdefault(plan.job_id, [])
         try:
             for command in plan.commands:

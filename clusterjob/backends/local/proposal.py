@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from clusterjob.core import gpus
 from clusterjob.core.proposals import Proposal, Question
+from clusterjob.node.system.devices import usable_cores
 
 
 def propose() -> Iterator[Proposal]:
     """Yield a profile that runs jobs on this machine."""
     count = len(gpus.visible_gpus(os.environ))
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     ask = (Question("gpus", f"GPUs of a job, at most {count}", default=str(count)),)
     yield Proposal(
         "local",

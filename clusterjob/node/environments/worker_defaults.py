@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from clusterjob.node.system import devices, network
@@ -65,7 +64,7 @@ def thread_defaults(
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
-    own = len(os.sched_getaffinity(0))
+    own = devices.usable_cores()
     if cpus_per_task is None:
         cpus_per_task = (
             own if environ.get("OMPI_MCA_orte_bound_at_launch") == "1" else _cpus_of_a_task(environ)

@@ -19,6 +19,12 @@ _DEVICES = "/dev"
 _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+
+
 def visible_gpus(environ: Mapping[str, str]) -> int:
     """Return the number of GPUs that are visible to a process with this environment.
 

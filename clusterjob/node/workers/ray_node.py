@@ -95,7 +95,7 @@ class RayNode:
         self._head = _address_of(os.environ["MASTER_ADDR"])
         self._port = int(os.environ["MASTER_PORT"])
         self._join_timeout = join_timeout
-        self._cpus = cpus or len(os.sched_getaffinity(0))
+        self._cpus = cpus or devices.usable_cores()
         # A short name: the paths of Ray's sockets have at most 107 characters.
         self._temporary = Path(directory) / os.environ["TORCHELASTIC_RESTART_COUNT"]
         self._temporary.mkdir(mode=0o700)

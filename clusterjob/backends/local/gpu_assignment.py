@@ -14,6 +14,7 @@ from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node.host_server import gpus as host_gpus
+from clusterjob.node.system.devices import usable_cores
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -37,9 +38,7 @@ def counted(spec: JobSpec) -> JobSpec:
             + (f" for {nodes} nodes" if nodes > 1 else ""),
             "--nproc-per-node cpu starts one worker per core",
         )
-    return replace(
-        spec, nproc_per_node=max(1, len(os.sched_getaffinity(0)) // nodes), nproc_word=""
-    )
+    return replace(spec, nproc_per_node=max(1, usable_cores() // nodes), nproc_word="")
 
 
 def _visible() -> int:
