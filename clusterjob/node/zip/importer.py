@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
 # File in the directory of the package's __init__.py: {"clusterjob/cli/__init__.py": source, ...}.
-NAME = "sources.json.bz2"
+NAME = "sources.json"
 
 
 class ZipImporter:
@@ -100,12 +100,11 @@ class ZipImporter:
 
     def _all(self) -> dict[str, str]:
         if self._sources is None:
-            import bz2
             import json
 
             package = sys.modules["clusterjob"]
             data = package.__loader__.get_data(f"{self._directory}/{NAME}")  # type: ignore[union-attr]
-            self._sources = json.loads(bz2.decompress(data))
+            self._sources = json.loads(data)
         assert self._sources is not None
         return self._sources
 
