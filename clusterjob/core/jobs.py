@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 from clusterjob.backends import base
 from clusterjob.backends.base import FETCH_LIMITS, FetchLimits, Foreground, Interrupter
 from clusterjob.backends.shared import nothing_to_fetch
-from clusterjob.core import config, job_secrets, node_zip, notifications, plans, polling
+from clusterjob.core import (
+    config,
+    job_secrets,
+    node_zip,
+    notifications,
+    plans,
+    polling,
+    program_check,
+)
 from clusterjob.core.capabilities import check as check_capabilities
 from clusterjob.core.job_settings import make_spec
 from clusterjob.core.plans import Plan
@@ -162,7 +170,8 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
     plan = backend.plan(spec)
     spec.private_values(os.environ, settings.cluster)  # raises if a secret has no value
     notifications.check_urls(spec.notify, os.environ)
-    wrong = spec.syntax_error()  # a note, no error: the job's Python may be newer than this one
+    # A note, no error: the Python of the job may be newer than this one.
+    wrong = program_check.syntax_error(spec)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     notes = [f"{wrong} (checked with Python {version})"] if wrong else []
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node

@@ -5,31 +5,25 @@ The validation reads only the program's source and checks that other files exist
 
 from __future__ import annotations
 
-import functools
-import os
 import re
-import shutil
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core import arrays, notifications
+from clusterjob.core import arrays, notifications, program_check
 from clusterjob.core.arrays import Array
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.options import OPTIONS, Target
-from clusterjob.errors import SpecError, did_you_mean
+from clusterjob.errors import SpecError
 from clusterjob.node import contract
 from clusterjob.node.notifications import DEFAULT_KINDS
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 MAX_NAME = 128
 
 # Variables that bash sets itself or makes read-only (bash(1), "Shell Variables"): exporting one
@@ -216,7 +210,7 @@ class JobSpec:
         self.elements()
         if self.template is not None and not self.template.is_file():
             raise SpecError(f"the template {str(self.template)!r} does not exist")
-        self._check_program()
+        program_check.check(self)
 
     def _check_notifications(self) -> None:
         notifications.check_kinds(self.notify_on)
@@ -241,46 +235,6 @@ class JobSpec:
                 f"--env-cache {self.env_cache!r} is not an absolute path",
                 "name a directory on the nodes' own disks, such as /scratch",
             )
-
-    def _check_program(self) -> None:
-        if not self.sync:
-            return  # the program may exist only on the machines that run the job
-        if not self.workdir.is_dir():
-            raise SpecError(f"the working directory {str(self.workdir)!r} does not exist")
-        if self.program.kind == "script":
-            _check_script(self.workdir, self.program.target)
-        elif self.program.kind == "module" and not _MODULE_NAME.fullmatch(self.program.target):
-            raise SpecError(
-                f"{self.program.target!r} is not a module name",
-                "write it as for python -m, such as package.train",
-            )
-        elif self.program.kind == "command" and not self.program.target:
-            raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
-        python = os.path.realpath(shutil.which(self.python) or "")
-        own = self.uv or self.env_archive is not None  # its Python may be newer
-        runs_here = not (self.hosts or self.login or self.container or own)
-        is_this = runs_here and python == os.path.realpath(sys.executable)
-        if is_this and (wrong := self.syntax_error()):
-            raise SpecError(wrong, f"no node could run it: {self.python} is this interpreter")
-
-    def syntax_error(self) -> str:
-        """Return the program's syntax error in this process's Python as one line.
-
-        The text is empty if there is no error, or if the source is not on this machine.
-        """
-        if not self.sync or not self.program.is_python:
-            return ""
-        target = self.program.target
-        if self.program.kind == "module":
-            target = f"{target.replace('.', '/')}.py"
-        try:
-            source = (self.workdir / target).read_bytes()
-        except OSError:
-            return ""
-        is_python = target.endswith(".py") or (
-            source.startswith(b"#!") and b"python" in source.partition(b"\n")[0]
-        )
-        return _syntax_error(source, target) if is_python else ""
 
     @property
     def notifies(self) -> bool:
@@ -456,49 +410,3 @@ def _check_variable(name: str, value: str, flag: str = "--env") -> None:
 
     if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
         raise SpecError(f"{name} is set by the launcher for each worker", f"leave it out of {flag}")
-
-
-def _check_script(workdir: Path, target: str) -> None:
-    path = workdir / target
-    if not path.exists():
-        raise SpecError(
-            f"the script {target!r} does not exist (in {workdir})", _nearest_script(path)
-        )
-    if not path.is_file():
-        raise SpecError(f"the script {target!r} is not a file (in {workdir})")
-    try:
-        with path.open("rb") as stream:
-            first_line = stream.readline(256)
-    except OSError as error:
-        raise SpecError(f"the script {target!r} cannot be read: {error.strerror}") from error
-    if path.suffix != ".py" and first_line.startswith(b"#!") and b"python" not in first_line:
-        raise SpecError(
-            f"{target!r} is not a Python script",
-            f"a command goes after --: clusterjob submit -- ./{target}",
-        )
-
-
-@functools.lru_cache(maxsize=4)  # every copy of a spec is validated, with the same source
-def _syntax_error(source: bytes, name: str) -> str:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the job itself will show these warnings
-            compile(source, name, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        where = f", line {error.lineno}" if error.lineno else ""
-        line = f": {error.text.strip()[:80]}" if error.text and error.text.strip() else ""
-        return f"{name}{where}: {type(error).__name__}: {error.msg}{line}"
-    except (ValueError, MemoryError, RecursionError, OverflowError):
-        return ""  # this is not a syntax error: the job's Python may accept the source
-    return ""
-
-
-def _nearest_script(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix]
-    except OSError:
-        return ""
-    hint = "a script's path is relative to the working directory (--workdir)"
-    if shutil.which(path.name):
-        hint = f"a command goes after --: clusterjob submit -- {path.name}"
-    return did_you_mean(path.name, names, hint)
