@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 log = logging.getLogger(__name__)
-_TYPES = {"_whole_number": int, "_text": str, "_switch": bool, "_seconds": float}
+_TYPES = {"_whole_number": int, "_nodes": int, "_text": str, "_switch": bool, "_seconds": float}
 _OWN: list[tuple[str, Any, Any]] = [
     ("_target_", str, f"{__name__}.ClusterjobLauncher"),
     ("cluster", Optional[str], None),  # profile or backend

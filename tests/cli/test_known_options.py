@@ -163,7 +163,7 @@ def test_examples_have_only_known_options() -> None:
 
     lines = [line for lines in EXAMPLES.values() for line in lines]
     for line in lines:
-        command = re.search(r"clusterjob (.*?)(?: && .*)?$", line)
+        command = re.search(r"clusterjob (.*?)(?: (?:&&|--) .*)?$", line)
         assert command, line
         assert not find_unknown_option(command[1]), line
 

@@ -279,7 +279,7 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "
         timeout=TEST_TIMEOUT,
         check=False,
     )
-    assert (done.stdout, done.returncode) == ("('t', 0, 'w')\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("('t', 0, 'w', None)\n", 0), done.stderr
     assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == [
         "started",
         "exec",
@@ -344,7 +344,7 @@ def test_broken_record_is_named_and_other_records_are_listed(tmp_path: Path) -> 
             assert "bad-222222.json" in done.stderr
             assert "dir-222222.json" in done.stderr
             assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
-                ["bare-222222", "UNKNOWN"],
-                ["gone-222222", "UNKNOWN"],
                 ["good-222222", "UNKNOWN"],
+                ["gone-222222", "UNKNOWN"],
+                ["bare-222222", "UNKNOWN"],
             ]

@@ -504,8 +504,14 @@ def test_new_setting_needs_trust_until_listed_as_harmless() -> None:
             "container",
             "sweep",
             "transport",
+            "uv",
+            "env_archive",
+            "env_cache",
+            "notify",
+            "notify_cmd",
+            "include_secrets",
+            "secret",
         }
-        | ({"include_secrets", "secret"} & OPTIONS.keys())
     )
     assert OPTIONS.keys() >= trust.HARMLESS
 

@@ -35,12 +35,12 @@ def of_url(url: str) -> tuple[str, Send]:
 
     logger = logging.getLogger("apprise")
     logger.propagate = False
-    last = _LastError()
-    logger.addHandler(last)
     plugin = apprise.Apprise.instantiate(url, asset=_asset(apprise))
     name = f"{url.partition(':')[0]}://"
     if plugin is None:
         raise ValueError(f"apprise cannot read the URL {name}***")
+    last = _LastError(type(plugin).__module__.rpartition(".")[2])
+    logger.addHandler(last)
     # apprise waits 5.5 s between two messages to most services: too long at a job's end.
     plugin.request_rate_per_sec = min(plugin.request_rate_per_sec, 1.0)
     service = apprise.Apprise(asset=plugin.asset)
@@ -77,11 +77,20 @@ def _asset(apprise: Any) -> Any:
 
 
 class _LastError(logging.Handler):
-    """Keep the HTTP code of the last error in apprise's log; its texts may contain the URL."""
+    """Keep the HTTP code of the last error in apprise's log; its texts may contain the URL.
 
-    code = ""
+    Args:
+        module: the name of the service's module, because all places share the log.
+    """
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self._module = module
+        self.code = ""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.module != self._module:
+            return
         if found := _HTTP_ERROR.search(record.getMessage()):
             self.code = f"HTTP {found[1]}"
 
