@@ -140,9 +140,10 @@ def check_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
 
 
 def unexpected(names: list[str]) -> list[str]:
-    """Files that a refused submission must not leave; complete files of the snapshot store may stay.
+    """Files that a refused submission must not leave.
 
-    A later submission of the same code uses them, and `clean` removes them.
+    Complete files of the snapshot store may stay: a later submission uses them, or `clean` removes
+    them.
     """
     return [
         name
