@@ -15,6 +15,7 @@ from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, JobFailed
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import call, outcomes
 from clusterjob.worker.outcomes import CallOutcome
@@ -81,7 +82,7 @@ def returned(record: Record, verdict: Verdict) -> Any:
 
 def _not_plain(record: Record, rank: int, kind: str) -> JobFailed:
     return JobFailed(
-        f"the result of rank {rank} of job {record.job_id} is not plain data: {kind}",
+        f"the result of rank {rank} of job {record.job_id} is not plain data: {sanitize(kind)}",
         "return numbers, texts, lists, tuples and dicts; trust_results=True unpickles what the host"
         " sends",
     )
@@ -103,7 +104,8 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
     hint = f"clusterjob logs {record.job_id} shows its output"
     name = f"job {record.job_id}"
     if verdict.state is JobState.CANCELLED:
-        return JobCancelled(f"{name} {verdict.state}: {verdict.reason}", hint)
+        reason = sanitize(verdict.reason, lines=True)
+        return JobCancelled(f"{name} {verdict.state}: {reason}", hint)
     rank = verdict.failure.rank if verdict.failure is not None else None
     outcome = None
     if rank is not None and 0 <= rank < sum(_counts(record)):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from clusterjob.backends.base import Status
 from clusterjob.core import polling
 from clusterjob.core.records import Record
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Verdict
 
 FIRST_PAUSE, MAX_PAUSE = 0.02, 1.0  # first and maximum seconds between two polls
@@ -75,7 +76,7 @@ def ends(records: Sequence[Record], timeout: float | None) -> Iterator[tuple[Rec
         open_ = [record for record, _ in running]
         if running:
             now = running[0][1]
-            last = f"{now.state}{f': {now.reason}' if now.reason else ''}"
+            last = f"{now.state}{f': {sanitize(now.reason)}' if now.reason else ''}"
             pause = FIRST_PAUSE if ended else min(MAX_PAUSE, pause * 1.3)
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
 _CLOSE_TIMEOUT = 5.0  # seconds for the process to end after its stdin has ended
 _MAX_ERROR = 300  # characters of an error line
+_MAX_STDERR = 1 << 14  # bytes of stderr that are kept
 
 
 class ByteLink(Protocol):
@@ -43,23 +44,27 @@ class ProcessLink:
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        try:
-            # In its own session Ctrl-C reaches this process alone, which forwards it.
-            self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                env=env,
-                start_new_session=True,
-                bufsize=0,
-            )
-        except BaseException:
-            self._stderr.close()
-            raise
+        # In its own session Ctrl-C reaches this process alone, which forwards it.
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+            bufsize=0,
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._errors = b""
+        self._thread = threading.Thread(
+            target=self._read_errors,
+            args=(self._process.stderr,),
+            name="clusterjob-stderr",
+            daemon=True,
+        )
+        self._thread.start()
         self._pipes = (self._process.stdin, self._process.stdout)
         self.writer, self.reader = (pipe.fileno() for pipe in self._pipes)
 
@@ -67,8 +72,14 @@ class ProcessLink:
         """Return the last line on the process's stderr; wait a moment for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self._stderr.seek(max(0, os.fstat(self._stderr.fileno()).st_size - (1 << 14)))
-        return last_line(self._stderr.read())
+        self._thread.join(1.0)  # another process may keep the pipe open
+        return last_line(self._errors)
+
+    def _read_errors(self, stream: IO[bytes]) -> None:
+        """Read stderr to its end and keep its last bytes: a node may send without end."""
+        with stream:
+            while part := os.read(stream.fileno(), 1 << 16):
+                self._errors = (self._errors + part)[-_MAX_STDERR:]
 
     def close(self) -> None:
         """Close the connection and wait for the process; end it after 5 s."""
@@ -84,7 +95,6 @@ class ProcessLink:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._stderr.close()
 
 
 def last_line(data: bytes) -> str:

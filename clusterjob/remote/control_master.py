@@ -57,7 +57,7 @@ def find(target: Target) -> Path | None:
 def _candidates(target: Target) -> Iterator[Path]:
     if target.control_path:
         yield Path(target.control_path)
-    for directory in _directories():
+    for directory in filter(_is_private, _directories()):
         yield directory / _name(target)
 
 
@@ -154,11 +154,10 @@ def _own(target: Target, name: str) -> Path:
             continue
         try:
             private_dirs.make(directory)
-            status = directory.lstat()
         except OSError as error:
             why = f"{directory}: {error.strerror}"
             continue
-        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700:
+        if _is_private(directory):
             return directory / name
         why = f"{directory} is not a private directory (mode 0700)"
     raise HostError(
@@ -166,6 +165,16 @@ def _own(target: Target, name: str) -> Path:
         f"there is no directory for the socket of its connection: {why}",
         hint="set XDG_RUNTIME_DIR to a private directory with a short name",
     )
+
+
+def _is_private(directory: Path) -> bool:
+    """Return whether a path is a directory, no link, that only this user may open."""
+    try:
+        status = directory.lstat()
+    except OSError:
+        return False
+    own = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
+    return own and stat.S_IMODE(status.st_mode) == 0o700
 
 
 def _directories() -> Iterator[Path]:

@@ -127,7 +127,7 @@ def raise_failure(verdict: Verdict, outcome: CallOutcome | None, name: str, hint
             rank=rank or 0,
             traceback=sanitize(failure.traceback, lines=True),
         )
-    raise JobFailed(f"{name} {verdict.state}: {verdict.reason}", hint)
+    raise JobFailed(f"{name} {verdict.state}: {sanitize(verdict.reason, lines=True)}", hint)
 
 
 def results(job_dir: Path, verdict: Verdict, world_size: int, name: str) -> list[Any]:

@@ -177,6 +177,8 @@ def from_json(data: bytes, rank: int) -> CallOutcome:
         JobFailed: the file is malformed.
     """
     try:
+        if len(data) > MAX_JSON:
+            raise ValueError
         found = json.loads(data)
         if "error" in found:
             texts = {key: str(found["error"][key]) for key in RemoteFailure.__annotations__}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from hypothesis import strategies as st
 from inside_job import running
 from procs import TEST_TIMEOUT, below
 
+from clusterjob.backends.slurm import step
 from clusterjob.core.inside import connection
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError
-from clusterjob.node.inside import streams
+from clusterjob.node.inside import search, streams
 from clusterjob.node.inside.streams import Stream
 from clusterjob.node.workers import worker_table
 
@@ -119,3 +122,60 @@ def test_any_bytes_of_node_end_with_one_error(sent: bytes) -> None:
                 entered.handle(streams.wait_for_any([entered.streams], [], 0.1))
             assert entered.exit_code() in range(256)
     assert sum(map(len, received)) <= len(sent)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_program_with_user_id_bit_is_no_worker_of_a_job_of_root() -> None:
+    """Another user starts such a program as root, and chooses its environment."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        sleep = Path(directory) / "sleep"
+        shutil.copy(shutil.which("sleep") or "", sleep)
+        os.chmod(directory, 0o755)
+        sleep.chmod(0o4755)
+        forged = {"CLUSTERJOB_JOB_ID": "forged-1", "CLUSTERJOB_NODE_RANK": "0", "RANK": "0"}
+        process = subprocess.Popen([sleep, "60"], env=forged, user=65534, group=65534)
+        try:
+            with pytest.raises(search.NotHereError, match="absent"):
+                search.find("forged-1", 0, None)
+            sleep.chmod(0o755)
+            own = subprocess.Popen([sleep, "60"], env=forged)
+            try:
+                assert search.find("forged-1", 0, None).pid == own.pid
+            finally:
+                own.kill()
+                own.wait()
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_step_runs_no_interpreter_that_another_user_has_started(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("grep", "readlink"):
+        (programs / name).symlink_to(shutil.which(name) or "")
+    (programs / "python3").write_text("#!/bin/sh\necho fallback\n")
+    (programs / "python3").chmod(0o755)
+    # After setuid(2), the files in /proc belong to root until the process is dumpable again.
+    code = "import ctypes, os; os.setgid(65534); os.setuid(65534);"
+    code += "ctypes.CDLL(None).prctl(4, 1, 0, 0, 0); print(1, flush=True); input()"
+    forged = {"CLUSTERJOB_JOB_ID": "forged-2"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=forged, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        done = subprocess.run(
+            ["/bin/bash", "-c", step._SCRIPT, "clusterjob-inside", "/nonexistent.zip", "forged-2"],
+            env={"PATH": str(programs)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TEST_TIMEOUT,
+            check=False,
+        )
+        process.communicate(b"\n")
+    assert done.stdout.splitlines()[-1:] == ["fallback"], done.stderr

@@ -183,6 +183,11 @@ def test_socket_in_directory_that_others_could_use_is_not_opened(
             other.listen()
             os.chown(path, 65534, 65534)
             assert not control_master.is_open(path), "it belongs to another user"
+        own = control_master.path_for_login(target)
+        assert own in control_master._candidates(target)
+        (directory / "clusterjob").rename(directory / "elsewhere")
+        (directory / "clusterjob").symlink_to("elsewhere")
+        assert own not in control_master._candidates(target), "another user may change the link"
 
 
 @pytest.mark.parametrize("content", [None, b"SSHKRL\n\0nonsense"])

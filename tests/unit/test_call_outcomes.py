@@ -13,7 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusterjob.api import results
+from clusterjob.core.records import Record
 from clusterjob.errors import JobFailed
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import call, outcomes
 
 PLAIN = st.recursive(
@@ -117,3 +120,24 @@ def test_exception_is_written_as_bounded_text(tmp_path: Path) -> None:
 def test_hostile_file_gives_value_or_one_error(data: bytes) -> None:
     with contextlib.suppress(JobFailed):
         outcomes.from_json(data, 3)
+
+
+def test_file_larger_than_any_that_a_rank_writes_is_malformed() -> None:
+    data = b'{"exact":true,"value":"%s"}'
+    room = outcomes.MAX_JSON - len(data % b"")
+    assert len(outcomes.from_json(data % (b"x" * room), 0).value) == room
+    with pytest.raises(JobFailed, match="malformed"):
+        outcomes.from_json(data % (b"x" * (room + 1)), 0)
+
+
+def test_error_of_hostile_job_controls_no_terminal() -> None:
+    """Python prints an error that the user's script does not catch."""
+    verdict = Verdict(JobState.LOST, 1, reason="\x1b]0;title\x07\nsecond line")
+    with pytest.raises(JobFailed) as caught:
+        call.raise_failure(verdict, None, name="job t-1")
+    assert str(caught.value) == "job t-1 LOST: \\x1b]0;title\\x07\nsecond line"
+    record = Record(
+        "t-1", "t", cluster="none", backend="none", job_dir=Path("/nonexistent"), nodes=1,
+        submitted_at="", spec={},
+    )  # fmt: skip
+    assert "\x1b" not in str(results._not_plain(record, 0, "\x1b[2J"))

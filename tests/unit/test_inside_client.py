@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +18,13 @@ from hypothesis import strategies as st
 from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.cli import output
+from clusterjob.core.byte_link import ProcessLink
 from clusterjob.core.inside import connection
 from clusterjob.core.inside.forward import Port, listen
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import ClusterJobError, InsideError, SubmitError, UsageError
+from clusterjob.node.inside import streams
 from clusterjob.node.logs.events import now
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
@@ -210,3 +214,57 @@ def test_node_lines_are_labelled_and_harmless(capsys: pytest.CaptureFixture[str]
     assert "\x1b]" not in out
     assert "\x07" not in out
     assert err == "[node 0] wrong\n"
+
+
+@pytest.mark.parametrize("start", [b'{"x":', b'{"rank":1,"y":'])
+def test_deeply_nested_answer_of_node_is_one_error(
+    record: Callable[..., Record], start: bytes
+) -> None:
+    backend = Backend(JobState.RUNNING, "", connection.MARKER + start + b"[" * 60_000 + b"\n")
+    made = record(backend)
+    with pytest.raises(InsideError, match="node 0: it sends a malformed answer"):
+        connection.enter(made, connection.check(made), {})
+
+
+@pytest.mark.parametrize("end", [b"[" * 30_000, b'{"code":' * 3_000])
+def test_deeply_nested_end_of_node_is_one_error(record: Callable[..., Record], end: bytes) -> None:
+    frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
+    backend = Backend(JobState.RUNNING, "", connection.MARKER + b"{}\n" + frame)
+    made = record(backend)
+    entered = connection.enter(made, connection.check(made), {})
+    with contextlib.closing(entered), pytest.raises(InsideError, match="a malformed end"):
+        entered.handle(streams.wait_for_any([entered.streams], [], 1.0))
+
+
+def test_node_that_reads_nothing_after_the_end_does_not_block(
+    record: Callable[..., Record],
+) -> None:
+    end = b'{"code": 3, "ended": false}'
+    frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
+    backend = Backend(JobState.RUNNING, "", connection.MARKER + b"{}\n" + frame)
+    made = record(backend)
+    entered = connection.enter(made, connection.check(made), {})
+    with contextlib.closing(entered):
+        for _ in range(10):  # more than a pipe holds
+            entered.streams.send(streams.DATA, 0, payload=bytes(streams.MAX_PAYLOAD))
+        entered.handle(streams.wait_for_any([entered.streams], [], 1.0))
+        assert entered.finished
+        assert entered.exit_code() == 3
+
+
+def test_error_output_without_end_fills_no_disk(tmp_path: Path) -> None:
+    code = "yes x | head -c 3000000 >&2; echo the end >&2"
+    before = set(os.listdir("/proc/self/fd"))
+    link = ProcessLink(["bash", "-c", code], dict(os.environ))
+    with contextlib.closing(link):
+        assert link.error() == "the end"
+        names = set(os.listdir("/proc/self/fd")) - before
+        assert not [name for name in names if "/" in _target(name) and "dev" not in _target(name)]
+        assert len(link._errors) <= 1 << 14
+
+
+def _target(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""

@@ -186,3 +186,12 @@ def test_more_bytes_than_the_window_are_refused(pair: Pair) -> None:
 def test_wrong_frames_are_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
         feeder([]).feed(data)
+
+
+def test_side_that_never_reads_needs_no_memory(pair: Pair) -> None:
+    """A hostile node may send data without end, and never read the grants for it."""
+    pair.far.add(Stream(1, sink=lambda _: None))
+    for _ in range(40):
+        pair.far.feed(frame(streams.DATA, 1, b"") * 1000 + frame(streams.DATA, 1, b"x") * 1000)
+        pair.far.step(0.0)
+    assert len(pair.far._unsent) < 1 << 18

@@ -28,6 +28,7 @@ new_enough() {{
 start() {{ exec "$1" -I -S -c {shlex.quote(shared.START_INSIDE)} "$zip"; }}
 zip=$1 job=$2
 for file in $(grep -slzxF -e "CLUSTERJOB_JOB_ID=$job" /proc/[0-9]*/environ 2> /dev/null); do
+  [ -O "$file" ] || continue # root can read it, but another user has chosen the program
   path=$(readlink -- "${{file%environ}}exe")
   case ${{path##*/}} in python*) new_enough "$path" && start "$path" ;; esac
 done

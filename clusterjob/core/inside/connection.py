@@ -75,7 +75,7 @@ class InsideConnection:
     @property
     def finished(self) -> bool:
         """Whether nothing more comes, and everything that came is written."""
-        return (self.ended or self.streams.closed) and self.streams.idle
+        return (self.ended or self.streams.closed) and self.streams.written
 
     def handle(self, ready: dict[int, int]) -> None:
         """Handle the descriptors that are ready, and send a sign of life.
@@ -126,7 +126,7 @@ class InsideConnection:
             try:
                 end = json.loads(payload)
                 self.code, self.job_ended = end["code"], bool(end["ended"])
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise FrameError("a malformed end") from error
             if self.code is not None and (type(self.code) is not int or not 0 <= self.code < 256):
                 raise FrameError("a malformed end")
@@ -288,7 +288,7 @@ def _read_answer(link: ByteLink, node: int) -> _Answer:
         if line.startswith(MARKER):
             try:
                 return msgspec.json.decode(line.removeprefix(MARKER), type=_Answer)
-            except ValueError as error:  # DecodeError, ValidationError
+            except (ValueError, RecursionError) as error:  # DecodeError, ValidationError
                 raise InsideError(f"node {node}: it sends a malformed answer") from error
     raise InsideError(f"node {node}: {link.error() or 'it sends no answer'}")
 

@@ -38,6 +38,9 @@ _TRIES = 3  # maximum number of times to read a directory whose files change mea
 # Seconds after its last submission for which a snapshot counts as used: the submission may not have
 # written the job's link yet.
 FRESH = 3600.0
+# The modification time of each kept file, 2000-01-01. A job of root can write to a read-only file,
+# which all snapshots share: another time shows it, and the file is copied again.
+_KEPT_NS = 946_684_800 * 10**9
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class SnapshotStore:
                 size = entry.size if digest is None else status.st_size
                 if digest is None:
                     with open(path, "rb") as stream:
-                        digest, size = self._keep(stream, mode, modified_ns=status.st_mtime_ns)
+                        digest, size = self._keep(stream, mode)
                     if size == status.st_size:
                         cache.keep(entry.path, status, digest)
             except FileNotFoundError:
@@ -144,14 +147,15 @@ class SnapshotStore:
             entries.append(replace(entry, mode=mode, size=size, value=digest))
         return replace(listed, entries=tuple(entries))
 
-    def _keep(self, stream: BinaryIO, mode: int, modified_ns: int) -> tuple[str, int]:
+    def _keep(self, stream: BinaryIO, mode: int) -> tuple[str, int]:
         """Copy one file into the store; return its digest and size.
 
         The digest is that of the copy, so a file that changes meanwhile does no harm.
         """
         first = stream.read(_CHUNK)
-        if len(first) < _CHUNK and self._file(hashlib.sha256(first).hexdigest(), mode).exists():
-            return hashlib.sha256(first).hexdigest(), len(first)
+        digest = hashlib.sha256(first).hexdigest()
+        if len(first) < _CHUNK and _is_intact(self._file(digest, mode), len(first)):
+            return digest, len(first)
         handle, temporary = tempfile.mkstemp(prefix=".", dir=self.directory / "files")
         found, size = hashlib.sha256(), 0
         try:
@@ -164,7 +168,7 @@ class SnapshotStore:
                     piece = stream.read(_CHUNK)
                 copy.flush()
                 os.fchmod(copy.fileno(), mode)
-                os.utime(copy.fileno(), ns=(modified_ns, modified_ns))
+                os.utime(copy.fileno(), ns=(_KEPT_NS, _KEPT_NS))
             kept = self._file(found.hexdigest(), mode)
             private_dirs.make(kept.parent)
             os.replace(temporary, kept)
@@ -177,16 +181,19 @@ class SnapshotStore:
         return self.directory / "files" / digest[:2] / f"{digest}-{mode:o}"
 
     def _build(self, name: str, found: Snapshot) -> list[str]:
-        """Make a snapshot's directory unless it exists; return the files that the store lacks.
+        """Make a snapshot's directory unless it is intact; return the files that the store lacks.
 
         Raises:
             OSError: the directory cannot be written; no part of it is left.
         """
         place = self.path(name)
+        changed = False
         with contextlib.suppress(FileNotFoundError):
             os.utime(place)
-            return []
-        part = self.directory / f"{_PART}{secrets.token_hex(8)}"
+            changed = True
+            if _is_tree_intact(place / _tree_name(found.root), found):
+                return []
+        part, aside = (self.directory / f"{_PART}{secrets.token_hex(8)}" for _ in range(2))
         tree = os.path.join(part, _tree_name(found.root))
         made = [tree]
         missing = []
@@ -199,7 +206,9 @@ class SnapshotStore:
                     made.append(target)
                 elif entry.kind == "link":
                     os.symlink(_link_target(found.root, entry), target)
-                elif not _link_or_copy(self._file(entry.value, entry.mode), target):
+                elif not _link_or_copy(
+                    self._file(entry.value, entry.mode), target, size=entry.size
+                ):
                     missing.append(entry.path)
             if missing:
                 return missing
@@ -207,12 +216,15 @@ class SnapshotStore:
                 os.mkdir(os.path.join(tree, folder, "__pycache__"), 0o700)
             for folder in reversed(made):
                 os.chmod(folder, 0o555)  # noqa: S103
+            if changed:  # by a job
+                place.rename(aside)
             part.rename(place)
         except OSError:
             if not place.exists():  # otherwise another submission has made it meanwhile
                 raise
         finally:
             _remove(part)
+            _remove(aside)
         return []
 
     def _remove_leftovers(self) -> None:
@@ -367,8 +379,28 @@ def _with_modules(found: Snapshot) -> list[str]:
     )
 
 
-def _link_or_copy(kept: Path, target: str) -> bool:
+def _is_intact(path: str | Path, size: int) -> bool:
+    """Return whether a kept file exists and nobody has written to it."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return status.st_mtime_ns == _KEPT_NS and status.st_size == size
+
+
+def _is_tree_intact(tree: Path, found: Snapshot) -> bool:
+    """Return whether no job has changed or removed a file of a snapshot."""
+    return all(
+        _is_intact(os.path.join(tree, entry.path), entry.size)
+        for entry in found.entries
+        if entry.kind == "file"
+    )
+
+
+def _link_or_copy(kept: Path, target: str, size: int) -> bool:
     """Make a hard link to a file of the store; return False if the store lacks it."""
+    if not _is_intact(kept, size):
+        return False
     try:
         os.link(kept, target)
     except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from clusterjob.node.workers import worker_table
 MARK = "CLUSTERJOB_INSIDE"
 # Variables that only the worker itself can use: descriptors that a command does not inherit.
 _OWN = (contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD)
+_AT_SECURE = 23  # key of the auxiliary vector; getauxval(3)
 _NODE_VARIABLES = ("CLUSTERJOB_NODE_RANK", "SLURM_NODEID")
 
 
@@ -111,8 +113,23 @@ def _of_job(job_id: str) -> Iterator[tuple[int, dict[str, str]]]:
             entries = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if wanted in entries and not any(entry.startswith(MARK.encode()) for entry in entries):
+        if wanted not in entries or any(entry.startswith(MARK.encode()) for entry in entries):
+            continue
+        if not _is_set_user_id(int(name)):
             yield int(name), _parsed(entries)
+
+
+def _is_set_user_id(pid: int) -> bool:
+    """Return whether a process got its user from its program's set-user-ID bit.
+
+    Another user may have chosen its environment and its open files.
+    """
+    try:
+        data = Path(f"/proc/{pid}/auxv").read_bytes()
+    except OSError:
+        return False
+    words = struct.unpack(f"{len(data) // struct.calcsize('L')}L", data)
+    return bool(dict(zip(words[::2], words[1::2], strict=False)).get(_AT_SECURE))
 
 
 def _parsed(entries: list[bytes]) -> dict[str, str]:

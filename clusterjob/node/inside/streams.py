@@ -59,6 +59,7 @@ class Stream:
         credit: number of bytes that the other side accepts.
         waiting: received bytes that are not written yet.
         ending: whether the other side has sent its last byte.
+        granted: further bytes that this side accepts, and that it has not granted yet.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Stream:
     credit: int = WINDOW
     waiting: bytearray = field(default_factory=bytearray)
     ending: bool = False
+    granted: int = 0
 
     @property
     def done(self) -> bool:
@@ -116,9 +118,9 @@ class Streams:
         self._unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
 
     @property
-    def idle(self) -> bool:
-        """Whether all received bytes are written, and all queued frames are sent."""
-        return not self._unsent and not any(stream.waiting for stream in self.streams.values())
+    def written(self) -> bool:
+        """Whether all received bytes are written."""
+        return not any(stream.waiting for stream in self.streams.values())
 
     @property
     def reading(self) -> bool:
@@ -159,6 +161,7 @@ class Streams:
             self._forget(stream)
         if ready.get(self._reader, 0) & READ and not self.closed:
             self._receive()
+        self._grant()
         if self._unsent and not self.closed:
             self._flush()
 
@@ -207,6 +210,13 @@ class Streams:
         else:
             self._lose()
 
+    def _grant(self) -> None:
+        """Queue the grants; they wait while the other side does not read, and need no memory."""
+        for stream in self.streams.values():
+            if stream.granted and len(self._unsent) < _MAX_UNSENT:
+                self.send(GRANT, stream.number, payload=_GRANT.pack(stream.granted))
+                stream.granted = 0
+
     def _flush(self) -> None:
         try:
             sent = os.write(self._writer, self._unsent[: 1 << 17])
@@ -253,7 +263,7 @@ class Streams:
             return
         if callable(stream.sink):
             stream.sink(data)
-            self.send(GRANT, stream.number, payload=_GRANT.pack(len(data)))
+            stream.granted = min(WINDOW, stream.granted + len(data))
             return
         stream.waiting += data
         self._write(stream)
@@ -274,7 +284,7 @@ class Streams:
             self.send(RESET, stream.number, payload=b"" if stream.shared else _reason(error))
             return
         del stream.waiting[:count]
-        self.send(GRANT, stream.number, payload=_GRANT.pack(count))
+        stream.granted = min(WINDOW, stream.granted + count)
         self._end_sink_if_done(stream)
 
     def _end_sink_if_done(self, stream: Stream) -> None:
