@@ -54,7 +54,12 @@ def clean(
     from clusterjob.core.units import show_size
 
     filters = bool(older_than or state or larger_than)
-    if bool(ids) == bool(every or filters):
+    if ids and (every or filters):
+        raise UsageError(
+            "job ids and --all, --older-than, --state or --larger-than are both given",
+            "give only one of them",
+        )
+    if not (ids or every or filters):
         raise UsageError(
             "give job ids, or one of --all, --older-than, --state and --larger-than",
             "--dry-run shows what would be removed",

@@ -10,6 +10,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from clusterjob.core.options import GROUPS
 
+_SUMMARY = 200  # characters; the first line of a docstring has fewer
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Command lines of each command, shown at the end of its help.
@@ -102,6 +104,18 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """A group of commands whose help shows examples."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each command with its whole summary: click would cut it to one line."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(limit=_SUMMARY))
+            for name, command in commands
+            if command is not None and not command.hidden
+        ]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples of the group."""

@@ -188,7 +188,10 @@ def _write(path: Path, text: str) -> None:
     try:
         files.write_atomic(path, text.encode(), mode=0o644)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}",
+            f"`df {path.parent}` and `ls -ld {path.parent}` show the disk and its permissions",
+        ) from error
 
 
 def _doctor_options(chosen: Proposal) -> str:

@@ -87,11 +87,17 @@ def list_jobs(
     if as_json:
         return _print_json(selection, number)
     wanted = job_table.DEFAULT if columns is None else job_table.parse_columns(columns)
+    # A duration changes at each poll. Without a terminal, each change prints the whole table.
+    steady = [name for name in wanted if name != "duration"] if columns is None else wanted
     limit = None if every else number or _DEFAULT
     if watch:
         from clusterjob.cli import live_table
 
-        live_table.show(lambda size: _lines(selection, limit, columns=wanted, size=size))
+        live_table.show(
+            lambda size: _lines(
+                selection, limit, columns=wanted if size is not None else steady, size=size
+            )
+        )
         return 0
     rows, more, broken = _newest(selection, limit)
     job_table.print_jobs(rows, wanted, together=True, fit=True)

@@ -86,7 +86,11 @@ def cancel(
     from clusterjob.core.records import Records
     from clusterjob.core.selection import Selection, parse_states
 
-    if bool(ids) == bool(every or state or name):
+    if ids and (every or state or name):
+        raise UsageError(
+            "job ids and --all, --state or --name are both given", "give only one of them"
+        )
+    if not (ids or every or state or name):
         raise UsageError(
             "give job ids, or one of --all, --state and --name", "`clusterjob status` shows the ids"
         )

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from clusterjob.core import gpu_request
+from clusterjob.core import gpu_request, options
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 
@@ -75,8 +75,8 @@ _FEATURES = {
     ),
     Capability.BACKEND_OPTIONS: _Feature(
         lambda spec: spec.options,
-        "unknown option {option!r} for the {cluster} cluster (--set)",
-        "for options of Slurm, use --cluster slurm",
+        "unknown option {option!r} for the {cluster} cluster ({option_flags})",
+        "{option_hint}",
     ),
     Capability.CONTAINERS: _Feature(
         lambda spec: spec.container, "the {cluster} cluster has no --container", _QUEUE
@@ -129,10 +129,15 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
     supported: Collection[Capability] = getattr(backend, "capabilities", ())
     hints: Mapping[Capability, str] = getattr(backend, "hints", {})
     unknown = "N" if spec.gpus == gpu_request.IDLE else spec.gpus.count(",") + 1
+    option = next(iter(spec.options), "")
     values = {
         "spec": spec,
         "cluster": cluster,
-        "option": next(iter(spec.options), ""),
+        "option": option,
+        "option_flags": options.flags_of_backend_option(option),
+        "option_hint": "use --hosts or --login"
+        if option == "transport"
+        else "for options of Slurm, use --cluster slurm",
         "environment_flag": "--uv" if spec.uv else "--env-archive",
         "array_flag": "--array" if spec.array else "--sweep",
         "gpus": gpu_request.shown(spec.gpus),

@@ -365,6 +365,13 @@ _ROWS = (
 OPTIONS: dict[str, Option] = {option.key: option for option in _ROWS}
 
 
+def flags_of_backend_option(key: str) -> str:
+    """Return the flags that set an option of the backend, for errors: ``--partition or --set``."""
+    option = OPTIONS.get(key)
+    own = option is not None and option.target is Target.BACKEND
+    return f"{option.flag} or --set" if option and own else "--set"
+
+
 def read_setting(key: str, value: Any, origin: str) -> Any:
     """Convert the value of an option to the type that the job needs.
 

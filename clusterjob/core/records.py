@@ -27,6 +27,10 @@ _CORRECTED_WITHIN = 86400.0  # seconds for which the hosts of a provisional end 
 SEPARATOR = "_"  # between an array's id and an element's index; never part of a generated id
 
 
+class _NewerError(ValueError):
+    """A newer version wrote the record."""
+
+
 @dataclass(frozen=True)
 class Handle:
     """The data with which a later process polls, follows and cancels a job.
@@ -95,6 +99,9 @@ class Record:
         import msgspec
 
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            schema = data.get("schema") if isinstance(data, dict) else None
+            if isinstance(schema, int) and schema > SCHEMA:
+                raise _NewerError(f"a newer version of clusterjob wrote it (schema {schema})")
             raise ValueError(f"it is not a record of schema {SCHEMA}")
         try:
             end = Verdict.from_json(data["end"]).to_json() if data.get("end") else None
@@ -242,7 +249,8 @@ class Records:
             files.write_json(self._path(record.job_id), record.to_json())
         except OSError as error:
             raise RecordError(
-                f"the record {self._path(record.job_id)} cannot be written: {error.strerror}"
+                f"the record {self._path(record.job_id)} cannot be written: {error.strerror}",
+                OTHER_HOME,
             ) from error
 
     def with_handle(self, record: Record, handle: Handle) -> Record:
@@ -368,6 +376,10 @@ class Records:
                 raise ValueError("it belongs to another job")
         except OSError as error:
             raise RecordError(f"the record {path} cannot be read: {error.strerror}") from error
+        except _NewerError as error:
+            raise RecordError(
+                f"the record {path} cannot be read: {error}", "use that version for this job"
+            ) from error
         except ValueError as error:
             raise RecordError(
                 f"the file {path} is not a job record: {error}",

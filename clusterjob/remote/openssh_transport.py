@@ -316,7 +316,7 @@ def _failure(target: Target, errors: str) -> Exception:
     last = lines[-1].removeprefix("ssh: ")
     if _first(lines, "^(kex|ssh)_exchange_identification"):
         return DroppedError(last)
-    return HostError(target.label, last)
+    return HostError(target.label, last, hint=f"`ssh -v {target.label}` shows each step")
 
 
 def _key_failure(target: Target, lines: Sequence[str]) -> HostError | None:

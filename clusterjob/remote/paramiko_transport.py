@@ -265,16 +265,17 @@ def _socket(target: Target, timeout: float, through: Connection | None) -> Any:
     if target.proxy_command:
         return ProcessChannel(["/bin/sh", "-c", f"exec {target.proxy_command}"], timeout)
     where = f"{target.hostname}:{target.port}"
+    steps = f"`ssh -v {target.label}` shows each step"
     try:
         sock = socket.create_connection((target.hostname, target.port), timeout)
     except TimeoutError as error:
-        raise HostError(target.label, f"no answer from {where} within {timeout:g} s") from error
+        why = f"no answer from {where} within {timeout:g} s"
+        raise HostError(target.label, why, hint=steps) from error
     except socket.gaierror as error:
-        raise HostError(
-            target.label, f"unknown host {target.hostname}: {error.strerror}"
-        ) from error
+        why = f"unknown host {target.hostname}: {error.strerror}"
+        raise HostError(target.label, why, hint=steps) from error
     except (OSError, UnicodeError) as error:
-        raise HostError(target.label, f"{_text(error).lower()} ({where})") from error
+        raise HostError(target.label, f"{_text(error).lower()} ({where})", hint=steps) from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":  # elsewhere the timeout of a request ends a cut connection
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT)

@@ -985,6 +985,12 @@ USAGE = {
     "grace nan": (["submit", "--grace", "nan", "script.py"], "grace is nan", ""),
     "grace x": (["submit", "--grace", "x", "script.py"], "'x' is not a number of seconds", ""),
     "set": (["submit", "--set", "partition=gpu", "script.py"], "unknown option 'partition'", ""),
+    "option of Slurm": (["submit", "-p", "gpu", "script.py"], "(--partition or --set)", "Slurm"),
+    "option of ssh": (
+        ["submit", "--transport", "openssh", "script.py"],
+        "(--transport or --set)",
+        "use --hosts or --login",
+    ),
     "set without value": (
         ["submit", "--set", "partition", "script.py"],
         "'partition' is not KEY=VALUE",

@@ -223,6 +223,18 @@ def test_watch_redraws_in_place_and_restores_the_terminal(save: Save) -> None:
     assert terminal.shown.endswith(b"\x1b[?7h\x1b[?25h\x1b[?1049l")
 
 
+def test_watch_without_terminal_shows_no_duration(
+    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once(lines: Callable[[os.terminal_size | None], list[str]]) -> None:
+        print("\n".join(lines(None)))
+
+    save("one-a")
+    monkeypatch.setattr("clusterjob.cli.live_table.show", once)
+    assert "DURATION" not in run("list", "--watch")[1]
+    assert "DURATION" in run("list", "--watch", "--columns", "id,duration")[1]
+
+
 def test_watch_that_is_terminated_restores_the_terminal(save: Save) -> None:
     save("one-a")
     with Terminal([*COMMAND, "list", "--watch"]) as terminal:
@@ -417,10 +429,10 @@ def test_cancel_of_several_selected_jobs_asks_first(
 
 
 def test_cancel_never_has_a_default(run: Run, cancelled: list[str]) -> None:
-    for words in ([], ["job", "--all"]):
+    for words, part in (([], "give job ids, or one of"), (["job", "--all"], "are both given")):
         code, _, err = run("cancel", *words)
         assert (code, cancelled) == (2, [])
-        assert "give job ids, or one of" in err
+        assert part in err
 
 
 def test_job_that_cannot_be_cancelled_does_not_keep_others_running(
@@ -486,7 +498,7 @@ def test_clean_shows_asks_and_removes(
     ("words", "part"),
     [
         ([], "give job ids, or one of"),
-        (["job-a", "--all"], "give job ids, or one of"),
+        (["job-a", "--all"], "are both given"),
         (["--older-than", "30"], "is not an age"),
         (["--larger-than", "big"], "is not a size"),
         (["--state", "running"], "only ended jobs are removed"),

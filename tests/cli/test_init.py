@@ -209,6 +209,7 @@ def test_full_disk_is_one_line(place: Path, tmp_path: Path) -> None:
         (small / "all").write_bytes(b"x" * 4096)
         done = init("--yes", code=2, cwd=small)
         assert "clusterjob.toml cannot be written: No space left on device" in done.stderr
+        assert "hint: `df " in done.stderr
         assert [path.name for path in small.iterdir()] == ["all"]
     finally:
         subprocess.run(["umount", small], check=True)

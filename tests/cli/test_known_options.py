@@ -17,7 +17,7 @@ from launching import run
 from nvidia import FakeSmi
 from test_cli import CLUSTERJOB, SLEEPER, Terminal, terminal  # noqa: F401  a fixture
 
-from clusterjob.cli import app
+from clusterjob.cli import app, main
 from clusterjob.cli.help import EXAMPLES
 from clusterjob.core.options import GROUPS, OPTIONS
 
@@ -166,6 +166,13 @@ def test_examples_have_only_known_options() -> None:
         command = re.search(r"clusterjob (.*?)(?: (?:&&|--) .*)?$", line)
         assert command, line
         assert not find_unknown_option(command[1]), line
+
+
+def test_help_shows_the_whole_summary_of_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Run a command inside a running job, in a worker's environment and allocation." in shown
+    assert "..." not in shown.partition("Commands:")[2]
 
 
 def test_help_is_fast() -> None:

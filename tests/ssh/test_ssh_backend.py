@@ -484,7 +484,8 @@ def test_script_outside_sent_directory_is_refused(site: Site, tmp_path: Path) ->
     ("flags", "why"),
     [
         ({"nodes": 3}, "--nodes 3: there are only 2 hosts"),
-        ({"set": {"colour": "red"}}, "unknown option 'colour'"),
+        ({"set": {"colour": "red"}}, r"unknown option 'colour' .* \(--set\)"),
+        ({"partition": "gpu"}, r"unknown option 'partition' .* \(--partition or --set\)"),
         ({"set": {"remote_home": "relative"}}, "is not an absolute path"),
         ({"set": {"connect_timeout": "soon"}}, "not a number"),
         ({"array": "0-3"}, "has no --array"),

@@ -150,7 +150,9 @@ def test_16_parallel_logins_succeed_although_max_startups_is_4(
 
 
 def test_unknown_host_name_is_reported(ssh_network: SshNetwork, pool: Pool) -> None:
-    assert "unknown host no-such-host.invalid" in refusal(pool, "no-such-host.invalid").message
+    error = refusal(pool, "no-such-host.invalid")
+    assert "unknown host no-such-host.invalid" in error.message
+    assert error.hint == "`ssh -v no-such-host.invalid` shows each step"
 
 
 def test_refused_connection_is_reported(ssh_network: SshNetwork, pool: Pool) -> None:

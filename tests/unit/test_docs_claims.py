@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import re
 import shlex
 from dataclasses import replace
@@ -133,7 +134,7 @@ def find_unknown_option(line: str) -> str:
     return next(
         (
             word
-            for word in rest
+            for word in itertools.takewhile(lambda word: word != "--", rest)
             if re.match(r"--?[a-z]", word) and word.partition("=")[0].replace("_", "-") not in known
         ),
         "",

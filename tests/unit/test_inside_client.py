@@ -165,6 +165,13 @@ def test_hostile_answers_are_one_line(
     assert caught.value.message.startswith(message)
 
 
+def test_missing_workers_may_be_those_of_an_older_version(record: Callable[..., Record]) -> None:
+    backend = Backend(JobState.RUNNING, "", answer(error={"why": "starting"}))
+    with pytest.raises(InsideError, match="no worker runs on node 0") as caught:
+        connection.enter(record(backend), backend, {})  # type: ignore[arg-type]
+    assert "a job of an older version cannot be entered" in caught.value.hint
+
+
 def test_errors_of_backend_get_exit_code_255(record: Callable[..., Record]) -> None:
     class Refusing(Backend):
         def enter(self, record: Record, node: int) -> Link:

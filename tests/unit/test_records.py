@@ -151,6 +151,21 @@ def test_broken_record_file_hides_no_other_record(
     assert "bad-222222" in caught.value.message
 
 
+def test_record_of_newer_version_is_not_to_be_removed(records: Records, tmp_path: Path) -> None:
+    records.save(record("good-222222"))
+    (tmp_path / "records" / "new-222222.json").write_bytes(b'{"schema": 2}')
+    with pytest.raises(RecordError, match="a newer version of clusterjob wrote it") as caught:
+        records.find("new")
+    assert caught.value.hint == "use that version for this job"
+
+
+def test_record_that_cannot_be_written_has_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match="cannot be written") as caught:
+        Records(tmp_path / "file").save(record("a-222222"))
+    assert "CLUSTERJOB_HOME" in caught.value.hint
+
+
 def test_unreadable_record_is_error_with_reason(records: Records, tmp_path: Path) -> None:
     (tmp_path / "records" / "bad-222222.json").mkdir(parents=True)
     with pytest.raises(RecordError, match=r"bad-222222\.json cannot be read: Is a directory"):

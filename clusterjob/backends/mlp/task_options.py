@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clusterjob.core.options import flags_of_backend_option
 from clusterjob.errors import SpecError
 from clusterjob.node.environments import worker_endpoints
 
@@ -58,7 +59,7 @@ class MlpOptions:
             elif key not in _KEYS:
                 near = difflib.get_close_matches(key, _KEYS, 1)
                 raise SpecError(
-                    f"unknown option {key!r} for the mlp cluster (--set)",
+                    f"unknown option {key!r} for the mlp cluster ({flags_of_backend_option(key)})",
                     f"did you mean {near[0]}?"
                     if near
                     else f"the options are {', '.join(_KEYS)}, and the fields of a task, such as "

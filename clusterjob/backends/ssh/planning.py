@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
 from clusterjob.core import plans, python_env
+from clusterjob.core.options import flags_of_backend_option
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -53,8 +54,9 @@ class SshOptions:
         from clusterjob.remote import ssh_options
 
         if (unknown := next((key for key in options if key not in _KNOWN), None)) is not None:
+            flags = flags_of_backend_option(unknown)
             raise SpecError(
-                f"unknown option {unknown!r} for the ssh cluster (--set)",
+                f"unknown option {unknown!r} for the ssh cluster ({flags})",
                 f"the options are {', '.join(_KNOWN)}",
             )
         torch = options.get("need_torch", "true").lower()

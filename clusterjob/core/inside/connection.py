@@ -239,7 +239,7 @@ def _next_node(
         starting = error.why == "starting"
         raise InsideError(
             f"job {record.job_id}: no worker runs on node {asked}",
-            "its workers are being started; try again"
+            "try again when its workers have started; a job of an older version cannot be entered"
             if starting
             else f"`clusterjob status {record.job_id}` shows its state",
         )
