@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,12 +23,13 @@ from measuring import WORKERS, Failed, Row, command, environment, finish, run
 
 RANKS = 8
 TARGET = 50  # files
-# With -y, strace prints the full path of a descriptor; it splits calls that others interrupt.
-_OPENED = re.compile(r"(?:open|openat|openat2|creat)(?:\(| resumed>).*\) = \d+<(?P<path>[^>]+)>")
+TRACE_TIMEOUT = 30.0  # seconds
+# With -y, strace prints the full path of a descriptor. It splits calls that others interrupt.
+_OPENED = re.compile(r"(?:open|openat|openat2|creat)(?:\(| resumed>).*\) += \d+<(?P<path>[^>]+)>")
 # Traces the script of a node, and not the command that submits the job.
 _BASH = """#!/bin/sh
 if [ -n "$CLUSTERJOB_NODE_RANK" ] && [ -z "$TRACED" ]; then
-  TRACED=1 exec strace -f -y -qq -e trace=open,openat,openat2,creat -o "$TRACE" /bin/bash "$@"
+  TRACED=1 exec strace -f -y -q -e trace=open,openat,openat2,creat -o "$TRACE" /bin/bash "$@"
 fi
 exec /bin/bash "$@"
 """
@@ -39,6 +41,21 @@ def opened(trace: Path, shared: Sequence[Path]) -> Counter[str]:
     return Counter(path for path in found if any(Path(path).is_relative_to(top) for top in shared))
 
 
+def wait_for_end(trace: Path) -> None:
+    """Wait until the trace has the end of its first process: the command may end before it.
+
+    Raises:
+        Failed: it has not ended after `TRACE_TIMEOUT`.
+    """
+    deadline = time.monotonic() + TRACE_TIMEOUT
+    while time.monotonic() < deadline:
+        text = trace.read_text(errors="replace")
+        if re.search(rf"^{text.partition(' ')[0]} +\+\+\+ exited", text, re.MULTILINE):
+            return
+        time.sleep(0.05)
+    raise Failed(f"the traced process has not ended after {TRACE_TIMEOUT:g} s")
+
+
 def count(
     argv: Sequence[str], environ: Mapping[str, str], directory: Path, shared: Sequence[Path]
 ) -> Counter[str]:
@@ -48,6 +65,7 @@ def count(
     _, _, code, output = run([*argv], {**environ, "TRACE": str(trace)}, directory / "shared")
     if code != 0:
         raise Failed(f"{argv} ended with exit code {code}: {output[-2000:]}")
+    wait_for_end(trace)
     return opened(trace, shared)
 
 
@@ -67,7 +85,7 @@ def measure(directory: Path, *, show: bool) -> list[Row]:
     ours = [command("clusterjob"), "run", "--cluster", "local", "--nproc-per-node", str(RANKS)]
     packed = ["--env-archive", str(archive), "--env-cache", str(disk)]
     program = ["train.py", str(disk / "done")]
-    traced = ["strace", "-f", "-y", "-qq", "-e", "trace=open,openat,openat2,creat"]
+    traced = ["strace", "-f", "-y", "-q", "-e", "trace=open,openat,openat2,creat"]
     torchrun = [*traced, "-o", str(directory / "trace"), command("torchrun")]
     places = (shared, venv)
     ways = {

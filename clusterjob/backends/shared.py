@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +23,8 @@ from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node import contract
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
-from clusterjob.node.logs.job_dir import CODE, EVENTS, SPEC
+from clusterjob.node.logs.job_dir import AGENT_LOG, CODE, EVENTS, LOGS, SLURM_LOG, SPEC
+from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.sanitize import sanitize
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
     from clusterjob.remote.sessions import Sessions
 
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
+# A line of templates/python-env.sh.j2.
+_PREPARING = re.compile(
+    r"clusterjob: (preparing the Python environment(?:: \d{1,9} s so far)?)", re.ASCII
+)
 _MAX_CLOCK = 1e12  # seconds; no machine runs that long
 # Python code that starts the program which runs commands inside a job; sys.argv[1] is the directory
 # or the node zip with the package. It runs with -I and -S, so that no file of the job is imported.
@@ -334,7 +340,9 @@ class Progress(NamedTuple):
 def progress(job_dir: Path) -> Progress:
     """Return the progress of a job from the events in its directory."""
     started_at, restarts, waiting, started = None, 0, "", None
+    agents_started = False
     for event in read_events(job_dir / EVENTS):
+        agents_started = True
         kind = event.get("event")
         if kind == "started":
             at, restart = event.get("time"), event.get("restart")
@@ -353,7 +361,18 @@ def progress(job_dir: Path) -> Progress:
             )
         elif kind == "exec":
             waiting = str(event.get("why", ""))
+    if not agents_started:
+        waiting = _preparing(job_dir)
     return Progress(started_at, restarts, waiting, started=started)
+
+
+def _preparing(job_dir: Path) -> str:
+    """Return that node 0's script prepares the Python environment; empty if it does not."""
+    for log in (node_directory(job_dir, 0) / AGENT_LOG, job_dir / LOGS / SLURM_LOG):
+        for line in last_lines(log, 1):
+            if match := _PREPARING.fullmatch(line):
+                return match[1]
+    return ""
 
 
 def fetch_request(

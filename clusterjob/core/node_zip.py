@@ -36,10 +36,16 @@ LEFT_OUT = (
 # These modules load all others. The others are in one compressed block, which is smaller than
 # separate entries and loads faster. Deflate unpacks it in 2 ms; bz2 is a quarter smaller, but needs
 # 30 ms in each process that imports the package, and some interpreters lack it.
-_BARE_FILES = ("__init__.py", "node/__init__.py", "node/zip/__init__.py", "node/zip/importer.py")
-_INSTALL = (
-    "\nfrom clusterjob.node.zip import importer as _importer\n\n_importer.install(__file__)\n"
-)
+_BARE_FILES = ("__init__.py", "node/zip/importer.py")
+# Python opens the zip twice for each module that it imports from it; this opens it once.
+_INSTALL = """
+import sys as _sys
+_file = f"{__path__[0]}/node/zip/importer.py"
+_importer = type(_sys)("clusterjob.node.zip.importer")
+_sys.modules[_importer.__name__] = _importer
+exec(compile(__loader__.get_data(_file), _file, "exec"), _importer.__dict__)
+_importer.install(__file__)
+"""
 _DOCSTRING = re.compile(r'r?"""')
 _END_BYTES = 22  # length of the end record of a zip without a comment
 _MAX_KEPT = 4  # maximum number of zips of other sources (other environments) in the cache

@@ -8,14 +8,16 @@ under ``python train.py``: the function ends by SystemExit, and the interpreter 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 import os
+import pkgutil
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from clusterjob.errors import ClusterJobError
 
@@ -71,6 +73,30 @@ class Program:
         if self.kind == "script" and self.target.startswith("-"):
             return [f"./{self.target}", *self.args]
         return [*prefix, self.target, *self.args]
+
+
+_sources: dict[str, bytes] = {}  # what `read_ahead` has read, by path
+
+
+def read_ahead(program: Program) -> None:
+    """Read the program's script and its directory once for all workers that are forked next.
+
+    Otherwise each worker reads them: all workers of a job at once, from a shared disk. A worker
+    still reads what cannot be read here, and shows the error.
+    """
+    _sources.clear()
+    directory = os.getcwd()
+    if program.kind == "script":
+        path = os.path.join(directory, program.target)
+        directory = os.path.dirname(os.path.realpath(path))
+        # A pipe can be read only once; each process has its own /dev/stdin and /proc/self.
+        if os.path.isfile(path) and not path.startswith(("/dev/", "/proc/")):
+            with contextlib.suppress(OSError), open(path, "rb") as stream:
+                _sources[path] = stream.read()
+    with contextlib.suppress(Exception):  # an environment's own finder may raise anything
+        finder: Any = pkgutil.get_importer(directory)
+        finder.invalidate_caches()
+        finder.find_spec("clusterjob")  # lists the directory
 
 
 def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -> NoReturn:
@@ -165,7 +191,7 @@ def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     _prepend_to_path(os.path.dirname(os.path.realpath(path)))
     loader = SourceFileLoader("__main__", path)
     try:
-        source = loader.get_data(path)
+        source = _sources[path] if path in _sources else loader.get_data(path)
     except OSError as error:
         print(
             f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from clusterjob.core.snapshot import Snapshot, SnapshotEntry, changed
 from clusterjob.errors import HostError, SubmitError
 from clusterjob.node.host_server.requests import FindStored, Install, Put, ReceiveFiles
+from clusterjob.node.logs.job_dir import ARCHIVE
 from clusterjob.remote.session import Session
 
 _SLOW = 600.0  # seconds for slow requests: a large copy on a slow disk
@@ -79,6 +80,7 @@ class JobBundle:
             HostError: the file cannot be written, or the host does not answer.
             SubmitError: the file cannot be read, or has changed.
         """
+        self.put([(ARCHIVE, 0o600, digest.encode())])  # `clean` reads it
         if self.session.ask(FindStored(digest, size))[0]["stored"]:
             return
 

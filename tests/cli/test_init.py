@@ -160,6 +160,17 @@ def test_interpreters_of_uv_venv_and_conda_are_found(
 # -- what it asks ----------------------------------------------------------------------------------
 
 
+def test_uv_is_offered_as_a_comment_that_can_be_uncommented(place: Path) -> None:
+    init("--yes")
+    assert "uv = true" not in (place / FILE).read_text(), "there is no uv.lock"
+    (place / "uv.lock").write_text("version = 1\n")
+    init("--yes", "--force")
+    text = (place / FILE).read_text()
+    assert "uv" not in written(place).get("defaults", {})
+    (place / FILE).write_text(text.replace("# uv = true", "uv = true"))
+    assert written(place)["defaults"] == {"uv": True}
+
+
 def test_answers_are_checked_and_written(place: Path) -> None:
     done = init(answers="nowhere\nmlp\n\nq-1\nimage\"with'quotes\nml.8\n")
     assert "'nowhere' is none of local" in done.stderr

@@ -55,7 +55,7 @@ def test_failed_sync_is_a_launch_failure_with_uvs_message(project: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_interrupt_during_the_sync_ends_uv(
+def test_run_shows_the_preparation_and_an_interrupt_ends_uv(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run a uv that stops before its sync, as on a slow network."""
@@ -68,12 +68,13 @@ def test_interrupt_during_the_sync_ends_uv(
     )
     (first / "uv").chmod(0o755)
     monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
-    job = subprocess.Popen(
-        command(project, "run", "train.py"), cwd=project, stderr=subprocess.PIPE, text=True
-    )
-    file = tmp_path / "uv.pid"
+    file, shown = tmp_path / "uv.pid", tmp_path / "shown"
+    with shown.open("w") as stderr:
+        job = subprocess.Popen(command(project, "run", "train.py"), cwd=project, stderr=stderr)
     wait_until(lambda: file.exists() and file.read_text().strip(), WAIT, "the sync")
+    notice = "clusterjob: preparing the Python environment\n"
+    wait_until(lambda: notice in shown.read_text(), WAIT, "the notice")
     job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=WAIT)
-    assert job.returncode in (130, 143), err
+    job.wait(timeout=WAIT)
+    assert job.returncode in (130, 143), shown.read_text()
     wait_until(lambda: not Path(f"/proc/{int(file.read_text())}").exists(), WAIT, "uv ends")

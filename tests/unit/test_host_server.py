@@ -155,6 +155,18 @@ def test_code_that_was_just_received_is_kept_for_its_job(tmp_path: Path) -> None
     assert stored(tmp_path) == {b"1"}
 
 
+def test_archive_is_kept_until_no_job_needs_it(tmp_path: Path) -> None:
+    for name in ("one-a", "two-b"):
+        job_dir = put_job(tmp_path, name, code={"env.tar": b"archive"})
+        (job_dir / "code.list").unlink()
+        (job_dir / "archive").write_text(hashlib.sha256(b"archive").hexdigest())
+    age(tmp_path)
+    cleaning.clean(tmp_path, requests.Clean(("one-a",), remove=True))
+    assert stored(tmp_path) == {b"archive"}
+    cleaning.clean(tmp_path, requests.Clean(("two-b",), remove=True))
+    assert stored(tmp_path) == set()
+
+
 def test_file_that_is_removed_from_store_during_installation_is_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

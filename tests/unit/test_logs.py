@@ -27,6 +27,7 @@ class Node:
     def write(self, name: str, data: bytes | str, *, note: bool = True) -> None:
         with (self.directory / name).open("ab") as stream:
             stream.write(data if isinstance(data, bytes) else data.encode())
+        self.timeline.follow([self.directory / name])
         if note:
             self.timeline.note()
 

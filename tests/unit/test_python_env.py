@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clusterjob.backends import shared
 from clusterjob.core import python_env, uv_project
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
+from clusterjob.node.logs.events import EventLog
 from clusterjob.node.program import Program
 
 PYPROJECT = """
@@ -164,3 +166,19 @@ def test_options_that_exclude_each_other_are_refused(
 def test_spec_with_an_environment_returns_from_json(tmp_path: Path) -> None:
     before = spec(tmp_path, env_archive=tmp_path / "x", env_cache="/scratch")
     assert JobSpec.from_json(before.to_json()) == before
+
+
+@pytest.mark.parametrize("log", ["node0/agent.log", "slurm.out"])
+def test_progress_before_the_start_shows_the_preparation_of_node_0(
+    tmp_path: Path, log: str
+) -> None:
+    file = tmp_path / "logs" / log
+    file.parent.mkdir(parents=True)
+    line = "preparing the Python environment: 10 s so far"
+    file.write_text(f"clusterjob: preparing the Python environment\nclusterjob: {line}\n")
+    assert shared.progress(tmp_path).waiting == line
+    file.write_text(f"clusterjob: {line}\nclusterjob: {line} \x1b[31m\n")
+    assert shared.progress(tmp_path).waiting == ""
+    file.write_text(f"clusterjob: {line}\n")
+    EventLog(tmp_path / "events.jsonl").add("joined")
+    assert shared.progress(tmp_path).waiting == ""

@@ -138,8 +138,8 @@ class Agent:
         if self._link is None:
             return self._own_verdict(JobState.CANCELLED, self._requests.cancelled.result())
         handlers: dict[type, Callable[[Any], None]] = {
-            messages.Start: self._workers.start,
-            messages.StartWithStore: self._workers.start,
+            messages.Start: self._start_round,
+            messages.StartWithStore: self._start_round,
             messages.Stop: lambda stop: self._workers.stop(stop.grace, stop.signal),
             messages.Warn: lambda _warn: self._workers.warn(),
             messages.ProbeRanks: self._workers.probe,
@@ -162,6 +162,18 @@ class Agent:
                 return self._own_verdict(JobState.LOST, reason)
             if order is not None:
                 handlers[type(order)](order)
+
+    def _start_round(self, order: messages.Start) -> None:
+        """Start a round of workers, and record the growth of their files."""
+        directory = log_files.node_directory(self._job_dir, self._topology.node_rank)
+        for files in log_files.round_files(
+            directory,
+            order.world,
+            attempt=self._job.attempt,
+            torchrun=self._options.launcher == "torchrun",
+        ):
+            self._timeline.follow(files)
+        self._workers.start(order)
 
     async def _next_order(self) -> Any:
         """Return the coordinator's next message; None after a stop request was passed on."""

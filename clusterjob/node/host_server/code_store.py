@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.host_server import requests
-from clusterjob.node.logs.job_dir import CODE, CODE_LIST
+from clusterjob.node.logs.job_dir import ARCHIVE, CODE, CODE_LIST
 from clusterjob.node.system import files, private_dirs
 
 _CHUNK = 1 << 20
 _MAX_LIST = 256 << 20  # maximum bytes of an unpacked list of files
+_DIGEST_LENGTH = 64  # hexadecimal digits of a SHA-256
 _FRESH = 3600.0  # seconds for which a received file is kept: its job may not be installed yet
 
 
@@ -153,7 +154,8 @@ def receive(
 def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
     """Return the bytes of the stored files that no job uses; with `remove`, remove the files.
 
-    A job does not need the store after its start: a file that is used again is sent again.
+    A job needs its archive until its end: it may start, or start again, on another node. It does
+    not need its code in the store: a file that is used again is sent again.
 
     Args:
         home: clusterjob's directory on this host.
@@ -169,6 +171,7 @@ def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
     except FileNotFoundError:  # nothing was sent to this host
         return 0
     used = {digest for job in jobs for digest in _digests(job / CODE_LIST)}
+    used |= {_archive_of(job) for job in jobs}
     size = 0
     for blob in (blob for folder in folders for blob in folder.iterdir()):
         try:
@@ -180,6 +183,14 @@ def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
         except OSError:
             continue  # another process removes it
     return size
+
+
+def _archive_of(job_dir: Path) -> str:
+    """Return the digest of the archive that a job needs; empty if it needs none."""
+    try:
+        return files.read_regular(job_dir / ARCHIVE, _DIGEST_LENGTH).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
 
 
 def _digests(path: Path) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.logs.log_files import open_regular
+from clusterjob.node.system.files import Appender
 
 _MAX_LINE, _MAX_FILE = 1 << 20, 256 << 20  # maximum bytes to read of a line, of a file
 # Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
@@ -29,7 +30,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = Appender(path)
 
     def add(self, event: str, **details: Any) -> str:
         """Append one event and return its time.
@@ -39,11 +40,9 @@ class EventLog:
         at = now()
         line = {"time": at, "monotonic": round(time.monotonic(), 6), "event": event}
         line |= {name: _cut(value) for name, value in details.items()}
-        with (
-            contextlib.suppress(OSError),
-            self._path.open("a", encoding="utf-8", errors="replace") as stream,
-        ):
-            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        with contextlib.suppress(OSError):
+            self._file.write(text.encode(errors="replace"))
         return at
 
 

@@ -16,6 +16,7 @@ SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled
 CODE_LIST = "code.list"  # compressed list of the files of the sent code, with their digests
+ARCHIVE = "archive"  # on a host: the digest of the environment archive that the job needs
 CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`
 ELEMENTS = "elements"  # one job directory per element of an array, by index
 NOTIFIED = "notified"  # of an array: the elements that have ended, and the events that were sent

@@ -21,11 +21,15 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from clusterjob.node.logs.job_dir import LOGS, TIMELINE
+from clusterjob.node.system.files import Appender, size_of
+
+if TYPE_CHECKING:
+    from clusterjob.node.contract import World
 
 INTERVAL = 0.1  # seconds between two polls of the files
 FILE_NAME = re.compile(
@@ -48,6 +52,16 @@ def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tu
 def torchrun_files(directory: Path, restart: int, attempt: int = 0) -> tuple[Path, Path]:
     """Return the stdout and stderr files of one node's torchrun, which merges workers' output."""
     return _files(directory, "torchrun", restart=restart, attempt=attempt)
+
+
+def round_files(
+    directory: Path, world: World, attempt: int, *, torchrun: bool
+) -> list[tuple[Path, Path]]:
+    """Return the files of one round's workers by local rank, or those of the node's torchrun."""
+    if torchrun:
+        return [torchrun_files(directory, world.restart, attempt=attempt)]
+    ranks = range(world.first_rank, world.first_rank + world.nproc)
+    return [rank_files(directory, rank, restart=world.restart, attempt=attempt) for rank in ranks]
 
 
 def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path, Path]:
@@ -132,11 +146,22 @@ def last_state(text: str) -> str:
 
 
 class Timeline:
-    """Record the sizes of a node's log files over time; the agent writes it."""
+    """Record the sizes of a node's log files over time; the agent writes it.
+
+    The directory is listed once: on a shared disk, each listing costs a round trip.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._sizes: dict[str, int] = {}
+        self._file = Appender(directory / TIMELINE)
+        self._sizes: dict[str, int] = {}  # by name
+        self._listed = False
+
+    def follow(self, files: Iterable[Path]) -> None:
+        """Record the sizes of those files that are log files of workers, once they exist."""
+        for path in files:
+            if FILE_NAME.fullmatch(path.name):
+                self._sizes.setdefault(path.name, 0)
 
     def note(self) -> None:
         """Append the sizes of the files that have grown.
@@ -146,12 +171,14 @@ class Timeline:
         """
         moment = f"{time.time():.3f}"
         grown = []
-        with contextlib.suppress(OSError):
-            for path in sorted(self._directory.iterdir()):
-                size = path.stat().st_size if FILE_NAME.fullmatch(path.name) else 0
-                if size > self._sizes.get(path.name, 0):
-                    self._sizes[path.name] = size
-                    grown.append(f"{moment} {path.name} {size}\n")
-            if grown:
-                with (self._directory / TIMELINE).open("a") as stream:
-                    stream.write("".join(grown))
+        if not self._listed:
+            self._listed = True
+            self.follow(self._directory / name for name in file_names(self._directory))
+        for name, old in sorted(self._sizes.items()):
+            size = size_of(self._directory / name)
+            if size > old:
+                self._sizes[name] = size
+                grown.append(f"{moment} {name} {size}\n")
+        if grown:
+            with contextlib.suppress(OSError):
+                self._file.write("".join(grown).encode())

@@ -12,6 +12,7 @@ import stat
 import sys
 import tempfile
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,33 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+class Appender:
+    """Append to a file that stays open: every open of a file on a shared disk costs a round trip.
+
+    Args:
+        path: path of the file; the first `write` creates it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream: FileIO | None = None
+
+    def write(self, data: bytes) -> None:
+        """Append bytes in one write.
+
+        Raises:
+            OSError: the file cannot be created, or the disk is full.
+        """
+        if self._stream is None:
+            self._stream = FileIO(self._path, "a")
+        self._stream.write(data)
+        os.fstat(self._stream.fileno())  # an NFS client then sends the data to the server
+
+    def __del__(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
 
 
 def reserve(path: Path) -> None:

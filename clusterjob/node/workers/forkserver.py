@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract
+from clusterjob.node import contract, program
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.logs import ends, log_files
@@ -35,6 +35,7 @@ from clusterjob.node.workers import (
     early_variables,
     hook_directory,
     preload,
+    snapshot_imports,
     torchrun,
     worker_process,
 )
@@ -140,8 +141,8 @@ class Forkserver:
                     os.read(self._wake_read, 4096)
                 elif key.fd == self._reports.read_end:
                     self._read_reports()
-                elif (program := self._handle_message()) is not None:
-                    return program
+                elif (found := self._handle_message()) is not None:
+                    return found
             self._reap()
             self._continue_stop()
             if self._status_probe.ready():
@@ -244,6 +245,9 @@ class Forkserver:
             variables[contract.WARNING_FD] = self._warning.name
             own.append(self._warning.write_end)
         starts = self._starts(world, variables, directory=directory)
+        if self._fork:
+            snapshot_imports.install(os.environ)
+            program.read_ahead(self._options.program)
         for start in starts:
             try:
                 pid = worker_process.start(start, self._reports.ends, close=own, stdin=self._stdin)
@@ -272,18 +276,12 @@ class Forkserver:
     def _starts(
         self, world: World, variables: dict[str, str], directory: Path
     ) -> list[worker_process.WorkerStart]:
-        if self._options.launcher == "torchrun":
-            out, err = log_files.torchrun_files(directory, world.restart, attempt=self._attempt)
-            return [
-                worker_process.WorkerStart(
-                    0,
-                    variables,
-                    argv=torchrun.command_line(self._options.program, world, job_id=self._job_id),
-                    out=out,
-                    err=err,
-                )
-            ]
-        argv = None if self._fork else self._options.program.argv(sys.executable)
+        is_torchrun = self._options.launcher == "torchrun"
+        files = log_files.round_files(directory, world, attempt=self._attempt, torchrun=is_torchrun)
+        if is_torchrun:
+            argv = torchrun.command_line(self._options.program, world, job_id=self._job_id)
+            return [worker_process.WorkerStart(0, variables, argv, *files[0])]
+        command = None if self._fork else self._options.program.argv(sys.executable)
         return [
             worker_process.WorkerStart(
                 local_rank,
@@ -292,13 +290,8 @@ class Forkserver:
                     world, local_rank, job_id=self._job_id, max_restarts=self._options.max_restarts
                 )
                 | worker_endpoints.worker_variables(world, local_rank),
-                argv,
-                *log_files.rank_files(
-                    directory,
-                    world.first_rank + local_rank,
-                    restart=world.restart,
-                    attempt=self._attempt,
-                ),
+                command,
+                *files[local_rank],
             )
             for local_rank in range(world.nproc)
         ]
