@@ -49,7 +49,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 class Appender:
-    """Append to a file that stays open: every open of a file on a shared disk costs a round trip.
+    """Append to a file that stays open: on a shared disk, each open costs a round trip.
 
     Args:
         path: path of the file; the first `write` creates it.
