@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import field, make_dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, cast
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
@@ -21,6 +21,7 @@ from hydra.plugins.launcher import Launcher
 from clusterjob.core.options import OPTIONS
 
 if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
@@ -78,12 +79,23 @@ class ClusterjobLauncher(Launcher):
     def setup(
         self,
         *,
-        hydra_context: HydraContext,  # noqa: ARG002 - the jobs compose their configuration
+        hydra_context: HydraContext,
         task_function: TaskFunction,  # noqa: ARG002 - the jobs import it again
         config: DictConfig,
     ) -> None:
-        """Take the sweep's configuration."""
+        """Take the sweep's configuration, and have Hydra's basic sweeper check it faster."""
         self._config = config
+        if self._is_basic():
+            from hydra_plugins.clusterjob_launcher._validation import ShapeLoader
+
+            hydra_context.config_loader = cast(
+                "ConfigLoader", ShapeLoader(hydra_context.config_loader)
+            )
+
+    def _is_basic(self) -> bool:
+        """Return whether Hydra's basic sweeper sweeps, which needs no return values."""
+        assert self._config is not None
+        return str(self._config.hydra.sweeper._target_).endswith(".BasicSweeper")
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -102,8 +114,8 @@ class ClusterjobLauncher(Launcher):
             max_running=self._max_running,
             settings={key: value for key, value in self._settings.items() if value is not None},
         )
-        basic = str(self._config.hydra.sweeper._target_).endswith(".BasicSweeper")
-        wait = (not basic or not jobs.has_queue) if self._wait is None else self._wait
+        needed = not self._is_basic() or not jobs.has_queue
+        wait = needed if self._wait is None else self._wait
         found = jobs.run(job_overrides, initial_job_idx, wait=wait)
         return [
             JobReturn(
