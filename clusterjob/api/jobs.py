@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, overload
 from clusterjob.api import results, waiting
 from clusterjob.core import jobs, polling
 from clusterjob.core.records import SEPARATOR, Record, Records
-from clusterjob.errors import JobNotFound, UsageError
+from clusterjob.errors import UsageError
 from clusterjob.node.logs.folding import Folded, Folder, fold
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.system.sanitize import sanitize
@@ -42,14 +42,15 @@ class Job(Generic[T]):
         """Return a job that was submitted before, also by another process.
 
         Args:
-            job: an id, the beginning of an id, ``@`` for the latest job, or a job's name.
+            job: an id, the beginning of an id, ``@`` for the latest job, ``@2`` for the one before,
+                or a job's name.
             trust_results: as the attribute.
 
         Raises:
             JobNotFound: there is no such job.
             UsageError: it is an array.
         """
-        record = _find(job)
+        record = Records().find(job)
         if record.array is not None:
             raise UsageError(
                 f"job {record.job_id} is an array of {len(record.array['indices'])} jobs",
@@ -194,7 +195,8 @@ class JobGroup(Sequence[Job[T]]):
         Raises:
             JobNotFound: there is no such job.
         """
-        found = Records().elements(_find(job))
+        records = Records()
+        found = records.elements(records.find(job))
         return JobGroup(tuple(Job(record.job_id, trust_results) for record in found))
 
     def __len__(self) -> int:
@@ -276,31 +278,14 @@ def as_completed(jobs: Iterable[Job[T]], timeout: float | None = None) -> Iterat
 
 
 def _line(record: Record, line: Folded) -> str:
-    one = record.nodes == 1 and record.job.nproc_per_node == 1
+    job = record.job
+    one = record.nodes == 1 and job.nproc_per_node == 1 and not job.nproc_word
     return sanitize(line.text) if one else f"[{line.label}] {sanitize(line.text)}"
 
 
 def _cancel(records: Sequence[Record]) -> int:
     with waiting.BACKENDS:
         return sum(cancelled for _, cancelled in jobs.cancel(records))
-
-
-def _find(text: str) -> Record:
-    """Return the record of an id, the beginning of one, ``@``, or a job's name.
-
-    Raises:
-        JobNotFound: no job matches.
-    """
-    records = Records()
-    try:
-        return records.find(text)
-    except JobNotFound:
-        latest = (
-            records.all() if text == "@" else [one for one in records.all() if one.name == text]
-        )
-        if not latest:
-            raise
-        return latest[-1]
 
 
 def _records(ids: Iterable[str]) -> list[Record]:

@@ -46,7 +46,8 @@ def value(record: Record, verdict: Verdict, *, trust: bool) -> Any:
 
 def values(record: Record, verdict: Verdict, *, trust: bool) -> list[Any]:
     """Return the values of all ranks of an ended job, in rank order; see `value`."""
-    return _values(record, verdict, range(sum(_counts(record))), trust=trust)
+    world_size = _world_size(record, verdict.attempt)
+    return _values(record, verdict, range(world_size), trust=trust)
 
 
 def _values(record: Record, verdict: Verdict, ranks: Sequence[int], *, trust: bool) -> list[Any]:
@@ -106,7 +107,10 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
         return JobCancelled(f"{name} {verdict.state}: {verdict.reason}", hint)
     rank = verdict.failure.rank if verdict.failure is not None else None
     outcome = None
-    if rank is not None and 0 <= rank < sum(_counts(record)):
+    counts = _counts(record)
+    if rank is not None and 0 <= rank < (
+        outcomes.MAX_WORLD_SIZE if counts is None else sum(counts)
+    ):
         outcome = _read(record, [rank], attempt=verdict.attempt, trust=trust)[rank]
     try:
         call.raise_failure(verdict, outcome, name=name, hint=hint)
@@ -115,9 +119,19 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
     return None
 
 
-def _counts(record: Record) -> list[int]:
-    """Return the number of workers of each node."""
+def _world_size(record: Record, attempt: int) -> int:
+    """Return the number of workers; where the nodes have counted them, rank 0 has written it."""
+    if (counts := _counts(record)) is not None:
+        return sum(counts)
+    first = _read(record, [0], attempt=attempt, trust=False)[0]
+    return record.nodes if first is None or first.world_size is None else first.world_size
+
+
+def _counts(record: Record) -> list[int] | None:
+    """Return the number of workers of each node; None if each node counts its own."""
     job = record.job
+    if job.nproc_word:
+        return None
     if len({host.slots for host in job.hosts}) > 1:  # a host file with different slots
         return [host.slots or 1 for host in job.hosts]
     return [job.nproc_per_node] * record.nodes
@@ -163,12 +177,11 @@ def _files(
     folder = record.job_dir / outcomes.FOLDER
     names = {rank: outcomes.outcome_name(rank, attempt, suffix) for rank in ranks}
     kept = {rank: data for rank, name in names.items() if (data := _kept(folder / name, most))}
-    starts = [0, *itertools.accumulate(_counts(record))]
     asked = {
-        node: [names[rank] for rank in range(first, end) if rank in names and rank not in kept]
-        for node, (first, end) in enumerate(itertools.pairwise(starts))
+        node: wanted
+        for node, of_node in enumerate(_ranks_of_nodes(record, ranks))
+        if (wanted := [names[rank] for rank in of_node if rank not in kept])
     }
-    asked = {node: wanted for node, wanted in asked.items() if wanted}
     with BACKENDS:
         sent = backend.outcomes(record, asked, most // max(1, len(asked)))
     if sent is None:
@@ -178,6 +191,17 @@ def _files(
         for name, data in sent.items():
             files.write_atomic(folder / name, data)
     return kept | {rank: sent[name] for rank, name in names.items() if name in sent}
+
+
+def _ranks_of_nodes(record: Record, ranks: Sequence[int]) -> list[list[int]]:
+    """Return those of the ranks that each node may have."""
+    if (counts := _counts(record)) is None:  # rank 0 is on node 0
+        others = [rank for rank in ranks if rank > 0]
+        return [list(ranks), *[others] * (record.nodes - 1)]
+    starts = [0, *itertools.accumulate(counts)]
+    return [
+        [rank for rank in ranks if first <= rank < end] for first, end in itertools.pairwise(starts)
+    ]
 
 
 def _kept(path: Path, most: int) -> bytes:

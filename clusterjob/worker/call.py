@@ -183,20 +183,24 @@ def main() -> None:
     base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
     paths, function_call = _load(call_file(base, number))
     if isinstance(function_call, PlainCall):
-        _make(function_call, job_dir, rank=int(os.environ["RANK"]))
+        _make(
+            function_call, job_dir, rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )  # fmt: skip
         return
     from clusterjob import bootstrap
 
     with bootstrap.init() as context:
         _continue_later(context, function_call, paths=paths, path=call_file(base, number))
-        _make(function_call, job_dir, rank=context.rank)
+        _make(function_call, job_dir, rank=context.rank, world_size=context.world_size)
 
 
-def _make(function_call: Any, job_dir: Path, rank: int) -> None:
+def _make(function_call: Any, job_dir: Path, rank: int, world_size: int) -> None:
     """Run a call and write its outcome."""
     attempt = scheduler.read_attempt(os.environ)
     try:
-        outcomes.write_value(job_dir, rank, attempt=attempt, value=function_call.result())
+        value = function_call.result()
+        outcomes.write_value(job_dir, rank, attempt=attempt, value=value, world_size=world_size)
     except Exception as error:
         outcomes.write_error(job_dir, rank, attempt=attempt, error=error)
         raise

@@ -18,6 +18,7 @@ from clusterjob.errors import JobFailed
 from clusterjob.node.system import files
 
 FOLDER = "call"  # in the job's directory
+MAX_WORLD_SIZE = 65_536  # workers of a job, as another machine may state them
 MAX_JSON = 16 << 20  # bytes; a larger value is only pickled
 _MAX_TRACE = 64 << 10  # characters at the end of a traceback
 _MAX_MESSAGE = 16 << 10  # characters
@@ -49,6 +50,7 @@ class CallOutcome:
         failure: the exception as text; None if it returned.
         pickled: the type of a value that is only in the pickle; empty if `value` is known.
         exact: whether `value` has the types that the function returned.
+        world_size: number of workers of the job; None if it is unknown.
     """
 
     value: Any = None
@@ -56,6 +58,7 @@ class CallOutcome:
     failure: RemoteFailure | None = None
     pickled: str = ""
     exact: bool = True
+    world_size: int | None = None
 
 
 def outcome_name(rank: int, attempt: int, suffix: str = "json") -> str:
@@ -109,21 +112,24 @@ def _is_exact(value: Any) -> bool:
     return type(value) in _EXACT
 
 
-def write_value(job_dir: Path, rank: int, attempt: int, value: Any) -> None:
-    """Write the value that a rank's call returned.
+def write_value(
+    job_dir: Path, rank: int, attempt: int, value: Any, *, world_size: int | None = None
+) -> None:
+    """Write the value that a rank's call returned, and the number of workers.
 
     Raises:
         OSError: the files cannot be written.
         Exception: the value cannot be pickled.
     """
+    size = {} if world_size is None else {"world_size": world_size}
     try:
         exact = _is_exact(value)
-        text = json.dumps({"value": _encode(value), "exact": exact}).encode()
+        text = json.dumps({"value": _encode(value), "exact": exact, **size}).encode()
         if len(text) > MAX_JSON:
             raise _NotPlain(f"{type(value).__name__} of {len(text)} bytes")
     except (ValueError, RecursionError) as error:  # ValueError: also an int of over 4,300 digits
         kind = str(error) if isinstance(error, _NotPlain) else type(value).__name__
-        exact, text = False, json.dumps({"pickled": kind}).encode()
+        exact, text = False, json.dumps({"pickled": kind, **size}).encode()
     if not exact:
         _write(job_dir, outcome_name(rank, attempt, "pkl"), _pickle(CallOutcome(value)))
     _write(job_dir, outcome_name(rank, attempt), text)
@@ -181,9 +187,12 @@ def from_json(data: bytes, rank: int) -> CallOutcome:
         if "error" in found:
             texts = {key: str(found["error"][key]) for key in RemoteFailure.__annotations__}
             return CallOutcome(failure=RemoteFailure(**texts))
+        size = found.get("world_size")
+        if size is not None and not (type(size) is int and 0 < size <= MAX_WORLD_SIZE):
+            raise ValueError("the world size is out of range")
         if "pickled" in found:
-            return CallOutcome(pickled=str(found["pickled"])[:200], exact=False)
-        return CallOutcome(_decode(found["value"]), exact=found["exact"] is True)
+            return CallOutcome(pickled=str(found["pickled"])[:200], exact=False, world_size=size)
+        return CallOutcome(_decode(found["value"]), exact=found["exact"] is True, world_size=size)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise JobFailed(f"the result of rank {rank} is malformed") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import clusterjob
 from clusterjob import Executor, Job, JobGroup
@@ -23,6 +24,25 @@ error: BaseException | None = job.exception()
 state: clusterjob.JobState = job.state
 verdict: clusterjob.Verdict = job.wait(5)
 text: str = job.logs(rank=0, tail=10)
+
+everything = clusterjob.submit(
+    train,
+    0.1,
+    gpus="device=0,1",
+    gpus_per_node=8,
+    uv=True,
+    env_archive=Path("env.tar.gz"),
+    env_cache="/tmp/envs",
+    notify=["mailto://user:password@example.org"],
+    notify_cmd="logger",
+    notify_on="end,failure",
+    snapshot=False,
+    transport="openssh",
+    after=["afterok:train-1", "afterany:train-2"],
+    nproc_per_node="auto",
+    launcher="ray",
+)
+total: float = everything.result()
 
 group = clusterjob.map(pair, ["a", "b"], [1, 2], partition="gpu", array="%2")
 pairs: list[tuple[str, int]] = group.results()
@@ -47,6 +67,10 @@ clusterjob.submit(train, "0.1")  # error
 clusterjob.submit(train, 0.1, 3, 4)  # error
 clusterjob.submit(train, 0.1, node=2)  # error
 clusterjob.submit(train, 0.1, nodes="2")  # error
+clusterjob.submit(train, 0.1, uv="yes")  # error
+clusterjob.submit(train, 0.1, snapshot=1)  # error
+clusterjob.submit(train, 0.1, transport=1)  # error
+clusterjob.submit(train, 0.1, notify=8)  # error
 clusterjob.map(pair, [1, 2], [1, 2])  # error
 executor.submit(train, 0.1, epoch=3)  # error
 executor.submit(train, 0.1, epochs="3")  # error
