@@ -60,7 +60,7 @@ def test_sweep_of_100_two_node_jobs_is_one_submission(user: User) -> None:
     assert len(group) == 100
     array_id = group[0].id.rpartition("_")[0]
     assert f"100 jobs: `clusterjob status {array_id}`" in out
-    assert seconds < 40, "Hydra itself composes 100 configurations for 2 s and more"
+    assert seconds < 12, "it needs 1 s on a quiet machine; Hydra's own check of 100 jobs 3 s more"
     assert group.cancel() == 100
 
 
