@@ -6,6 +6,7 @@ table with the pages. Commands for Slurm, hosts and MLP run against the tests' o
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from docs_commands import TRAIN, Shell, blocks
+from hydra_app import write_app
 from launching import ROOT, free_port
 from login_user import Laptop
 from namespaces import Machine
@@ -24,6 +26,8 @@ from servers import webhook
 from slurm_user import User
 from sshsite import Site
 from volc_platform import Platform
+
+from clusterjob import JobGroup
 
 
 @pytest.fixture
@@ -153,6 +157,23 @@ def test_bootstrap_script_trains_under_each_launcher(shell: Shell) -> None:
         (shell.directory / "model.pt").unlink()
 
 
+@pytest.mark.slow
+def test_framework_scripts_form_one_world_over_two_nodes(shell: Shell) -> None:
+    scripts = ROOT / "tests" / "compat" / "scripts"
+    for module, command, line in zip(
+        ("lightning", "accelerate", "transformers"),
+        list(shell.left),
+        ("rank 0 steps 1 world 4", "seen 16 on 4 processes", "steps 2, seen 32, world 4"),
+        strict=True,
+    ):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is missing: pip install {module}")
+        name = command.split()[-1]
+        text = (scripts / name).read_text(encoding="utf-8")
+        shell.write(name, text.replace("max_epochs=1,", "max_epochs=1, num_nodes=2,"))
+        assert line in shell(command).out
+
+
 # -- hosts over SSH --------------------------------------------------------------------------------
 
 
@@ -278,3 +299,20 @@ def test_submit_command_of_mlp_page_runs_task_with_its_profile(
     job = shell.values["job_id"]
     assert shell.clusterjob("wait", job, environ=environ).code == 0
     assert ranks(shell.clusterjob("logs", job, environ=environ).out, of=16, words=" --epochs 3")
+
+
+@pytest.mark.slow
+def test_hydra_command_of_scripts_page_submits_sweep(
+    shell: Shell, user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("hydra") is None:
+        pytest.skip("Hydra is missing: pip install hydra-core")
+    monkeypatch.setenv("CLUSTERJOB_PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    shell.directory = user.directory
+    write_app(user.directory)
+    shell(shell.left[0])
+    group = JobGroup.get("app")
+    assert [verdict.exit_code for verdict in group.wait(timeout=TEST_TIMEOUT)] == [0, 0]
+    for job, rate in zip(group, ("0.1", "0.01"), strict=True):
+        assert f"[1] rank 1 {rate} mysql" in job.logs()

@@ -27,8 +27,8 @@ def test_ray_over_two_hosts_keeps_exit_code(site: Site) -> None:
     record = site.submit(DRIVER, "7", launcher="ray", python=sys.executable)
     job = Job.get(record.job_id)
     assert job.wait(timeout=180).exit_code == 7, job.logs()
-    assert "[0] rank None pids 2" in job.logs().splitlines()
-    wait_for_end_of_ray()
+    assert "[0] rank None nodes 2" in job.logs().splitlines()
+    wait_for_end_of_ray(job)
 
 
 @pytest.mark.skipif(

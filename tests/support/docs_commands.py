@@ -23,7 +23,7 @@ RUNNERS = "tests/e2e/test_docs_commands.py"
 READMES = ("README.md", "README.zh-CN.md")
 # A command line of a page: indented by four spaces, after a prompt, or in a block of shell code.
 _SHOWN = re.compile(r"^(?: {4,}|\s*\$ )(.*)$")
-_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:clusterjob|torchrun|python train\.py)(?: |$)")
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:clusterjob|torchrun|python (?:train|app)\.py)(?: |$)")
 
 # What a page shows -> what the tests use instead; the braces hold values of the test.
 REPLACED = {
@@ -106,6 +106,25 @@ SESSIONS = (
             "python train.py",
             "clusterjob run --nodes 2 --nproc-per-node 2 train.py",
             "torchrun --nproc-per-node 2 train.py",
+        ),
+    ),
+    Session(
+        "test_framework_scripts_form_one_world_over_two_nodes",
+        ("docs/scripts.md",),
+        (
+            "clusterjob run --nodes 2 --nproc-per-node 2 lightning_fit.py",
+            "clusterjob run --nodes 2 --nproc-per-node 2 accelerate_default.py",
+            "clusterjob run --nodes 2 --nproc-per-node 2 hf_trainer.py",
+        ),
+    ),
+    Session(
+        "test_hydra_command_of_scripts_page_submits_sweep",
+        ("docs/scripts.md",),
+        (
+            (
+                "python app.py --multirun hydra/launcher=clusterjob hydra.launcher.cluster=slurm"
+                " hydra.launcher.nodes=2 lr=0.1,0.01"
+            ),
         ),
     ),
     Session(

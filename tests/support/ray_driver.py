@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from procs import wait_until
 
+from clusterjob import Job
+
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is missing: pip install ray"
 )
@@ -19,13 +21,15 @@ DRIVER = """
     ray.init(logging_level="ERROR", log_to_driver=False)  # RAY_ADDRESS names the cluster
 
     @ray.remote
-    def pid():
-        return os.getpid()
+    def token():
+        return os.environ["RAY_AUTH_TOKEN_PATH"]
 
-    pids = [
-        ray.get(pid.options(resources={f"clusterjob_node{node}": 0.1}).remote()) for node in (0, 1)
+    tokens = [
+        ray.get(token.options(resources={f"clusterjob_node{node}": 0.1}).remote())
+        for node in (0, 1)
     ]
-    print("rank", os.environ.get("RANK"), "pids", len(set(pids)), flush=True)
+    print("rank", os.environ.get("RANK"), "nodes", len(set(tokens)), flush=True)
+    print("tokens", *tokens, flush=True)
     pathlib.Path("ready").write_text(str(os.getpid()))
     if sys.argv[1] == "wait":
         time.sleep(1000)
@@ -33,19 +37,26 @@ DRIVER = """
 """
 
 
-def ray_processes() -> list[int]:
-    """Return the processes of Ray on this machine."""
+def ray_processes(job: Job[object]) -> list[int]:
+    """Return the processes of Ray that belong to a job: other tests may run Ray, too."""
+    ours = f"CLUSTERJOB_JOB_ID={job.id}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes()
+            environ = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if re.search(rb"raylet|gcs_server|ray::|ray\.scripts|ray/_private", words):
+        if ours in environ and re.search(rb"raylet|gcs_server|ray::|ray\.scripts|/ray/", words):
             found.append(int(folder.name))
     return found
 
 
-def wait_for_end_of_ray() -> None:
-    wait_until(lambda: not ray_processes(), 5.0, "no Ray process 5 s after the end")
-    wait_until(lambda: not list(Path("/tmp").glob("ray-*")), 5.0, "no directory of Ray is left")
+def wait_for_end_of_ray(job: Job[object]) -> None:
+    """Wait until the ended job has left no process and no directory of Ray.
+
+    The driver has printed the files in these directories, if it ran.
+    """
+    wait_until(lambda: not ray_processes(job), 5.0, "no Ray process 5 s after the end")
+    folders = [Path(path).parent.parent for path in re.findall(r" (/\S+/token)\b", job.logs())]
+    wait_until(lambda: not any(map(Path.exists, folders)), 5.0, "no directory of Ray is left")
