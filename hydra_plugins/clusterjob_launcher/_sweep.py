@@ -22,7 +22,7 @@ from clusterjob.backends import base
 from clusterjob.core import job_settings, jobs
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.records import Record, Records
-from clusterjob.core.trust import Usage
+from clusterjob.core.trust import HERE, Usage
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node.program import Program
 
@@ -103,6 +103,10 @@ class Sweep:
         """Return the arguments of one job, which runs in the directory that Hydra's sweep names."""
         hydra = self._config.hydra
         kept = [text for text in hydra.overrides.hydra if not _is_of_sweep(str(text))]
+        if self._settings.backend in HERE:
+            # The defaults of the application may name another plug-in, such as submitit's. Hosts
+            # need not have this one.
+            kept.append("hydra/launcher=clusterjob")
         return [
             *overrides,
             *kept,

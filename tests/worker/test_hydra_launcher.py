@@ -81,6 +81,15 @@ def test_sweep_runs_jobs_in_their_directories(app: Path) -> None:
         assert output == f'rank 0 {number + 1} pg it\'s "{{x}}" {number}\n'
 
 
+def test_application_whose_defaults_name_another_launcher_runs(app: Path) -> None:
+    config = app / "conf" / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("  - _self_\n", "  - _self_\n  - override hydra/launcher: x\n"))
+    multirun(app, "lr=1", "hydra.launcher.cluster=local", "hydra.launcher.wait=true")
+    [record] = Records().all()
+    assert "rank 0 1" in clusterjob.Job.get(record.job_id).logs()
+
+
 @pytest.mark.slow
 def test_sweeper_gets_return_values_and_error_of_failed_job(app: Path) -> None:
     done = multirun(app, "hydra/sweeper=mine", "hydra.launcher.cluster=local")
