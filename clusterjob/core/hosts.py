@@ -180,6 +180,7 @@ def _host(word: str, text: str) -> Host:
     if (
         not _NAME.fullmatch(name)
         or name.startswith(("-", "."))
+        or name.count(":") == 1  # an IPv6 address has at least two
         or (at and (not _USER.fullmatch(user) or user.startswith("-")))
     ):
         where = "" if word == text else f", in {_short(text)}"

@@ -282,6 +282,7 @@ def logged(save: Save, monkeypatch: pytest.MonkeyPatch) -> Record:
                     stream.write(f"step {step} of {rank}\n")
                 with (folder / f"rank{rank}{attempt}.err").open("a") as stream:
                     stream.write(f"\x1b[31mwarning\x1b[0m {step} of {rank}\n")
+            timeline.follow(folder.iterdir())
             timeline.note()
     monkeypatch.undo()
     return record

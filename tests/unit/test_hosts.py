@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clusterjob.core.hosts import MOST, Host, of_platform, parse_hosts, read_hostfile
@@ -86,6 +86,7 @@ def test_wrong_host_list_is_refused_in_one_line(text: str) -> None:
 
 
 @given(st.text(alphabet="ab1-9[],:@. -\n%", max_size=20))
+@example("[:]")
 def test_any_text_gives_hosts_or_error(text: str) -> None:
     try:
         hosts = parse_hosts(text)
