@@ -695,6 +695,7 @@ def test_agent_of_frozen_coordinator_ends_its_workers_as_lost(make_job: MakeJob)
     assert job.result["state"] == "FAILED"
 
 
+@pytest.mark.slow
 def test_quiet_job_outlives_many_leases(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all("--heartbeat", "0.1", "--lease", "2", job.script("import time; time.sleep(6)"))

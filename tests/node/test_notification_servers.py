@@ -117,6 +117,7 @@ def test_notification_is_sent_again_after_server_errors(make_job: MakeJob, hook:
     assert hook.requests == ["POST /pa55word"] * 3
 
 
+@pytest.mark.slow
 def test_failures_of_places_keep_exit_code_and_are_reported_without_url(
     make_job: MakeJob, hook: Hook
 ) -> None:

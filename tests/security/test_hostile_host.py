@@ -135,6 +135,7 @@ def test_status_with_invalid_answer_is_unknown_and_names_host(site: Site, record
             assert_unknown(record, name, seconds=60)
 
 
+@pytest.mark.slow
 def test_status_of_slow_host_is_unknown_within_a_minute(site: Site, record: Record) -> None:
     with hostile(site.ssh_network.hosts["gpu1"]) as play:
         for name, code in SLOW.items():

@@ -31,6 +31,7 @@ def answer(request):
 """
 
 
+@pytest.mark.slow
 def test_status_of_slow_or_stalled_host_is_unknown_and_names_host(site: Site) -> None:
     record = site.submit("", hosts="gpu1", set={"connect_timeout": str(TIMEOUT)})
     with hostile(site.ssh_network.hosts["gpu1"], DRIPS) as play:
@@ -44,6 +45,7 @@ def test_status_of_slow_or_stalled_host_is_unknown_and_names_host(site: Site) ->
         assert polling.status(record).reason == f"gpu1: only 34 bytes in {TIMEOUT} s"
 
 
+@pytest.mark.slow
 def test_logs_and_fetch_wait_for_honest_host_behind_slow_link(site: Site, tmp_path: Path) -> None:
     """At 40 KB/s the logs take 6 s, and so does the fetched file."""
     script = """

@@ -65,6 +65,7 @@ def test_sweep_is_one_sbatch_call_and_each_element_is_job(user: User) -> None:
     wait_for_no_processes(PROMPT)
 
 
+@pytest.mark.slow
 def test_array_notifies_of_first_failure_and_end_and_job_of_failed_setup_line(user: User) -> None:
     with webhook() as hook:
         flags = ("--notify", hook.url, "--env", "FAIL=1", "--array", "0-2")

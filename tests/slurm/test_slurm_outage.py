@@ -105,6 +105,7 @@ def test_cancel_stops_agents_while_controller_is_down(user: User) -> None:
     assert not (user.directory_of(pending) / "scancel.pending").exists()
 
 
+@pytest.mark.slow
 def test_cancel_of_job_without_agents_fails_until_slurm_answers(user: User) -> None:
     job_id = user.submit(SLEEPER.replace("RANK", "SLURM_PROCID"), "--launcher", "srun")
     user.wait_for("up0")
@@ -143,6 +144,7 @@ def batch_shell_of(user: User, number: str) -> int:
     raise AssertionError(f"no batch shell of job {number}")
 
 
+@pytest.mark.slow
 def test_killed_batch_shell_fails_job(user: User) -> None:
     """Slurm then ends the steps by SIGTERM, although no user has cancelled the job."""
     job_id = user.submit(SLEEPER, "--nodes", "2")
@@ -199,6 +201,7 @@ def test_node_fail_reason_names_node_only_if_slurm_does(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_accounting_has_signal_and_nodes_of_forgotten_jobs(user_accounted: User) -> None:
     """Cases: a killed batch shell and a failed node, after squeue has forgotten the jobs."""
     user = user_accounted
@@ -247,6 +250,7 @@ def test_verdict_of_agents_explains_sigterm_without_killed_shell(tmp_path: Path)
 # -- lease ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_job_hidden_from_squeue_is_unknown_until_lease_ends(user: User) -> None:
     """The job still renews its lease; a minute after the last renewal it is LOST.
 

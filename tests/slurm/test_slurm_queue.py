@@ -356,6 +356,7 @@ def test_many_watching_commands_share_one_squeue_call_every_5_s(user: User) -> N
     assert [process.wait(PROMPT) for process in watching] == [0, 0, 143, 143]
 
 
+@pytest.mark.slow
 def test_status_and_cancel_of_300_jobs_take_one_call_each(user: User) -> None:
     array = user.submit(SLEEPER, "--array", "0-289", "--set", "hold=true")
     others = [user.submit(SLEEPER, "--set", "hold=true") for _ in range(10)]

@@ -37,6 +37,7 @@ def task_reports(directory: Path, tasks: int) -> list[dict[str, Any]]:
     return [json.loads((directory / f"said.{task}").read_text()) for task in range(tasks)]
 
 
+@pytest.mark.slow
 def test_tasks_on_uneven_nodes_in_cyclic_order_get_correct_ranks(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
