@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from hostile_host import hostile, slow
 from sshsite import Site, close_connections, output_lines
 from verdicts import wait_for_verdict
