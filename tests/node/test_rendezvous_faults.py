@@ -81,6 +81,7 @@ def test_coordinator_that_was_frozen_names_itself_as_root_cause(make_job: MakeJo
     assert max(event["seconds"] for event in stalled) >= FREEZE_SECONDS - 1
 
 
+@pytest.mark.slow
 def test_job_continues_after_all_its_processes_were_frozen(make_job: MakeJob) -> None:
     """This happens when all machines of a job are suspended together."""
     job = make_job(2)
@@ -288,6 +289,7 @@ def test_rank_that_exited_with_code_0_is_not_root_cause(make_job: MakeJob) -> No
 # -- time limit ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_time_limit_excludes_import_of_torch(make_job: MakeJob) -> None:
     job = make_job(2)
     slow = job.directory / "slow" / "torch"

@@ -267,6 +267,7 @@ def test_invalid_slurm_answer_of_login_host_gives_bounded_status_or_error(
 
 
 @pytest.mark.parametrize("connect_timeout", ["1"])
+@pytest.mark.slow
 def test_login_host_that_answers_one_byte_per_second_is_given_up(
     site: Site, record: Record, play: Callable[[str], None]
 ) -> None:

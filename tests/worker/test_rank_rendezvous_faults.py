@@ -143,6 +143,7 @@ def machine_with_packet_loss() -> Iterator[Machine]:
         yield machine
 
 
+@pytest.mark.slow
 def test_waiting_rank_reports_master_addr_without_answer(tmp_path: Path) -> None:
     with machine_with_packet_loss() as machine:
         environ = rank_variables(1, 2, 29500, 1) | {"MASTER_ADDR": "10.77.0.9"}
