@@ -241,13 +241,7 @@ class Command:
         self._reap()
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in processes.ended_children():
             if pid == self._pid and self.code is None:
                 self.code, _ = processes.exit_code_of(status)
                 self._ended_at = time.monotonic()

@@ -235,6 +235,18 @@ def reap(pids: list[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Reap the children that have ended, and yield the pid and the wait status of each."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
 def exit_code_of(wait_status: int) -> tuple[int, str | None]:
     """Return (exit code, signal name or None) of a wait status; the code of signal n is 128 + n."""
     if os.WIFSIGNALED(wait_status):

@@ -299,13 +299,7 @@ class Forkserver:
     # -- watching ----------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in processes.ended_children():
             if pid == self._store:
                 self._store = None
                 if self._stopping is None and (
