@@ -25,7 +25,9 @@ from procs import command_line, kill_all, own_processes
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 EXPECTED = Path(__file__).resolve().parent / "expected.json"
 HUNG = 20.0  # seconds until a torchrun that is known to hang is stopped; a normal run takes 4 s
-_LEFT = 3.0  # seconds for processes to end after their launcher
+_LEFT = (
+    10.0  # seconds for processes to end after their launcher; they need 0.5 s on an idle machine
+)
 _SHOWN = 2000  # characters of output that are recorded; longer output is recorded as a digest
 
 

@@ -116,7 +116,7 @@ def test_all_inputs_arrive_byte_for_byte(
         assert report["args"] == [*map(encoded, args), encoded(f"--swept={value}")]
         assert report["env"] == {key: encoded(value) for key, value in env.items()}
         assert report["cwd"] == encoded(os.path.realpath(directory))
-        assert report["file"] == encoded(f"./{places[-1]}.py")
+        assert report["file"] == encoded(str(user.directory_of(job_id) / f"code/{places[-1]}.py"))
         assert report["name"] == encoded(name)
     assert not [*user.directory.rglob("pwned"), *user.home.rglob("pwned")]
 

@@ -20,7 +20,7 @@ from procs import TEST_TIMEOUT
 
 TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
-    " os.execv(sys.argv[1], sys.argv[1:])"
+    " os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
 
