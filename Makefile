@@ -3,6 +3,7 @@
 # into .venv, and Slurm for the tests from Debian's packages.
 
 BIN := .venv/bin
+DEMO := .venv/demo
 READY := .venv/ready
 # Four processes share the tests on two cores, because most tests wait half of the time.
 FOUR := --numprocesses 4 --dist worksteal
@@ -11,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-unit test-slow slurm mpi sshd shells packers paddle lint bench clean
 
-demo: $(READY)  ## Train a small CNN on two "nodes" of this machine with two workers each
+demo: $(DEMO)  ## Train a small CNN on two "nodes" of this machine with two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
 test: lint slurm mpi sshd shells packers  ## Run lint and all tests except the slow fault and scale tests
@@ -54,8 +55,11 @@ bench: $(READY) slurm  ## Measure the speed against torchrun on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/slurm.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/place.py
 
+$(DEMO): pyproject.toml constraints.txt tools/setup.sh
+	tools/setup.sh demo
+
 $(READY): pyproject.toml constraints.txt tools/setup.sh
-	tools/setup.sh
+	tools/setup.sh dev
 
 clean:
 	rm -rf .venv .venv-paddle build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \

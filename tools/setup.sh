@@ -1,11 +1,13 @@
 #!/bin/sh
-# Create .venv with all packages of the demo and the tests.
+# Create .venv with the packages of an extra of pyproject.toml.
 # Install Debian's venv package if it is missing.
-# Usage: tools/setup.sh
+# Usage: tools/setup.sh [demo|dev]
+# demo installs torch and what the example imports; dev, the default, installs what the tests need too.
 # Set PYTHON to use another interpreter than python3.
 set -eu
 cd -- "$(dirname -- "$0")/.."
 python=${PYTHON:-python3}
+extra=${1:-dev}
 
 say() { printf 'setup: %s\n' "$1" >&2; }
 
@@ -25,7 +27,8 @@ if ! "$python" -c 'import ensurepip, venv' 2> /dev/null; then
 fi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-say "installing clusterjob, torch and the tools into .venv (minutes the first time)"
+say "installing clusterjob, torch and more into .venv (minutes the first time)"
 .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-  --editable '.[torch,dev]'
-touch .venv/ready
+  --editable ".[$extra]"
+touch .venv/demo
+[ "$extra" = demo ] || touch .venv/ready
