@@ -184,11 +184,22 @@ class HostError(ClusterJobError):
 
     Args:
         host: the host as the user wrote it.
-        why: the fault, in one line.
+        why: the fault, in one line; control characters in it are escaped.
         hint: advice for the user.
     """
 
     def __init__(self, host: str, why: str, hint: str = "") -> None:
-        super().__init__(f"{host}: {why}", hint)
+        why = escaped(why)
+        super().__init__(f"{escaped(host)}: {why}", escaped(hint))
         self.host = host
         self.why = why
+
+
+def escaped(text: str) -> str:
+    """Escape control characters and line breaks: a host's text may be part of an error.
+
+    A traceback of a user's script shows errors without `clusterjob.node.system.sanitize`.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from clusterjob.errors import HostError
+from clusterjob.errors import HostError, escaped
 from clusterjob.remote import control_master, known_hosts
 from clusterjob.remote.host_keys import HostKey, known_keys, lookup_names
 from clusterjob.remote.process_channel import ProcessChannel
@@ -297,7 +297,7 @@ def _kill(process: subprocess.Popen[bytes], *, whole_session: bool) -> None:
 
 def _failure(target: Target, errors: str) -> Exception:
     """Return the error for what ssh wrote on stderr."""
-    lines = [line.strip()[:_MAX_ERROR] for line in errors.splitlines() if line.strip()]
+    lines = [escaped(line.strip())[:_MAX_ERROR] for line in errors.splitlines() if line.strip()]
     if failure := _key_failure(target, lines):
         return failure
     if match := re.search(r"Permission denied \(([\w,@.-]*)\)", errors):
@@ -315,7 +315,7 @@ def _failure(target: Target, errors: str) -> Exception:
         return HostError(target.label, line, hint=hint)
     last = lines[-1].removeprefix("ssh: ")
     if _first(lines, "^(kex|ssh)_exchange_identification"):
-        return DroppedError(last)
+        return DroppedError()
     return HostError(target.label, last, hint=f"`ssh -v {target.label}` shows each step")
 
 

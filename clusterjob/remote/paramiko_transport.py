@@ -18,6 +18,7 @@ from paramiko.auth_handler import AuthHandler
 from paramiko.common import DEFAULT_WINDOW_SIZE, MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA
 
 from clusterjob.errors import HostError
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote import auth, host_keys
 from clusterjob.remote.host_keys import HostKey
 from clusterjob.remote.phase import Phase
@@ -237,7 +238,9 @@ def _handshake(
         return transport, HostKey(shown.get_name(), shown.asbytes())
     except (paramiko.SSHException, OSError, EOFError) as error:
         _hang_up(transport)
-        text = _text(error)
+        text = sanitize(_text(error))
+        if isinstance(error, paramiko.SSHException):
+            error.args = (text,)  # a traceback shows the cause too
         if "banner" in text and isinstance(error.__context__, TimeoutError):
             raise HostError(
                 target.label, f"it accepts TCP and sends nothing for {timeout:g} s"

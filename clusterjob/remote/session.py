@@ -17,6 +17,7 @@ from typing import Any
 
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import HostRequest
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.remote.answer_schemas import MAX_ERROR, SchemaError
 from clusterjob.remote.protocol import Deadline, Exchange
 from clusterjob.remote.transport import ByteStream, Channel, Connection
@@ -272,8 +273,8 @@ class Session:
         return HostError(self.label, (rest or word)[:MAX_ERROR])
 
     def _last_stderr_line(self) -> str:
-        """Return the last line that the host wrote on stderr."""
+        """Return the last line that the host wrote on stderr, safe to show."""
         if self._channel is None:
             return ""
         lines = self._channel.read_stderr().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else ""
+        return sanitize(lines[-1][:300]) if lines else ""

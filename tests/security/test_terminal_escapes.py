@@ -5,10 +5,15 @@ The tests show the texts on a real terminal.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +22,14 @@ from hypothesis import strategies as st
 from terminals import Terminal, show
 
 from clusterjob.core.records import Handle, Record, Records
+from clusterjob.errors import HostError
+from clusterjob.node.host_server.requests import Up
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
+from clusterjob.remote import openssh_transport, paramiko_transport
+from clusterjob.remote.protocol import Exchange
+from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.transport import ConnectOptions
 
 HOSTILE = (
     "\x1b]52;c;cm0gLXJmIH4=\x07\x1b]0;title\x07\x1b[2J\x9b31m\u202egnp.exe\r\n"
@@ -225,3 +236,51 @@ def test_env_command_escapes_control_characters_of_variables(tmp_path: Path) -> 
         check=False,
     )
     assert_harmless(done.stdout + done.stderr)
+
+
+# -- errors of hosts -----------------------------------------------------------------------------
+
+ONE_LINE = HOSTILE.replace("\r\n", " ")
+
+
+def host_answers_error() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(json.dumps({"error": HOSTILE, "size": 0}).encode() + b"\n")
+        Exchange("gpu1", ours, timeout=20.0).ask(Up("job", 0))
+
+
+def host_sends_no_ssh_banner() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = Target("gpu1", "127.0.0.1", port=listener.getsockname()[1], user="me")
+        thread = threading.Thread(target=send_banners, args=(listener,))
+        thread.start()
+        try:
+            paramiko_transport.connect(target, ConnectOptions(20.0))
+        finally:
+            thread.join()
+
+
+def send_banners(listener: socket.socket) -> None:
+    with listener.accept()[0] as connection:
+        connection.sendall(f"{ONE_LINE}\n".encode() * 200)
+        with contextlib.suppress(ConnectionError):
+            while connection.recv(4096):
+                pass
+
+
+def ssh_writes_error() -> None:
+    raise openssh_transport._failure(Target("gpu1", "gpu1", port=22, user="me"), ONE_LINE)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [host_answers_error, host_sends_no_ssh_banner, ssh_writes_error],
+)
+def test_traceback_of_host_error_contains_no_terminal_control(work: Callable[[], None]) -> None:
+    """A user's script may not catch the error, and Python prints it with its causes."""
+    with pytest.raises(HostError) as caught:
+        work()
+    text = "".join(traceback.format_exception(caught.value))
+    assert_harmless(text)
+    assert "gpu1: " in text
