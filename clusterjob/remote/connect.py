@@ -13,6 +13,7 @@ from pathlib import Path
 
 from clusterjob.errors import HostError
 from clusterjob.remote import control_master, host_keys
+from clusterjob.remote.known_hosts import CERT_AUTHORITY
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import (
     OPENSSH,
@@ -27,21 +28,21 @@ _FIRST_PAUSE = 0.15  # seconds before the second try; doubled, with jitter, for 
 _TIMEOUT = 5.0  # seconds for klist
 
 
-Through = Callable[[str | None], Connection | None]
+# Returns the connection to a host's bastion with a transport; None if it needs none.
+Through = Callable[[str], Connection | None]
 
 
 def connect(
     target: Target,
     options: ConnectOptions,
-    through: Through = lambda _: None,
+    through: Through,
 ) -> Connection:
     """Return a connection to a host, verified and logged in.
 
     Args:
         target: the host's address, user and keys.
         options: transport, timeout and warnings.
-        through: returns the connection to the bastion with a transport, None for that of the
-            options. It returns None if there is no bastion.
+        through: returns the connection to the bastion.
 
     Raises:
         HostError: the host cannot be used. A host whose key is not trusted gets no credentials.
@@ -75,7 +76,7 @@ def _connector(
         return lambda: openssh_transport.connect(target, options, lambda: through(OPENSSH))
     from clusterjob.remote import paramiko_transport
 
-    return lambda: paramiko_transport.connect(target, options, through=through(None))
+    return lambda: paramiko_transport.connect(target, options, through=through(options.transport))
 
 
 def host_key(target: Target, options: ConnectOptions, through: Through) -> host_keys.HostKey:
@@ -91,7 +92,8 @@ def host_key(target: Target, options: ConnectOptions, through: Through) -> host_
             return openssh_transport.host_key(target, options, through(OPENSSH))
         from clusterjob.remote import paramiko_transport
 
-        return paramiko_transport.host_key(target, options, through=through(None))
+        bastion = through(options.transport)
+        return paramiko_transport.host_key(target, options, through=bastion)
     except DroppedError as error:
         raise HostError(target.label, "it closed the connection before it sent anything") from error
 
@@ -129,7 +131,7 @@ def _required(target: Target) -> str:
         return "RevokedHostKeys"
     if target.other_needs:
         return target.other_needs[0]
-    if host_keys.known_keys(target).authorities(host_keys.lookup_names(target)):
+    if host_keys.known_keys(target).marked(host_keys.lookup_names(target), CERT_AUTHORITY):
         return "the host's certificate (@cert-authority)"
     return ""
 

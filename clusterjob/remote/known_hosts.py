@@ -15,14 +15,14 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from clusterjob.node.system import files, private_dirs
 
-_MARKERS = ("@cert-authority", "@revoked")
+CERT_AUTHORITY, REVOKED = "@cert-authority", "@revoked"
 
 
 class HostKeyStatus(Enum):
@@ -96,8 +96,9 @@ class KnownHosts:
             names: the names to look up, the preferred one first; see `lookup_names`.
             blob: the key in wire format.
         """
-        if place := self.revoked(names, blob):
-            return HostKeyStatus.REVOKED, place
+        for entry in self.marked(names, REVOKED):
+            if entry.blob == blob:
+                return HostKeyStatus.REVOKED, entry.place
         other = ""
         for name in names:
             for entry in self._of(name):
@@ -111,25 +112,13 @@ class KnownHosts:
                     other = other or entry.place
         return (HostKeyStatus.CHANGED, other) if other else (HostKeyStatus.UNKNOWN, "")
 
-    def revoked(self, names: Sequence[str], blob: bytes) -> str:
-        """Return the line that revokes a key or an authority for the host; empty if none."""
-        revoking = (each for each in self._marked(names, "@revoked") if each.blob == blob)
-        return next((each.place for each in revoking), "")
-
-    def revokes(self, names: Sequence[str]) -> bool:
-        """Return whether any key is revoked for the host."""
-        return any(True for _ in self._marked(names, "@revoked"))
-
-    def authorities(self, names: Sequence[str]) -> list[bytes]:
-        """Return the keys of the authorities that may sign the host's certificate."""
-        return [each.blob for each in self._marked(names, "@cert-authority")]
-
     def kinds(self, names: Sequence[str]) -> list[str]:
         """Return the types of the host's known keys."""
-        return [each.kind for each in self._marked(names, "")]
+        return [entry.kind for entry in self.marked(names, "")]
 
-    def _marked(self, names: Sequence[str], marker: str) -> Iterator[KnownHostsEntry]:
-        return (each for name in names for each in self._of(name) if each.marker == marker)
+    def marked(self, names: Sequence[str], marker: str) -> list[KnownHostsEntry]:
+        """Return the lines of a host that have a marker; with ``""``, those that have none."""
+        return [entry for name in names for entry in self._of(name) if entry.marker == marker]
 
 
 def lookup_names(hostname: str, port: int, alias: str) -> list[str]:
@@ -166,7 +155,7 @@ def read_keys(path: Path) -> list[tuple[str, bytes]]:
 
 def _entry(line: str, place: str) -> KnownHostsEntry | None:
     words = line.split()
-    marker = words.pop(0) if words and words[0] in _MARKERS else ""
+    marker = words.pop(0) if words and words[0] in (CERT_AUTHORITY, REVOKED) else ""
     if len(words) < 3 or words[0].startswith(("#", "@")):
         return None
     try:

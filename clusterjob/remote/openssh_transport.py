@@ -14,20 +14,21 @@ import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from clusterjob.errors import HostError, escaped
 from clusterjob.remote import control_master, known_hosts
 from clusterjob.remote.host_keys import HostKey, known_keys, lookup_names
+from clusterjob.remote.known_hosts import REVOKED
 from clusterjob.remote.process_channel import ProcessChannel
 from clusterjob.remote.ssh_config import Target
+from clusterjob.remote.terminal_prompt import HUMAN_TIMEOUT
 from clusterjob.remote.transport import Connection, ConnectOptions, DroppedError
 
 _LOGIN_TIMEOUTS = 4  # time limit of a login, as a multiple of the timeout; as paramiko's phases
 _IDLE = 20  # seconds after which ssh closes the connection of a process that was killed
 LOGIN_IDLE = 8 * 3600  # the same, of a connection that `clusterjob login` opened
-HUMAN_TIMEOUT = 300.0  # seconds that a person may take to log in
 _MAX_ERROR = 300  # characters of an error of ssh
 # A login must be private to us: nothing that the user's configuration adds to an interactive one.
 _CONNECTION_ONLY = {
@@ -42,6 +43,7 @@ _CONNECTION_ONLY = {
     "ServerAliveInterval": "5",
     "Tunnel": "no",
 }
+_WITHOUT_QUESTIONS = {"BatchMode": "yes", "LogLevel": "ERROR"}
 
 _to_close: set[Path] = set()  # connections of this process alone
 
@@ -59,16 +61,12 @@ class OpenSshConnection:
         target: the host.
         path: the connection's socket.
         timeout: seconds for an answer.
-        own: whether the connection ends with this object.
     """
 
-    def __init__(self, target: Target, path: Path, timeout: float, *, own: bool) -> None:
+    def __init__(self, target: Target, path: Path, timeout: float) -> None:
         self.target = target
         self.path = path
         self._timeout = timeout
-        self._own = own
-        if own:
-            _to_close.add(path)
 
     @property
     def alive(self) -> bool:
@@ -87,7 +85,7 @@ class OpenSshConnection:
 
     def close(self) -> None:
         """Close the connection, unless it is shared with other commands."""
-        if self._own and self.path in _to_close:
+        if self.path in _to_close:
             _to_close.discard(self.path)
             control_master.close(self.path)
 
@@ -102,7 +100,7 @@ class OpenSshConnection:
 
 def share(target: Target, options: ConnectOptions, path: Path) -> OpenSshConnection:
     """Return an open connection of the user; see `control_master.find`."""
-    return OpenSshConnection(target, path, timeout=options.seconds(target), own=False)
+    return OpenSshConnection(target, path, options.seconds(target))
 
 
 def connect(
@@ -122,31 +120,22 @@ def connect(
         options.warn(
             f"{target.label}: its key is not verified because StrictHostKeyChecking is `no`"
         )
-    more = {"BatchMode": "yes", "LogLevel": "ERROR"}
     if target.control_path and target.persists:
         # It outlives our connection to a bastion, so ssh makes its own one there.
         path = Path(target.control_path)
         with control_master.alone(target, path, _LOGIN_TIMEOUTS * timeout):
             if not control_master.is_open(path):
-                _open(target, path, timeout, **more)
+                _open(target, path, timeout, {})
         return share(target, options, path)
-    path = control_master.private_path(target)
-    connection = OpenSshConnection(target, path, timeout=timeout, own=True)
+    connection = share(target, options, control_master.private_path(target))
+    _to_close.add(connection.path)
     try:
-        _open(target, path, timeout, ControlPersist=str(_IDLE), **more, **_proxy(through()))
+        more = {"ControlPersist": str(_IDLE), **_proxy(through())}
+        _open(target, connection.path, timeout, more)
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _open(target: Target, path: Path, timeout: float, **options: str) -> None:
-    seconds = _LOGIN_TIMEOUTS * timeout
-    code, errors = _run(_master(target, path, timeout, **options), seconds)
-    if code is None:
-        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
-    if code or not path.exists():
-        raise _failure(target, errors)
 
 
 def log_in(
@@ -165,24 +154,10 @@ def log_in(
     """
     timeout = connect_options.seconds(target)
     path = control_master.path_for_login(target)
-    options = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
-    options |= _proxy(bastion)
+    more = {} if target.persists else {"ControlPersist": str(LOGIN_IDLE)}
     with control_master.alone(target, path, _LOGIN_TIMEOUTS * timeout):
-        if control_master.is_open(path):  # by a login meanwhile
-            return
-        if not terminal:
-            _open(target, path, timeout, BatchMode="yes", LogLevel="ERROR", **options)
-            return
-        code, _ = _run(_master(target, path, timeout, **options), HUMAN_TIMEOUT, terminal=True)
-        if code is None:
-            raise HostError(target.label, f"ssh does not log in within {HUMAN_TIMEOUT:g} s")
-        if code or not control_master.is_open(path):
-            raise HostError(
-                target.label,
-                "ssh did not log in",
-                hint="ssh says why above; for an unknown key: "
-                f"clusterjob hosts trust {target.label}",
-            )
+        if not control_master.is_open(path):  # by a login meanwhile
+            _open(target, path, timeout, {**more, **_proxy(bastion)}, terminal=terminal)
 
 
 def host_key(target: Target, options: ConnectOptions, bastion: Connection | None) -> HostKey:
@@ -194,67 +169,81 @@ def host_key(target: Target, options: ConnectOptions, bastion: Connection | None
     timeout = options.seconds(target)
     with tempfile.TemporaryDirectory(prefix="clusterjob-") as directory:
         path = Path(directory) / "known_hosts"
-        _, errors = _run(
-            [
-                "ssh",
-                *control_master.settings(
-                    **_CONNECTION_ONLY,
-                    BatchMode="yes",
-                    ConnectTimeout=_whole(timeout),
-                    ControlPath="none",
-                    GlobalKnownHostsFile="/dev/null",
-                    HashKnownHosts="no",
-                    LogLevel="ERROR",
-                    PreferredAuthentications="none",
-                    StrictHostKeyChecking="accept-new",
-                    UpdateHostKeys="no",
-                    UserKnownHostsFile=str(path),
-                    **({"KnownHostsCommand": "none"} if target.other_needs else {}),
-                    **_proxy(bastion),
-                ),
-                *target.arguments,
-                "true",
-            ],
-            _LOGIN_TIMEOUTS * timeout,
+        more = {"KnownHostsCommand": "none"} if target.other_needs else {}
+        command = _command(
+            target,
+            timeout,
+            **_WITHOUT_QUESTIONS,
+            ControlPath="none",
+            GlobalKnownHostsFile="/dev/null",
+            HashKnownHosts="no",
+            PreferredAuthentications="none",
+            StrictHostKeyChecking="accept-new",
+            UpdateHostKeys="no",
+            UserKnownHostsFile=str(path),
+            **more,
+            **_proxy(bastion),
         )
+        _, errors = _run([*command, "true"], _LOGIN_TIMEOUTS * timeout)
         found = known_hosts.read_keys(path)
     if not found:
         raise _failure(target, errors)
     return HostKey(*found[0])
 
 
-def _master(target: Target, path: Path, timeout: float, **options: str) -> list[str]:
-    """Return the command that logs in and stays in the background."""
+def _open(
+    target: Target, path: Path, timeout: float, more: Mapping[str, str], *, terminal: bool = False
+) -> None:
+    """Log in with an ssh that stays in the background, with more options.
+
+    Raises:
+        HostError: the login failed.
+        DroppedError: the host closed the connection before it sent anything.
+    """
     # `ask` would ask on the terminal; here `clusterjob hosts trust` records a new key.
     strict = "yes" if target.strict == "ask" else target.strict
-    if strict == "no" and known_keys(target).revokes(lookup_names(target)):
+    if strict == "no" and known_keys(target).marked(lookup_names(target), REVOKED):
         strict = "accept-new"  # with `no`, ssh uses even a revoked key
-    return [
-        "ssh",
-        *("-f", "-N"),
-        *control_master.settings(
-            **_CONNECTION_ONLY,
-            ConnectTimeout=_whole(timeout),
-            ControlMaster="yes",
-            ControlPath=str(path).replace("%", "%%"),
-            StrictHostKeyChecking=strict,
-            **options,
-        ),
-        *target.arguments,
-    ]
+    seconds = HUMAN_TIMEOUT if terminal else _LOGIN_TIMEOUTS * timeout
+    command = _command(
+        target,
+        timeout,
+        "-f",
+        "-N",
+        **({} if terminal else _WITHOUT_QUESTIONS),
+        ControlMaster="yes",
+        ControlPath=str(path).replace("%", "%%"),
+        StrictHostKeyChecking=strict,
+        **more,
+    )
+    code, errors = _run(command, seconds, terminal=terminal)
+    if code is None:
+        raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
+    if code == 0 and path.exists():
+        return
+    if terminal:
+        trust = f"clusterjob hosts trust {target.label}"
+        hint = f"ssh says why above; for an unknown key: {trust}"
+        raise HostError(target.label, "ssh did not log in", hint=hint)
+    raise _failure(target, errors)
+
+
+def _command(target: Target, timeout: float, *flags: str, **options: str) -> list[str]:
+    """Return the command that connects to a host with these options."""
+    settings = control_master.settings(
+        **_CONNECTION_ONLY, ConnectTimeout=str(max(1, round(timeout))), **options
+    )
+    return ["ssh", *flags, *settings, *target.arguments]
 
 
 def _proxy(bastion: Connection | None) -> dict[str, str]:
     """Return the option that reaches a host through an open connection of ssh."""
-    if not isinstance(bastion, OpenSshConnection):
+    if bastion is None:
         return {}
+    assert isinstance(bastion, OpenSshConnection)
     words = [word.replace("%", "%%") for word in control_master.client(bastion.path)[:-1]]
     command = shlex.join([*words, "-W", "[%h]:%p", "--", bastion.target.hostname])
     return {"ProxyCommand": command}
-
-
-def _whole(seconds: float) -> str:
-    return str(max(1, round(seconds)))
 
 
 def _run(argv: Sequence[str], seconds: float, *, terminal: bool = False) -> tuple[int | None, str]:

@@ -34,11 +34,14 @@ class Pool:
     """
 
     def __init__(self, options: ConnectOptions) -> None:
-        self.options = options
+        self.options = replace(options, warn=self._warn_once)
+        self._warn = options.warn
         self._lock = threading.Lock()
         self._limits: dict[str, threading.Semaphore] = {}
-        # By route and transport.
-        self._bastions: dict[tuple[str, ...], tuple[threading.Lock, list[Connection]]] = {}
+        # By path and transport.
+        self._bastions: dict[
+            tuple[tuple[Host, ...], str], tuple[threading.Lock, list[Connection]]
+        ] = {}
         self._connections: dict[Host, Connection] = {}
         self._alone: dict[Host, threading.Lock] = {}
         self._warned = False
@@ -69,53 +72,39 @@ class Pool:
         made.close()
         raise HostError(str(host), "the connection was closed")
 
-    def through(self, target: Target, transport: str | None = None) -> Connection | None:
+    def through(self, target: Target, transport: str) -> Connection | None:
         """Return the connection to the last bastion before a host; None if it needs none.
 
         Args:
             target: the host.
-            transport: the transport of the bastions; None for that of the options.
+            transport: the transport of the bastion; one of `TRANSPORTS`.
         """
-        options = self._reach()
-        if transport is not None:
-            options = replace(options, transport=transport)
-        bastion = None
-        path: tuple[str, ...] = ()
-        for jump in target.jumps:
-            path = (*path, str(jump))
-            bastion = self._bastion(path, jump, before=bastion, options=options)
-        return bastion
+        return self._bastion(target.jumps, transport)
 
-    def _bastion(
-        self, path: tuple[str, ...], jump: Host, before: Connection | None, options: ConnectOptions
-    ) -> Connection:
+    def _bastion(self, path: tuple[Host, ...], transport: str) -> Connection | None:
+        """Return the connection to the last bastion of a path; None if the path is empty."""
+        if not path:
+            return None
         with self._lock:
-            lock, held = self._bastions.setdefault(
-                (options.transport, *path), (threading.Lock(), [])
-            )
+            lock, held = self._bastions.setdefault((path, transport), (threading.Lock(), []))
         with lock:
             if held and held[0].alive:
                 return held[0]
-            target = self.resolve(jump)
-
-            def through(transport: str | None) -> Connection | None:
-                return before or self.through(target, transport)
-
-            held[:] = [connect(target, options, through=through)]
+            target = self.resolve(path[-1])
+            before = path[:-1] or target.jumps  # as ssh: the first one may be behind others
+            options = replace(self.options, transport=transport)
+            held[:] = [connect(target, options, through=partial(self._bastion, before))]
             return held[0]
 
     def _connect(self, target: Target) -> Connection:
         with self._limit(target):
-            return connect(target, self._reach(), through=partial(self.through, target))
-
-    def _reach(self) -> ConnectOptions:
-        return replace(self.options, warn=self._warn_once)
+            return connect(target, self.options, through=partial(self.through, target))
 
     def _warn_once(self, text: str) -> None:
         with self._lock:
             first, self._warned = not self._warned, True
         if first:
-            self.options.warn(text)
+            self._warn(text)
 
     def _limit(self, target: Target) -> threading.Semaphore:
         """Return the semaphore that limits handshakes with the first machine on the route.

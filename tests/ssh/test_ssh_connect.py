@@ -20,7 +20,7 @@ from ssh_network import SshNetwork, checked_output
 from clusterjob.core.hosts import Host, parse_hosts
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import StopListening
-from clusterjob.remote import connect, host_keys, ssh_config
+from clusterjob.remote import host_keys
 from clusterjob.remote.pool import Pool, TaskOutcome, complaint, for_each
 from clusterjob.remote.session import Session
 from clusterjob.remote.transport import Connection, ConnectOptions
@@ -104,8 +104,15 @@ def test_hosts_are_reached_directly_and_through_one_bastion_connection(
     assert after - before == 1, "one connection to the bastion serves all"
 
 
-def test_host_behind_chain_of_jump_hosts_is_reached(ssh_network: SshNetwork, pool: Pool) -> None:
-    ssh_network.write_config("Host far\n  HostName 10.78.0.2\n  ProxyJump bastion,inner1\n")
+@pytest.mark.parametrize("needs", ["", "RevokedHostKeys /dev/null"], ids=["paramiko", "openssh"])
+def test_host_behind_chain_of_jump_hosts_is_reached(
+    ssh_network: SshNetwork, pool: Pool, needs: str
+) -> None:
+    """The second jump host may need OpenSSH, and the others not."""
+    ssh_network.write_config(
+        f"Host middle\n  HostName 10.78.0.1\n  {needs}\n"
+        "Host far\n  HostName 10.78.0.2\n  ProxyJump bastion,middle\n"
+    )
     assert hostname(pool, "far") == "inner2"
 
 
@@ -231,7 +238,6 @@ def test_server_that_closes_connections_is_retried_then_given_up(
 def test_login_without_answer_is_given_up(ssh_network: SshNetwork) -> None:
     """The server is stopped after the handshake; its kernel still accepts data."""
     pool = Pool(ConnectOptions(SHORT, lambda _: None, ssh_config=ssh_network.config))
-    target = pool.resolve(Host("gpu1"))
     original = host_keys.verify
 
     def freeze(*arguments: object, **options: object) -> None:
@@ -243,7 +249,7 @@ def test_login_without_answer_is_given_up(ssh_network: SshNetwork) -> None:
     host_keys.verify = freeze  # type: ignore[assignment]
     try:
         with pytest.raises(HostError, match="it does not answer the login within 3 s"):
-            connect.connect(target, pool.options)
+            pool.connection(Host("gpu1"))
     finally:
         host_keys.verify = original
         for pid in ssh_network.hosts["gpu1"].pids():
@@ -567,9 +573,7 @@ def test_rsa_and_ecdsa_keys_log_in(ssh_network: SshNetwork, pool: Pool, tmp_path
         gpu1.start(AuthorizedKeysFile=f"{tmp_path}/{kind}.pub")
         try:
             ssh_network.write_config(IdentityFile=str(tmp_path / kind))
-            connection = connect.connect(
-                ssh_config.resolve(Host("gpu1"), ssh_network.config), pool.options
-            )
+            connection = pool.connection(Host("gpu1"))
             assert run(connection, "hostname")[1] == b"gpu1\n"
             connection.close()
         finally:
