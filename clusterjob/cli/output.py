@@ -111,7 +111,10 @@ def print_cancelled(done: Sequence[tuple[Record, bool]]) -> None:
 
 
 def print_hosts(reports: Sequence[HostReport]) -> None:
-    """Print host reports, one per line; the last column is the error, or `fit`."""
+    """Print host reports, one per line; the last column is the error, or `fit`.
+
+    The first hints follow on stderr.
+    """
     rows = [("HOST", "ADDRESS", "PYTHON", "TORCH", "FREE", "GPUS", "STATE")]
     for report in reports:
         torch = "" if report.torch is None else "yes" if report.torch else "no"
@@ -121,6 +124,9 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
             (report.host, report.address, report.python, torch, free, gpus, report.error or "fit")
         )
     print_table(rows)
+    hints = dict.fromkeys(report.hint for report in reports if report.hint)
+    for hint in list(hints)[:3]:
+        print(f"  hint: {sanitize(hint)}", file=sys.stderr, flush=True)
 
 
 def print_check(check: Check) -> None:

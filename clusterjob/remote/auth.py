@@ -83,13 +83,16 @@ class _Interview:
         return sanitize(text.strip()[:_MAX_TEXT], lines=True)
 
 
-def log_in(target: Target, transport: paramiko.Transport, bound: Callable[[], Phase]) -> None:
+def log_in(
+    target: Target, transport: paramiko.Transport, bound: Callable[[], Phase], *, login_hint: str
+) -> None:
     """Log in on a connection whose host key is trusted.
 
     Args:
         target: gives the user name and the keys to try.
         transport: the connection.
         bound: returns the time limit of one try.
+        login_hint: the hint if the host has questions that nobody answers.
 
     Raises:
         HostError: the host accepts none of the keys and answers.
@@ -110,7 +113,7 @@ def log_in(target: Target, transport: paramiko.Transport, bound: Callable[[], Ph
         return
     hint = f"make `ssh {target.label}` work without a password"
     if any(method in (allowed or ()) for method in _ASKING):
-        hint = f"without a terminal, log in once before: clusterjob login {target.label}"
+        hint = login_hint
     if needs_more:
         raise HostError(
             target.label,

@@ -24,7 +24,7 @@ from clusterjob.remote.known_hosts import REVOKED
 from clusterjob.remote.process_channel import ProcessChannel
 from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.terminal_prompt import HUMAN_TIMEOUT
-from clusterjob.remote.transport import Connection, ConnectOptions, DroppedError
+from clusterjob.remote.transport import Connection, ConnectOptions, DroppedError, login_hint
 
 _LOGIN_TIMEOUTS = 4  # time limit of a login, as a multiple of the timeout; as paramiko's phases
 _IDLE = 20  # seconds after which ssh closes the connection of a process that was killed
@@ -294,7 +294,7 @@ def _failure(target: Target, errors: str) -> Exception:
         hint = f"make `ssh {target.label}` work without a password"
         if {"keyboard-interactive", "password"} & set(match[1].split(",")):
             why = f"it requires an answer from {target.user}: {match[1]}"
-            hint = f"log in once before, on a terminal: clusterjob login {target.label}"
+            hint = login_hint(target)
         return HostError(target.label, why[:_MAX_ERROR], hint=hint)
     if not lines:
         hint = f"`ssh -v {target.label}` shows each step"

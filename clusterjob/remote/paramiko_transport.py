@@ -24,7 +24,13 @@ from clusterjob.remote.host_keys import HostKey
 from clusterjob.remote.phase import Phase
 from clusterjob.remote.process_channel import ProcessChannel
 from clusterjob.remote.ssh_config import Target
-from clusterjob.remote.transport import Connection, ConnectOptions, DroppedError
+from clusterjob.remote.transport import (
+    PARAMIKO,
+    Connection,
+    ConnectOptions,
+    DroppedError,
+    login_hint,
+)
 
 # Without a handler, paramiko prints a traceback for each refused connection.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -178,6 +184,8 @@ def connect(
 ) -> ParamikoConnection:
     """Return a connection to a host, verified and logged in; see `clusterjob.remote.connect`."""
     timeout = options.seconds(target)
+    # With transport = paramiko, the connection of `clusterjob login` is not used.
+    before = 'set transport = "auto"; ' if options.transport == PARAMIKO else ""
     transport, key = _handshake(target, timeout, through=through)
     try:
         host_keys.verify(target, key, warn=options.warn)
@@ -187,6 +195,7 @@ def connect(
             bound=partial(
                 Phase, transport.close, timeout, target.label, "it does not answer the login"
             ),
+            login_hint=before + login_hint(target),
         )
         transport.set_keepalive(15)
     except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -209,12 +209,12 @@ def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
         future.set_exception(error)
 
 
-def complaint(errors: Mapping[Key, HostError] | Iterable[HostError], total: int) -> tuple[str, str]:
-    """Return (message, hint) for hosts that cannot be used, one host per line."""
-    listed = list(errors.values()) if isinstance(errors, Mapping) else list(errors)
+def complaint(errors: Collection[HostError], total: int) -> tuple[str, str]:
+    """Return (message, hint) for hosts that cannot be used, each in one line."""
+    listed = list(errors)
     hints = list(dict.fromkeys(error.hint for error in listed if error.hint))
     hint = "; ".join(hints[:3])
     if total == 1 or len(listed) == 1:
         return listed[0].message, hint
-    lines = "".join(f"\n  {error.message}" for error in listed)
-    return f"{len(listed)} of {total} hosts cannot be used:{lines}", hint
+    reasons = "; ".join(error.message for error in listed)
+    return f"{len(listed)} of {total} hosts cannot be used: {reasons}", hint

@@ -39,6 +39,11 @@ class ConnectOptions:
         return target.connect_timeout or self.timeout
 
 
+def login_hint(target: Target) -> str:
+    """Return the hint for a host that asks for a password or a code."""
+    return f"log in once before, on a terminal: clusterjob login {target.label}"
+
+
 class ByteStream(Protocol):
     """A byte stream, such as a socket."""
 

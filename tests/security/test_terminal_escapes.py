@@ -187,7 +187,7 @@ from clusterjob.cli import output
 from clusterjob.doctor.engine import Check, CheckState
 text = {HOSTILE!r}
 report = SimpleNamespace(
-    host="a" + text, address=text, python=text, torch=True, free=1, gpus=(), error=text
+    host="a" + text, address=text, python=text, torch=True, free=1, gpus=(), error=text, hint=text
 )
 output.print_hosts([report])
 output.print_check(Check("torch", CheckState.FAILED, text, text))

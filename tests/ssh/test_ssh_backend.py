@@ -335,9 +335,10 @@ def test_submit_names_all_unusable_hosts_and_starts_nothing(site: Site, tmp_path
         )
     )
     error = site.refused(hosts="gpu1,closed,no-such-host.invalid,gpu2,strange")
-    first, *rest = error.message.splitlines()
-    assert first == "4 of 5 hosts cannot be used:"
-    assert [line.split(":")[0].strip() for line in rest] == [
+    first, text = error.message.split(": ", 1)
+    assert first == "4 of 5 hosts cannot be used"
+    rest = text.split("; ")
+    assert [reason.split(":")[0] for reason in rest] == [
         "closed",
         "no-such-host.invalid",
         "gpu2",
@@ -369,11 +370,12 @@ def test_submit_names_unresponsive_hosts_together_with_other_failures(site: Site
         finally:
             gpu3.run("ip", "route", "del", "blackhole", "10.77.0.100")
     assert time.monotonic() - begin < 30
-    assert error.message.splitlines()[0] == "3 of 4 hosts cannot be used:"
-    timed_out, hole, wrong = error.message.splitlines()[1:]
-    assert timed_out == "  gpu3: no answer from 10.77.0.3:22 within 4 s"
-    assert hole == "  hole: it accepts TCP and sends nothing for 4 s"
-    assert wrong.startswith("  wrong: its key has changed: it shows ssh-ed25519 SHA256:")
+    first, text = error.message.split(": ", 1)
+    assert first == "3 of 4 hosts cannot be used"
+    timed_out, hole, wrong = text.split("; ")
+    assert timed_out == "gpu3: no answer from 10.77.0.3:22 within 4 s"
+    assert hole == "hole: it accepts TCP and sends nothing for 4 s"
+    assert wrong.startswith("wrong: its key has changed: it shows ssh-ed25519 SHA256:")
 
 
 def test_two_hosts_that_are_same_machine_are_refused(site: Site) -> None:

@@ -270,10 +270,10 @@ def test_unusable_bastion_is_named(ssh_network: SshNetwork, pool: Pool) -> None:
 def test_all_unusable_hosts_are_reported_together(ssh_network: SshNetwork, pool: Pool) -> None:
     ssh_network.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
     outcome = for_each(parse_hosts("gpu1,closed,no-such-host.invalid"), pool.connection)
-    message, _ = complaint(outcome.errors, 3)
-    first, *rest = message.splitlines()
-    assert first == "2 of 3 hosts cannot be used:"
-    assert [line.split(":")[0].strip() for line in rest] == ["closed", "no-such-host.invalid"]
+    message, _ = complaint(outcome.errors.values(), 3)
+    first, rest = message.split(": ", 1)
+    assert first == "2 of 3 hosts cannot be used"
+    assert [text.split(":")[0] for text in rest.split("; ")] == ["closed", "no-such-host.invalid"]
 
 
 # -- host keys -----------------------------------------------------------------------------------

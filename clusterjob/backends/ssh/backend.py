@@ -169,7 +169,7 @@ class SshBackend:
             ),
         )
         if outcome.errors:
-            message, hint = complaint(outcome.errors, len(place.hosts))
+            message, hint = complaint(outcome.errors.values(), len(place.hosts))
             raise ClusterJobError(
                 f"{message} (job {record.job_id})",
                 hint or "its agents there end when they lose the other agents",
@@ -213,7 +213,7 @@ class SshBackend:
 
         outcome = for_each(asked, fetch)
         if outcome.errors:
-            raise ClusterJobError(*complaint(outcome.errors, len(asked)))
+            raise ClusterJobError(*complaint(outcome.errors.values(), len(asked)))
         return [outcome.results[node] for node in asked]
 
     def clean(self, records: Sequence[Record], *, remove: bool) -> tuple[dict[str, Leftover], int]:
@@ -263,7 +263,7 @@ class SshBackend:
             ),
         )
         if outcome.errors:
-            raise ClusterJobError(*complaint(outcome.errors, len(names)))
+            raise ClusterJobError(*complaint(outcome.errors.values(), len(names)))
         return {name: data for found in outcome.results.values() for name, data in found.items()}
 
     def enter(self, record: Record, node: int) -> ByteLink:
