@@ -59,6 +59,8 @@ def test_commands_against_hosts_work_from_macos(site: Site, macos: None) -> None
     def run(*args: str, code: int | None = 0) -> str:
         return clusterjob(site.directory, *args, code=code)
 
+    config = ("--set", f"ssh_config={site.ssh_network.config}")
+    assert "logged in as root" in run("login", "gpu1", *config)
     # The commands contact hosts without torch.
     assert "gpu2" in run("hosts", *site.options(), code=None)
     assert "gpu1" in run("doctor", *site.options(), code=None)
@@ -70,8 +72,14 @@ def test_commands_against_hosts_work_from_macos(site: Site, macos: None) -> None
     assert "rank 0 of 2" in run("run", *site.options(), site.script(WRITER))
     waiting = run("submit", *site.options(), site.script(SLEEPER)).splitlines()[0]
     wait_until(lambda: "up 1" in run("logs", waiting), TEST_TIMEOUT, "the workers")
+    assert "inside 1" in run("exec", waiting, "--rank", "1", "--", "sh", "-c", 'echo inside "$RANK"')
     assert "is cancelled" in run("cancel", waiting)
     assert "CANCELLED" in run("status", waiting, code=None)
+    again = run("rerun", job_id).splitlines()[-1]
+    check_job(run, again, workers=2)
+    run("clean", "--yes", "--all")
+    assert again not in run("list")
+    assert "logged out" in run("logout", "gpu1", *config)
 
 
 @pytest.mark.slow
