@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Any
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
@@ -67,5 +66,5 @@ def _content(session: Session | Exchange, job_id: str, folder: str, name: str, s
     return bytes(data)
 
 
-def _malformed(session: Session | Exchange, why: str) -> Any:
+def _malformed(session: Session | Exchange, why: str) -> HostError:
     return HostError(session.label, why, hint=_HINT)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import pty
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import paramiko
 import pytest
-from procs import wait_until
-from ssh_network import checked_output, require_ssh_network
+from paramiko_host import paramiko_host
 
 from clusterjob.errors import HostError
 from clusterjob.remote import auth
 from clusterjob.remote.paramiko_transport import connect
-from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import ConnectOptions
 
 HOSTILE = "\x1b]0;title\x07\x1b[2Jroot@laptop's sudo password\r\nforged: line" + "x" * 5000
@@ -70,43 +67,20 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytearray]:
     os.close(ours)
 
 
-@pytest.fixture
-def ask(tmp_path: Path) -> Iterator[Callable[[int], HostError]]:
-    """Return a function that logs in to a host with so many questions and returns the error."""
-    require_ssh_network()
-    checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "host")
-    listener = socket.create_server(("127.0.0.1", 0))
-    servers: list[paramiko.Transport] = []
-
-    def log_in(questions: int) -> HostError:
-        def serve() -> None:
-            sock, _ = listener.accept()
-            servers.append(paramiko.Transport(sock))
-            servers[-1].add_server_key(paramiko.Ed25519Key(filename=str(tmp_path / "host")))
-            servers[-1].start_server(server=Asking(questions))
-
-        accepting = threading.Thread(target=serve)
-        accepting.start()
-        port = listener.getsockname()[1]
-        target = Target("gpu1", "127.0.0.1", port=port, user="root", strict="no")
-        try:
-            with pytest.raises(HostError) as caught:
-                connect(target, ConnectOptions(20.0))
-        finally:
-            accepting.join()
-        return caught.value
-
-    yield log_in
-    for server in servers:
-        server.close()
-        wait_until(lambda: not server.is_alive(), 10, "the end of the server")  # noqa: B023
-    listener.close()
+def log_in(directory: Path, questions: int) -> HostError:
+    """Log in to a host with so many questions at once; return the error."""
+    with (
+        paramiko_host(directory, Asking(questions)) as target,
+        pytest.raises(HostError) as caught,
+    ):
+        connect(target, ConnectOptions(20.0))
+    return caught.value
 
 
 def test_endless_questions_of_host_end_and_control_no_terminal(
-    terminal: bytearray, ask: Callable[[int], HostError]
+    terminal: bytearray, tmp_path: Path
 ) -> None:
-    assert "it does not stop asking questions" in ask(1).message
+    assert "it does not stop asking questions" in log_in(tmp_path, 1).message
     text = terminal.decode()
     assert text.count("sudo password") == 10
     assert "\x1b" not in text
@@ -121,7 +95,7 @@ def test_endless_questions_of_host_end_and_control_no_terminal(
 
 @pytest.mark.parametrize("questions", [11, 1000])
 def test_many_questions_at_once_are_refused(
-    terminal: bytearray, ask: Callable[[int], HostError], questions: int
+    terminal: bytearray, tmp_path: Path, questions: int
 ) -> None:
-    assert "the host asks too many questions at once" in ask(questions).message
+    assert "the host asks too many questions at once" in log_in(tmp_path, questions).message
     assert not terminal

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import paramiko
 import pytest
+from paramiko_host import paramiko_host
 from procs import wait_until
-from ssh_network import checked_output, require_ssh_network
+from ssh_network import checked_output
 
 from clusterjob.errors import HostError
 from clusterjob.remote.paramiko_transport import ParamikoConnection, connect
-from clusterjob.remote.ssh_config import Target
 from clusterjob.remote.transport import ConnectOptions
 
 
@@ -50,37 +50,14 @@ class Greedy(paramiko.ServerInterface):
 
 @pytest.fixture(params=[False, True], ids=["stdout", "stderr"])
 def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ParamikoConnection]:
-    require_ssh_network()
-    for name in ("host", "user"):
-        checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
     greedy = Greedy(request.param)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server: list[paramiko.Transport] = []
-
-    def serve() -> None:
-        sock, _ = listener.accept()
-        server.append(paramiko.Transport(sock))
-        server[0].add_server_key(paramiko.Ed25519Key(filename=str(tmp_path / "host")))
-        server[0].start_server(server=greedy)
-
-    accepting = threading.Thread(target=serve)
-    accepting.start()
-    target = Target(
-        "gpu1",
-        "127.0.0.1",
-        port=listener.getsockname()[1],
-        user="root",
-        identities=(tmp_path / "user",),
-        strict="no",
-    )
-    made = connect(target, ConnectOptions(20.0))
-    yield made
-    made.close()
-    accepting.join()
-    server[0].close()
+    with paramiko_host(tmp_path, greedy) as host:
+        checked_output("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "user")
+        made = connect(replace(host, identities=(tmp_path / "user",)), ConnectOptions(20.0))
+        yield made
+        made.close()
     for thread in greedy.threads:
         thread.join()
-    listener.close()
 
 
 def test_host_that_ignores_ssh_window_is_disconnected(connection: ParamikoConnection) -> None:

@@ -72,7 +72,9 @@ def test_commands_against_hosts_work_from_macos(site: Site, macos: None) -> None
     assert "rank 0 of 2" in run("run", *site.options(), site.script(WRITER))
     waiting = run("submit", *site.options(), site.script(SLEEPER)).splitlines()[0]
     wait_until(lambda: "up 1" in run("logs", waiting), TEST_TIMEOUT, "the workers")
-    assert "inside 1" in run("exec", waiting, "--rank", "1", "--", "sh", "-c", 'echo inside "$RANK"')
+    assert "inside 1" in run(
+        "exec", waiting, "--rank", "1", "--", "sh", "-c", 'echo inside "$RANK"'
+    )
     assert "is cancelled" in run("cancel", waiting)
     assert "CANCELLED" in run("status", waiting, code=None)
     again = run("rerun", job_id).splitlines()[-1]
