@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clusterjob.core.state_home import home
-from clusterjob.errors import HostError
+from clusterjob.errors import HostError, os_error_text
 from clusterjob.node.system import private_dirs
 from clusterjob.remote.ssh_config import Target
 
 # A socket's path has at most 104 bytes on macOS, 108 on Linux. ssh adds 17 characters at first.
 _MAX_PATH = 104 - 18
 _TIMEOUT = 5.0  # seconds for an answer of ssh on this machine
+_OTHER_DIRECTORY = "set XDG_RUNTIME_DIR to a private directory with a short name"
 _PAUSE = 0.1  # seconds between two tries to get a lock
 
 
@@ -77,10 +78,16 @@ def alone(target: Target, path: Path, seconds: float) -> Iterator[None]:
     ssh opens a connection that nobody can share or close if there is a socket at the path.
 
     Raises:
-        HostError: another process has been opening the connection for so many seconds.
+        HostError: another process has been opening the connection for so many seconds, or the
+            file of the lock cannot be made.
     """
     end = time.monotonic() + seconds
-    with open(_own(target, f"{_name(target)}.lock"), "wb") as lock:
+    try:
+        lock = open(_own(target, f"{_name(target)}.lock"), "wb")  # noqa: SIM115
+    except OSError as error:
+        why = f"its connection cannot be opened: {os_error_text(error)}"
+        raise HostError(target.label, why, hint=_OTHER_DIRECTORY) from error
+    with lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,7 +170,7 @@ def _own(target: Target, name: str) -> Path:
     raise HostError(
         target.label,
         f"there is no directory for the socket of its connection: {why}",
-        hint="set XDG_RUNTIME_DIR to a private directory with a short name",
+        hint=_OTHER_DIRECTORY,
     )
 
 

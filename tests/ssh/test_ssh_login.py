@@ -258,6 +258,23 @@ def test_dead_socket_is_replaced_and_parallel_logins_open_one_connection(
 
 
 @pytest.mark.slow
+def test_login_on_full_disk_is_one_line_error(
+    site: Site, commands: Commands, runtime: Path
+) -> None:
+    (runtime / "clusterjob").mkdir(0o700)
+    checked_output(
+        "mount", "-t", "tmpfs", "-o", "nr_inodes=1,mode=700", "tmpfs", runtime / "clusterjob"
+    )
+    try:
+        code, _, err = commands.run("login", "gpu1")
+    finally:
+        checked_output("umount", runtime / "clusterjob")
+    assert code == 1
+    assert "gpu1: its connection cannot be opened: No space left on device" in err
+    assert "hint: set XDG_RUNTIME_DIR" in err
+
+
+@pytest.mark.slow
 def test_interrupted_login_opens_nothing(
     site: Site, commands: Commands, codes: Codes, runtime: Path
 ) -> None:
