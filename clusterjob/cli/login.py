@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clusterjob.cli.hosts import Cluster, Options, settings_of
 from clusterjob.errors import UsageError
+
+if TYPE_CHECKING:
+    from clusterjob.remote.ssh_config import Target
+    from clusterjob.remote.transport import Connection, ConnectOptions
 
 Host = Annotated[
     str, typer.Argument(metavar="HOST", help="Host: user@host:port, or an alias of ssh.")
@@ -54,7 +58,7 @@ def logout(host: Host, cluster: Cluster = None, options: Options = None) -> int:
     return 0
 
 
-def _bastion(target: Any, connect_options: Any) -> Any:
+def _bastion(target: Target, connect_options: ConnectOptions) -> Connection | None:
     """Return the shared connection to the last bastion before a host; None if there is none."""
     from clusterjob.remote import control_master, openssh_transport, ssh_config
 
@@ -65,7 +69,9 @@ def _bastion(target: Any, connect_options: Any) -> Any:
     return openssh_transport.share(jump, connect_options, path) if path else None
 
 
-def _target(host: str, cluster: str | None, options: list[str] | None) -> tuple[Any, Any]:
+def _target(
+    host: str, cluster: str | None, options: list[str] | None
+) -> tuple[Target, ConnectOptions]:
     """Return a host's ssh configuration, and the options of connections to it."""
     import shutil
 

@@ -38,6 +38,12 @@ class Place:
     timeout: float = DEFAULT_TIMEOUT
     transport: str = AUTO
 
+    def connect_options(self, warn: Callable[[str], None]) -> ConnectOptions:
+        """Return the options of connections to these hosts."""
+        return ConnectOptions(
+            self.timeout, warn, ssh_config=self.ssh_config, transport=self.transport
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the hosts as JSON data."""
         return {
@@ -79,7 +85,7 @@ class Sessions:
         self._make_zip = node_zip
         self._zip = b""
         self._lock = threading.Lock()
-        self._pools: dict[tuple[Path | None, float, str], Pool] = {}
+        self._pools: dict[ConnectOptions, Pool] = {}
         self._sessions: dict[tuple[Pool, Host, str], Session] = {}
 
     def session(self, place: Place, node: int) -> Session:
@@ -122,18 +128,11 @@ class Sessions:
 
     def pool(self, place: Place) -> Pool:
         """Return the connections with these settings."""
+        options = place.connect_options(self._warn)
         with self._lock:
-            key = (place.ssh_config, place.timeout, place.transport)
-            if key not in self._pools:
-                self._pools[key] = Pool(
-                    ConnectOptions(
-                        place.timeout,
-                        self._warn,
-                        ssh_config=place.ssh_config,
-                        transport=place.transport,
-                    )
-                )
-            return self._pools[key]
+            if options not in self._pools:
+                self._pools[options] = Pool(options)
+            return self._pools[options]
 
     def close(self) -> None:
         """Close all sessions and connections; jobs continue."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterjob.backends import shared
 from clusterjob.core import config, hosts
@@ -15,6 +15,7 @@ from clusterjob.errors import HostError, SpecError
 
 if TYPE_CHECKING:
     from clusterjob.remote.host_probe import HostReport
+    from clusterjob.remote.sessions import Place
     from clusterjob.remote.transport import ConnectOptions
 
 
@@ -148,15 +149,10 @@ def trust(
 
 def connection_options(settings: config.Settings, host: Host) -> ConnectOptions:
     """Return the options of connections to a host."""
-    from clusterjob.remote.transport import ConnectOptions
-
-    place = _place(settings, (host,))
-    return ConnectOptions(
-        place.timeout, shared.warn, ssh_config=place.ssh_config, transport=place.transport
-    )
+    return _place(settings, (host,)).connect_options(shared.warn)
 
 
-def _place(settings: config.Settings, named: tuple[Host, ...]) -> Any:
+def _place(settings: config.Settings, named: tuple[Host, ...]) -> Place:
     from clusterjob.backends.ssh import planning
     from clusterjob.remote import ssh_options
 
