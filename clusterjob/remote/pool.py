@@ -42,6 +42,7 @@ class Pool:
         self._bastions: dict[
             tuple[tuple[Host, ...], str], tuple[threading.Lock, list[Connection]]
         ] = {}
+        self._targets: dict[Host, Target] = {}
         self._connections: dict[Host, Connection] = {}
         self._alone: dict[Host, threading.Lock] = {}
         self._warned = False
@@ -49,7 +50,9 @@ class Pool:
 
     def resolve(self, host: Host) -> Target:
         """Return the ssh configuration of a host."""
-        return ssh_config.resolve(host, self.options.ssh_config)
+        if host not in self._targets:
+            self._targets[host] = ssh_config.resolve(host, self.options.ssh_config)
+        return self._targets[host]
 
     def connection(self, host: Host) -> Connection:
         """Return the connection to a host; connect if there is none or it broke.
@@ -78,8 +81,30 @@ class Pool:
         Args:
             target: the host.
             transport: the transport of the bastion; one of `TRANSPORTS`.
+
+        Raises:
+            HostError: the bastion cannot be used.
         """
+        self._refuse_circle(target)
         return self._bastion(target.jumps, transport)
+
+    def _refuse_circle(self, target: Target) -> None:
+        """Refuse bastions that lead back to one of themselves, as they would wait for each other.
+
+        Raises:
+            HostError: the bastions do that.
+        """
+        met: set[Host] = set()
+        while target.jumps:
+            first = target.jumps[0]
+            if first in met:
+                raise HostError(
+                    target.label,
+                    f"ProxyJump leads in a circle over {first}",
+                    "correct ProxyJump in the ssh configuration",
+                )
+            met.add(first)
+            target = self.resolve(first)
 
     def _bastion(self, path: tuple[Host, ...], transport: str) -> Connection | None:
         """Return the connection to the last bastion of a path; None if the path is empty."""

@@ -267,6 +267,15 @@ def test_unusable_bastion_is_named(ssh_network: SshNetwork, pool: Pool) -> None:
     assert "not reached through bastion" in refusal(pool, "beyond").message
 
 
+def test_bastions_in_a_circle_are_named(ssh_network: SshNetwork, pool: Pool) -> None:
+    ssh_network.write_config(
+        "Host one\n  ProxyJump two\nHost two\n  ProxyJump three\nHost three\n  ProxyJump two\n"
+    )
+    error = refusal(pool, "one")
+    assert error.message == "one: ProxyJump leads in a circle over two"
+    assert error.hint == "correct ProxyJump in the ssh configuration"
+
+
 def test_all_unusable_hosts_are_reported_together(ssh_network: SshNetwork, pool: Pool) -> None:
     ssh_network.write_config("Host closed\n  HostName 10.77.0.1\n  Port 9\n")
     outcome = for_each(parse_hosts("gpu1,closed,no-such-host.invalid"), pool.connection)
