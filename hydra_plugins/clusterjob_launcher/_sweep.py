@@ -23,7 +23,7 @@ from clusterjob.core import job_settings, jobs
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.records import Record, Records
 from clusterjob.core.trust import HERE, Usage
-from clusterjob.errors import ClusterJobError, JobFailed, UsageError
+from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.program import Program
 
 if TYPE_CHECKING:
@@ -163,23 +163,17 @@ def _value(record: Record, verdict: Any) -> Any:
         return results.returned(record, verdict)
     except ClusterJobError as error:
         return error
-    except Exception as error:  # the application's own exception
-        return JobFailed(f"job {record.job_id}: {type(error).__name__}: {error}")
 
 
 def _announce(records: Sequence[Record], count: int) -> None:
-    job_id = records[0].whole_id
+    whole, first = records[0].whole_id, records[0].job_id
     if count == 1:
-        log.info("job %s: `clusterjob logs -f %s` shows its output", job_id, job_id)
-        return
-    one = records[0].job_id
-    log.info(
-        "%d jobs: `clusterjob status %s`, `clusterjob logs -f %s`, `clusterjob cancel %s`",
-        count,
-        job_id,
-        one,
-        job_id,
-    )
+        log.info(f"job {whole}: `clusterjob logs -f {whole}` shows its output")
+    else:
+        log.info(
+            f"{count} jobs: `clusterjob status {whole}`, `clusterjob logs -f {first}`,"
+            f" `clusterjob cancel {whole}`"
+        )
 
 
 def _quoted(text: str) -> str:

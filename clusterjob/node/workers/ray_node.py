@@ -39,7 +39,7 @@ _LOST = 3  # refused connections in a row after which the head is gone
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
-_WITH_TOKENS = (2, 52)  # the first Ray with authentication (docs.ray.io, "Ray token authentication")
+_WITH_TOKENS = (2, 52)  # first version with tokens: docs.ray.io/en/latest/ray-security
 # Waits until all nodes have joined; prints the ranks of the others.
 _WAIT = f"""
 import sys, time, ray
