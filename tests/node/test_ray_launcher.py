@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from ray_driver import DRIVER, needs_ray, ray_processes, wait_for_end_of_ray
 from slurm_user import User
 
 from clusterjob import Job, JobState
+from clusterjob.core.records import Records
+from clusterjob.errors import ClusterJobError
 from clusterjob.node.options import parse
 from clusterjob.node.workers import ray_node
 
@@ -25,7 +28,7 @@ def submit(
     directory: Path, *args: str, code: str = DRIVER, options: tuple[str, ...] = ()
 ) -> Job[object]:
     script(directory, code, "driver.py")
-    given = options or ("--cluster", "local", "--nodes", "2")
+    given = options or ("--cluster", "local", "--nodes", "2", "--cpus-per-task", "1")
     done = subprocess.run(
         [
             sys.executable, "-m", "clusterjob", "submit", *given, "--launcher", "ray", "driver.py",
@@ -57,13 +60,49 @@ def test_missing_ray_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@needs_ray
-@pytest.mark.slow
-def test_exit_code_of_driver_is_the_job_s(tmp_path: Path) -> None:
-    job = submit(tmp_path, "7")
-    assert job.wait(timeout=120).exit_code == 7, job.logs()
-    assert "[0] rank None nodes 2" in job.logs().splitlines()
-    wait_for_end_of_ray(job)
+def install_ray(directory: Path, version: str) -> None:
+    """Install an empty Ray of a version into a directory of sys.path."""
+    (directory / "ray").mkdir(parents=True)
+    (directory / "ray" / "__init__.py").touch()
+    metadata = directory / f"ray-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "nodes", "insecure", "mode", "refused"),
+    [
+        ("2.51.2", 2, False, "", True),
+        ("2.51.2", 2, False, "token", True),  # this Ray ignores the variable
+        ("2.9.3", 2, False, "", True),
+        ("2.51.2", 2, True, "", False),
+        ("2.51.2", 2, False, "disabled", False),
+        ("2.51.2", 1, False, "", False),
+        ("2.52.0", 2, False, "", False),
+        ("3.0.0.dev0", 2, False, "", False),
+    ],
+)
+def test_ray_without_tokens_is_refused_over_several_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    version: str, nodes: int, insecure: bool, mode: str, refused: bool,
+) -> None:  # fmt: skip
+    install_ray(tmp_path, version)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(ClusterJobError, match=version) if refused else contextlib.nullcontext():
+        ray_node._check_version(nodes=nodes, insecure=insecure)
+
+
+def test_job_with_ray_without_tokens_ends_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_ray(tmp_path / "old", "2.51.2")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'old'}:{os.environ.get('PYTHONPATH', '')}")
+    job = submit(tmp_path, "0")
+    assert job.wait(TEST_TIMEOUT).exit_code == 1
+    assert "Ray 2.51.2 has no authentication: everyone who can connect" in job.logs()
+    assert "Traceback" not in job.logs()
+    assert not list(Records().find(job.id).job_dir.rglob("ray.log"))
 
 
 @needs_ray
@@ -87,6 +126,7 @@ def test_no_ray_process_outlives_the_job(tmp_path: Path, event: str) -> None:
     assert verdict.state is expected, verdict
     if event == "driver killed":
         assert verdict.exit_code == 137
+        assert "[0] rank None nodes 2" in job.logs().splitlines()
     wait_for_end_of_ray(job)
 
 
@@ -121,7 +161,7 @@ def test_missing_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_ray_over_two_nodes_of_slurm(user: User) -> None:
     options = ("--cluster", "slurm", "--nodes", "2", "--python", sys.executable)
-    job = submit(user.directory, "0", options=options)
-    assert job.wait(timeout=180).exit_code == 0, job.logs()
+    job = submit(user.directory, "7", options=options)
+    assert job.wait(timeout=180).exit_code == 7, job.logs()
     assert "[0] rank None nodes 2" in job.logs().splitlines()
     wait_for_end_of_ray(job)
