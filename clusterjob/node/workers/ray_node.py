@@ -36,16 +36,17 @@ from clusterjob.node.system import devices, network, processes
 
 _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # refused connections in a row after which the head is gone
+_ANSWER = 60.0  # seconds after the join timeout in which Ray's own client must have ended
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
 _WITH_TOKENS = (2, 52)  # first version with tokens: docs.ray.io/en/latest/ray-security
 # Waits until all nodes have joined; prints the ranks of the others.
 _WAIT = f"""
-import sys, time, ray
-address, count, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+import sys, time
+address, count, deadline = sys.argv[1], int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+import ray
 ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-deadline = time.monotonic() + seconds
 while True:
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     left = [k for k in range(count) if not any(f"{_RESOURCE}{{k}}" in each for each in alive)]
@@ -195,7 +196,7 @@ class RayNode:
             ClusterJobError: some nodes have not joined, or Ray has ended.
         """
         self._wait_for_head()
-        deadline = time.monotonic() + self._join_timeout + 30  # `_WAIT` ends before it
+        deadline = time.monotonic() + self._join_timeout + _ANSWER
         counting = subprocess.Popen(
             [sys.executable, "-c", _WAIT, self.address, str(self._count), str(self._join_timeout)],
             env=self._environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -205,7 +206,9 @@ class RayNode:
             while counting.poll() is None:
                 self.check()
                 if time.monotonic() > deadline:
-                    raise ClusterJobError("Ray's head does not answer")
+                    raise ClusterJobError(
+                        f"Ray's head does not answer after {self._join_timeout + _ANSWER:g} s"
+                    )
                 time.sleep(_POLL)
         finally:
             counting.kill()
