@@ -28,11 +28,11 @@ def submit(
     directory: Path, *args: str, code: str = DRIVER, options: tuple[str, ...] = ()
 ) -> Job[object]:
     script(directory, code, "driver.py")
-    given = options or ("--cluster", "local", "--nodes", "2", "--cpus-per-task", "1")
+    given = options or ("--cluster", "local", "--nodes", "2")
     done = subprocess.run(
         [
-            sys.executable, "-m", "clusterjob", "submit", *given, "--launcher", "ray", "driver.py",
-            *args,
+            sys.executable, "-m", "clusterjob", "submit", *given, "--cpus-per-task", "1",
+            "--launcher", "ray", "driver.py", *args,
         ],
         cwd=directory, capture_output=True, text=True, timeout=TEST_TIMEOUT, check=True,
     )  # fmt: skip

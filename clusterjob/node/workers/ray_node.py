@@ -122,7 +122,7 @@ class RayNode:
         }  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if "RAY_AUTH_MODE" not in environ:
+        if not environ.get("RAY_AUTH_MODE"):
             key = os.environ[contract.STORE_KEY].encode()
             token = self._temporary / "token"
             with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
