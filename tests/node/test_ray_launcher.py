@@ -107,15 +107,6 @@ def test_job_with_ray_without_tokens_ends_before_ray_starts(
 
 @needs_ray
 @pytest.mark.slow
-def test_exit_code_of_driver_is_the_job_s(tmp_path: Path) -> None:
-    job = submit(tmp_path, "7")
-    assert job.wait(timeout=120).exit_code == 7, job.logs()
-    assert "[0] rank None nodes 2" in job.logs().splitlines()
-    wait_for_end_of_ray(job)
-
-
-@needs_ray
-@pytest.mark.slow
 @pytest.mark.parametrize("event", ["cancel", "node lost"])
 def test_no_ray_process_outlives_the_job(tmp_path: Path, event: str) -> None:
     job = submit(tmp_path, "wait")
@@ -162,9 +153,9 @@ def test_missing_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @needs_ray
 @pytest.mark.slow
-def test_ray_over_two_nodes_of_slurm_keeps_signal_of_driver(user: User) -> None:
+def test_ray_over_two_nodes_of_slurm_keeps_exit_code(user: User) -> None:
     options = ("--cluster", "slurm", "--nodes", "2", "--python", sys.executable)
-    job = submit(user.directory, "killed", options=options)
-    assert job.wait(timeout=180).exit_code == 137, job.logs()
+    job = submit(user.directory, "7", options=options)
+    assert job.wait(timeout=180).exit_code == 7, job.logs()
     assert "[0] rank None nodes 2" in job.logs().splitlines()
     wait_for_end_of_ray(job)
