@@ -1,8 +1,7 @@
-"""Write `clusterjob/api/job_options.py` from the table of options; `--check` only compares."""
+"""Write `clusterjob/api/job_options.py` from the table of options."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from clusterjob.core import options
@@ -60,13 +59,5 @@ def text() -> str:
     return _HEAD + "".join(rows)
 
 
-def main() -> int:
-    """Write or check the file; return the exit code."""
-    if "--check" in sys.argv[1:]:
-        return int(FILE.read_text() != text())
-    FILE.write_text(text())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    FILE.write_text(text())

@@ -52,20 +52,20 @@ class _Poller:
         pause = FIRST_PAUSE
         while self._waiting:
             records = {record.job_id: record for record, _ in self._waiting}
-            ended: dict[str, Verdict] = {}
-            failed: Exception | None = None
+            ended: dict[str, Verdict | Exception] = {}
             try:
                 pairs = await asyncio.to_thread(statuses, list(records.values()))
-                ended = {one.job_id: now.verdict for one, now in pairs if now.verdict is not None}
+                ended |= {one.job_id: now.verdict for one, now in pairs if now.verdict is not None}
             except Exception as error:
-                failed = error
+                ended |= dict.fromkeys(records, error)
             for record, future in self._waiting:
-                if future.done() or record.job_id not in records:
+                end = ended.get(record.job_id)
+                if end is None or future.done():
                     continue
-                if failed is not None:
-                    future.set_exception(failed)
-                elif record.job_id in ended:
-                    future.set_result(ended[record.job_id])
+                if isinstance(end, Exception):
+                    future.set_exception(end)
+                else:
+                    future.set_result(end)
             self._waiting = [pair for pair in self._waiting if not pair[1].done()]
             pause = FIRST_PAUSE if ended else min(MAX_PAUSE, pause * 1.3)
             if self._waiting:

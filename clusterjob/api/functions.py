@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
@@ -29,11 +29,13 @@ from clusterjob.core.records import Record, Records
 from clusterjob.core.trust import Usage
 from clusterjob.errors import UsageError, did_you_mean
 from clusterjob.worker import call
+from clusterjob.worker.call import FunctionCall
 
 if TYPE_CHECKING:  # typing has them from Python 3.11 on
     from typing_extensions import Self, TypeVarTuple, Unpack
 
     from clusterjob.api.job_options import JobOptions
+    from clusterjob.core.config import Settings
 
     Ts = TypeVarTuple("Ts")
 
@@ -74,7 +76,7 @@ def submit(
         UsageError: a setting is unknown or invalid.
         ClusterJobError: the job cannot be submitted, or the call cannot be pickled.
     """
-    records = _submit([(function, args, dict(kwargs or {}))], settings)
+    records = _submit([FunctionCall(function, args, dict(kwargs or {}))], settings)
     return Job(records[0].job_id, trust_results)
 
 
@@ -132,7 +134,7 @@ def map(  # noqa: A001
         UsageError: a setting is unknown or invalid.
         ClusterJobError: a job cannot be submitted, or a call cannot be pickled.
     """
-    calls = [(function, each, dict[str, Any]()) for each in zip(values, *more)]  # noqa: B905
+    calls = [FunctionCall(function, each, {}) for each in zip(values, *more)]  # noqa: B905
     records = _submit(calls, settings, many=True) if calls else []
     return JobGroup(tuple(Job(record.job_id, trust_results) for record in records))
 
@@ -155,7 +157,7 @@ class Executor:
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Job[T]:
         """Run ``function(*args, **kwargs)`` as a job; see `clusterjob.submit`."""
-        records = _submit([(function, args, dict(kwargs))], self._settings)
+        records = _submit([FunctionCall(function, args, dict(kwargs))], self._settings)
         job: Job[T] = Job(records[0].job_id, self._trust)
         self._jobs.append(job)
         return job
@@ -189,21 +191,23 @@ class Executor:
         self.shutdown(wait=kind is None)
 
 
-def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -> list[Record]:
-    if not callable(calls[0][0]):
+def _submit(
+    calls: Sequence[FunctionCall], given: Mapping[str, Any], *, many: bool = False
+) -> list[Record]:
+    """Submit calls of one function: one job, or with `many` a job for each call."""
+    function = calls[0].function
+    if not callable(function):
         raise UsageError(
-            f"{calls[0][0]!r} is not a function",
+            f"{function!r} is not a function",
             "to start a script: `clusterjob submit SCRIPT`",
         )
     values = dict(given)
     cluster = values.pop("cluster", None)
     at_once = values.pop("array", "") if many else ""
     flags = job_flags(values)
-    flags.setdefault(
-        "name", getattr(calls[0][0], "__name__", type(calls[0][0]).__name__).strip("<>")
-    )
+    flags.setdefault("name", getattr(function, "__name__", type(function).__name__).strip("<>"))
     settings = job_settings.resolve(
-        flags, cluster, directory=Path.cwd(), use=Usage(sources=tuple(_sources(calls[0][0])))
+        flags, cluster, directory=Path.cwd(), use=Usage(sources=tuple(_sources(function)))
     )
     backend = base.instance(settings.backend)
     if settings.backend in _WITHOUT_RESULTS:
@@ -215,14 +219,11 @@ def _submit(calls: list[Any], given: Mapping[str, Any], *, many: bool = False) -
         settings.backend in _DISTANT or bool(settings.values.get("login"))
     )
     root = Path.cwd() / settings.values.get("workdir", "") if sent else None
-    payloads = [_pickled(function, args, kwargs, root=root) for function, args, kwargs in calls]
-    if many and Capability.ARRAYS not in getattr(backend, "capabilities", ()):
-        return [
-            record for payload in payloads for record in _start({}, settings, payloads=[payload])
-        ]
-    return _start(
-        {"array": f"0-{len(calls) - 1}{at_once}"} if many else {}, settings, payloads=payloads
-    )
+    payloads = [_pickled(each, root) for each in calls]
+    if many and Capability.ARRAYS in getattr(backend, "capabilities", ()):
+        array = {"array": f"0-{len(calls) - 1}{at_once}"}
+        return _start(replace(settings, values={**settings.values, **array}), payloads)
+    return [record for payload in payloads for record in _start(settings, [payload])]
 
 
 def job_flags(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,8 +264,8 @@ def _sources(function: Callable[..., Any]) -> Iterator[Path]:
         yield Path(code.co_filename)
 
 
-def _start(more: Mapping[str, Any], settings: Any, payloads: list[bytes]) -> list[Record]:
-    settings = replace(settings, values={**settings.values, **more})
+def _start(settings: Settings, payloads: Sequence[bytes]) -> list[Record]:
+    """Submit one job, or the array of the settings, with the pickled call of each element."""
     spec = job_settings.make_spec(PROGRAM, settings, directory=Path.cwd())
     plan = jobs.plan(spec, settings)
     files = [
@@ -290,12 +291,7 @@ def _cloudpickle() -> bytes:
     return content.getvalue()
 
 
-def _pickled(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    root: Path | None,
-) -> bytes:
+def _pickled(function_call: FunctionCall, root: Path | None) -> bytes:
     """Return a pickled call; with a root, paths below it are relative, and others are left out."""
     # Workers import from the submitting script's directory and from the directories that the script
     # has added to sys.path. The interpreter's own directories differ between hosts: leave them out.
@@ -305,4 +301,4 @@ def _pickled(
     if root is not None:
         below = [os.path.relpath(entry, os.path.abspath(root)) for entry in paths]
         paths = [entry for entry in below if entry.split(os.sep)[0] != os.pardir]
-    return call.pickled(paths, call.FunctionCall(function, args, kwargs=kwargs))
+    return call.pickled(paths, function_call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +51,11 @@ def group_html(group: JobGroup[Any]) -> str:
         pairs = _status(_records(group.ids))
     except ClusterJobError as error:
         return f"<pre>{_text(error.message)}</pre>"
-    counts: dict[JobState, int] = {}
-    for _, now in pairs:
-        counts[now.state] = counts.get(now.state, 0) + 1
+    counts = Counter(now.state for _, now in pairs)
     shown = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return (
-        f"<p>{len(pairs)} jobs: {shown}</p>"
-        if len(pairs) > _ROWS
-        else f"<p>{shown}</p>{_table([_row(record, now) for record, now in pairs])}"
-    )
+    if len(pairs) > _ROWS:
+        return f"<p>{len(pairs)} jobs: {shown}</p>"
+    return f"<p>{shown}</p>{_table([_row(record, now) for record, now in pairs])}"
 
 
 def _status(records: list[Record]) -> list[tuple[Record, Status]]:

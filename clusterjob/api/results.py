@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
+from clusterjob.api import failures
 from clusterjob.api.waiting import BACKENDS
 from clusterjob.backends import base
 from clusterjob.core.records import Record
@@ -55,10 +56,8 @@ def _values(record: Record, verdict: Verdict, ranks: Sequence[int], *, trust: bo
     if (error := exception(record, verdict, trust=trust)) is not None:
         raise error
     found = _read(record, ranks, attempt=verdict.attempt, trust=trust)
-    for rank, outcome in found.items():
-        if outcome is not None and outcome.pickled:
-            raise _not_plain(record, rank, outcome.pickled)
-    return call.complete(found, f"job {record.job_id}")
+    _check_plain(record, found)
+    return failures.complete(found, f"job {record.job_id}")
 
 
 def returned(record: Record, verdict: Verdict) -> Any:
@@ -69,24 +68,32 @@ def returned(record: Record, verdict: Verdict) -> Any:
             written it.
     """
     if verdict.state is not JobState.SUCCEEDED:
-        call.raise_failure(
-            verdict,
-            None,
-            name=f"job {record.job_id}",
-            hint=f"clusterjob logs {record.job_id} shows its output",
-        )
-    outcome = _read(record, [0], attempt=verdict.attempt, trust=False)[0]
-    if outcome is not None and outcome.pickled:
-        raise _not_plain(record, 0, outcome.pickled)
-    return None if outcome is None else outcome.value
+        raise _error_of(record, verdict, None)
+    found = _read(record, [0], attempt=verdict.attempt, trust=False)
+    _check_plain(record, found)
+    return None if found[0] is None else found[0].value
 
 
-def _not_plain(record: Record, rank: int, kind: str) -> JobFailed:
-    return JobFailed(
-        f"the result of rank {rank} of job {record.job_id} is not plain data: {sanitize(kind)}",
-        "return numbers, texts, lists, tuples and dicts; trust_results=True unpickles what the host"
-        " sends",
+def _check_plain(record: Record, found: Mapping[int, CallOutcome | None]) -> None:
+    """Raise JobFailed for a value that is only in a pickle."""
+    for rank, outcome in found.items():
+        if outcome is not None and outcome.pickled:
+            raise JobFailed(
+                f"the result of rank {rank} of job {record.job_id} is not plain data:"
+                f" {sanitize(outcome.pickled)}",
+                "return numbers, texts, lists, tuples and dicts; trust_results=True unpickles what"
+                " the host sends",
+            )
+
+
+def _error_of(record: Record, verdict: Verdict, outcome: CallOutcome | None) -> BaseException:
+    return failures.error_of(
+        verdict, outcome, name=f"job {record.job_id}", hint=_show_output(record)
     )
+
+
+def _show_output(record: Record) -> str:
+    return f"clusterjob logs {record.job_id} shows its output"
 
 
 def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException | None:
@@ -102,23 +109,16 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
         )
     if verdict.state is JobState.SUCCEEDED:
         return None
-    hint = f"clusterjob logs {record.job_id} shows its output"
-    name = f"job {record.job_id}"
     if verdict.state is JobState.CANCELLED:
         reason = sanitize(verdict.reason, lines=True)
-        return JobCancelled(f"{name} {verdict.state}: {reason}", hint)
+        return JobCancelled(f"job {record.job_id} CANCELLED: {reason}", _show_output(record))
     rank = verdict.failure.rank if verdict.failure is not None else None
-    outcome = None
     counts = _counts(record)
-    if rank is not None and 0 <= rank < (
-        outcomes.MAX_WORLD_SIZE if counts is None else sum(counts)
-    ):
+    world_size = outcomes.MAX_WORLD_SIZE if counts is None else sum(counts)
+    outcome = None
+    if rank is not None and 0 <= rank < world_size:
         outcome = _read(record, [rank], attempt=verdict.attempt, trust=trust)[rank]
-    try:
-        call.raise_failure(verdict, outcome, name=name, hint=hint)
-    except Exception as error:
-        return error
-    return None
+    return _error_of(record, verdict, outcome)
 
 
 def _world_size(record: Record, attempt: int) -> int:
@@ -143,12 +143,9 @@ def _read(
     record: Record, ranks: Sequence[int], attempt: int, *, trust: bool
 ) -> dict[int, CallOutcome | None]:
     """Return the outcome of each rank; None for a rank that wrote none."""
-    backend = base.instance(record.backend)
-    if not isinstance(backend, base.OutcomeReader):
-        return _local(record, ranks, attempt=attempt)
-    plain = _files(record, backend, ranks, attempt=attempt, suffix="json", most=MAX_PLAIN)
+    plain = _files(record, ranks, attempt=attempt, suffix="json", most=MAX_PLAIN)
     if plain is None:
-        return _local(record, ranks, attempt=attempt)
+        return {rank: outcomes.read(record.job_dir, rank, attempt=attempt) for rank in ranks}
     found: dict[int, CallOutcome | None] = {
         rank: outcomes.from_json(plain[rank], rank) if rank in plain else None for rank in ranks
     }
@@ -158,24 +155,18 @@ def _read(
         if one is not None and (one.failure is not None or not one.exact)
     ]
     if trust and inexact:
-        pickles = _files(record, backend, inexact, attempt=attempt, suffix="pkl", most=MAX_PICKLED)
+        pickles = _files(record, inexact, attempt=attempt, suffix="pkl", most=MAX_PICKLED)
         found |= {rank: outcomes.from_pickle(data, rank) for rank, data in (pickles or {}).items()}
     return found
 
 
-def _local(record: Record, ranks: Sequence[int], attempt: int) -> dict[int, CallOutcome | None]:
-    return {rank: call.read_local(record.job_dir, rank, attempt=attempt) for rank in ranks}
-
-
 def _files(
-    record: Record,
-    backend: base.OutcomeReader,
-    ranks: Sequence[int],
-    attempt: int,
-    suffix: str,
-    most: int,
+    record: Record, ranks: Sequence[int], attempt: int, suffix: str, most: int
 ) -> dict[int, bytes] | None:
     """Return the ranks' files from the hosts, and keep a copy; None if they are on this machine."""
+    backend = base.instance(record.backend)
+    if not isinstance(backend, base.OutcomeReader):
+        return None
     folder = record.job_dir / outcomes.FOLDER
     names = {rank: outcomes.outcome_name(rank, attempt, suffix) for rank in ranks}
     kept = {rank: data for rank, name in names.items() if (data := _kept(folder / name, most))}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clusterjob.api import failures
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract
 from clusterjob.node.logs.folding import fold
@@ -26,8 +27,8 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.system import devices, files, linux
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Verdict
-from clusterjob.worker import call
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.worker import call, outcomes
 
 _POLL = 0.1  # seconds between two polls of the workers' output
 
@@ -94,11 +95,19 @@ def spawn(
                 f"the agent of the workers ended with {code}{': ' if output else ''}{output}"
             )
         name = getattr(function, "__name__", type(function).__name__)
-        return call.results(
-            job_dir, Verdict.from_json(ended), world_size=count, name=f"spawn of {name}"
-        )
+        return _results(job_dir, Verdict.from_json(ended), count, name=f"spawn of {name}")
     finally:
         shutil.rmtree(job_dir, ignore_errors=True)
+
+
+def _results(job_dir: Path, verdict: Verdict, count: int, name: str) -> list[Any]:
+    """Return the values of all ranks; raise the error of a failed call."""
+    if verdict.state is not JobState.SUCCEEDED:
+        rank = verdict.failure.rank if verdict.failure is not None else None
+        outcome = None if rank is None else outcomes.read(job_dir, rank, attempt=verdict.attempt)
+        raise failures.error_of(verdict, outcome, name=name)
+    found = {rank: outcomes.read(job_dir, rank, attempt=verdict.attempt) for rank in range(count)}
+    return failures.complete(found, name)
 
 
 def _environment(gpus: str | Sequence[int | str] | None) -> dict[str, str]:

@@ -85,7 +85,7 @@ class LaunchOptions:
         warning: time between a preemption warning and the end of the job; None if the job cannot
             be preempted.
         insecure_no_token: whether nodes may join without the job's secret; anyone who can connect
-            to node 0 can then end the job.
+            to node 0 can then end the job. Also allows Ray without authentication.
         gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
             device=5; None for all visible ones.
         placement: CLUSTERJOB_* variables from torchrun's options, such as --node-rank.

@@ -9,20 +9,17 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.errors import ClusterJobError, JobFailed, RemoteError, UsageError
+from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
 from clusterjob.node.environments import scheduler
 from clusterjob.node.system import files
-from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import outcomes
 from clusterjob.worker.context import Context
-from clusterjob.worker.outcomes import CallOutcome
 
 MODULES = "call.modules.zip"  # modules that a remote host may lack, next to the call
 
@@ -62,112 +59,9 @@ class PlainCall(FunctionCall):
         return super().result()
 
 
-class RemoteTraceback(Exception):
-    """The cause of a re-raised worker exception; shows the worker's own traceback."""
-
-    def __init__(self, trace: str) -> None:
-        super().__init__(trace)
-        self.trace = trace
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.trace}"""'
-
-
 def call_file(job_dir: Path, index: int) -> Path:
     """Return the path of the pickled call; for an array, `job_dir` is the array's directory."""
     return job_dir / f"call.{index}.pkl"
-
-
-def read_local(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
-    """Return a rank's outcome from the user's own directory; None if that rank wrote none.
-
-    Args:
-        job_dir: the job's directory, which only its owner can write.
-        rank: rank of the worker.
-        attempt: number of the job's attempt.
-
-    Raises:
-        JobFailed: the outcome cannot be read.
-    """
-    folder = job_dir / outcomes.FOLDER
-    try:
-        found = outcomes.from_json(
-            (folder / outcomes.outcome_name(rank, attempt)).read_bytes(), rank
-        )
-        if found.failure is None and found.exact:
-            return found
-        pickled = (folder / outcomes.outcome_name(rank, attempt, "pkl")).read_bytes()
-    except OSError:
-        return None
-    return outcomes.from_pickle(pickled, rank)
-
-
-def raise_failure(verdict: Verdict, outcome: CallOutcome | None, name: str, hint: str = "") -> None:
-    """Raise the error of a job that did not succeed.
-
-    Args:
-        verdict: the job's verdict.
-        outcome: the outcome of the rank that failed first; None if it wrote none.
-        name: the job's name in error messages.
-        hint: the hint of the error.
-
-    Raises:
-        Exception: the function's exception, with that worker's traceback as its cause.
-        RemoteError: the function raised; only the text of its exception is trusted.
-        JobFailed: the job failed for another reason.
-    """
-    rank = verdict.failure.rank if verdict.failure is not None else None
-    if outcome is not None and outcome.failure is not None:
-        failure = outcome.failure
-        if outcome.error is not None:
-            raise outcome.error from RemoteTraceback(f"rank {rank}:\n{failure.traceback}")
-        raise RemoteError(
-            sanitize(failure.type),
-            sanitize(failure.message, lines=True),
-            rank=rank or 0,
-            traceback=sanitize(failure.traceback, lines=True),
-        )
-    raise JobFailed(f"{name} {verdict.state}: {sanitize(verdict.reason, lines=True)}", hint)
-
-
-def results(job_dir: Path, verdict: Verdict, world_size: int, name: str) -> list[Any]:
-    """Return the values that the call returned in an ended job, in rank order.
-
-    Args:
-        job_dir: the job's directory.
-        verdict: the job's verdict.
-        world_size: number of workers.
-        name: the job's name in error messages.
-
-    Raises:
-        Exception: the exception of the rank that failed first, with that worker's traceback as its
-            cause.
-        JobFailed: the job failed for another reason, or a rank wrote no result.
-    """
-    if verdict.state is not JobState.SUCCEEDED:
-        rank = verdict.failure.rank if verdict.failure is not None else None
-        raise_failure(
-            verdict,
-            None if rank is None else read_local(job_dir, rank, attempt=verdict.attempt),
-            name=name,
-        )
-    found = {rank: read_local(job_dir, rank, attempt=verdict.attempt) for rank in range(world_size)}
-    return complete(found, name)
-
-
-def complete(found: Mapping[int, CallOutcome | None], name: str) -> list[Any]:
-    """Return the values of all ranks of a job that succeeded.
-
-    Raises:
-        JobFailed: a rank wrote no result.
-    """
-    missing = [str(rank) for rank, outcome in found.items() if outcome is None]
-    if missing:
-        raise JobFailed(
-            f"{name} succeeded, but rank {', '.join(missing)} wrote no result: "
-            "did the function end the process?"
-        )
-    return [outcome.value for outcome in found.values() if outcome is not None]
 
 
 def main() -> None:

@@ -214,3 +214,25 @@ def from_pickle(data: bytes, rank: int) -> CallOutcome:
     if not isinstance(outcome, CallOutcome):
         raise JobFailed(f"the result of rank {rank} is malformed")
     return outcome
+
+
+def read(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
+    """Return a rank's outcome from the user's own directory; None if that rank wrote none.
+
+    Args:
+        job_dir: the job's directory, which only its owner can write.
+        rank: rank of the worker.
+        attempt: number of the job's attempt.
+
+    Raises:
+        JobFailed: the outcome cannot be read.
+    """
+    folder = job_dir / FOLDER
+    try:
+        found = from_json((folder / outcome_name(rank, attempt)).read_bytes(), rank)
+        if found.failure is None and found.exact:
+            return found
+        pickled = (folder / outcome_name(rank, attempt, "pkl")).read_bytes()
+    except OSError:
+        return None
+    return from_pickle(pickled, rank)

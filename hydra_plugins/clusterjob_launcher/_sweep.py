@@ -23,8 +23,9 @@ from clusterjob.core import job_settings, jobs
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.records import Record, Records
 from clusterjob.core.trust import HERE, Usage
-from clusterjob.errors import ClusterJobError, JobFailed, UsageError
+from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.program import Program
+from clusterjob.node.verdict import Verdict
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -87,17 +88,27 @@ class Sweep:
 
         Returns:
             The return value of each job, or its error; None for each without `wait`.
+
+        Raises:
+            UsageError: nothing would limit the number of running jobs.
         """
+        if self._max_running and not wait and not self.has_queue:
+            raise UsageError(
+                f"max_running={self._max_running} with wait=false: the cluster"
+                f" {self._settings.cluster!r} has no queue that limits the running jobs",
+                "hydra.launcher.wait=true limits them",
+            )
         lines = [self._arguments(each, first + index) for index, each in enumerate(job_overrides)]
         if self.has_queue:
             records = self._submit_array(lines)
-            _announce(records, len(lines))
-            return self._values(records) if wait else [None] * len(lines)
-        if not wait:
-            records = [self._submit(line) for line in lines]
-            _announce(records, len(lines))
-            return [None] * len(lines)
-        return self._in_turn(lines)
+            if wait:
+                return self._values(records)
+        elif wait:
+            return self._in_turn(lines)
+        else:
+            for line in lines:
+                self._submit(line)
+        return [None] * len(lines)
 
     def _arguments(self, overrides: Sequence[str], number: int) -> list[str]:
         """Return the arguments of one job, which runs in the directory that Hydra's sweep names."""
@@ -126,10 +137,14 @@ class Sweep:
             "array": f"%{self._max_running}" if self._max_running else "",
         }
         program = replace(self._program, args=(*self._program.args, "{" + _AXIS + "...}"))
-        return Records().elements(self._start(program, more))
+        records = Records().elements(self._start(program, more))
+        _announce(records)
+        return records
 
     def _submit(self, line: Sequence[str]) -> Record:
-        return self._start(replace(self._program, args=(*self._program.args, *line)), {})
+        record = self._start(replace(self._program, args=(*self._program.args, *line)), {})
+        _announce([record])
+        return record
 
     def _start(self, program: Program, more: Mapping[str, Any]) -> Record:
         settings = replace(self._settings, values={**self._settings.values, **more})
@@ -140,16 +155,16 @@ class Sweep:
     def _in_turn(self, lines: Sequence[Sequence[str]]) -> list[Any]:
         """Run the jobs with at most `max_running` at a time, and wait for all."""
         found: dict[int, Any] = {}
-        running: dict[str, int] = {}
+        running: dict[str, tuple[int, Record]] = {}
         left = list(enumerate(lines))
         while left or running:
             while left and len(running) < (self._max_running or 1):
                 number, line = left.pop(0)
                 record = self._submit(line)
-                _announce([record], 1)
-                running[record.job_id] = number
-            record, verdict = next(waiting.ends([Records().find(each) for each in running], None))
-            found[running.pop(record.job_id)] = _value(record, verdict)
+                running[record.job_id] = number, record
+            record, verdict = next(waiting.ends([record for _, record in running.values()], None))
+            number, _ = running.pop(record.job_id)
+            found[number] = _value(record, verdict)
         return [found[number] for number in range(len(lines))]
 
     def _values(self, records: Sequence[Record]) -> list[Any]:
@@ -157,29 +172,24 @@ class Sweep:
         return [found[record.job_id] for record in records]
 
 
-def _value(record: Record, verdict: Any) -> Any:
+def _value(record: Record, verdict: Verdict) -> Any:
     log.info("job %s %s", record.job_id, verdict.state)
     try:
         return results.returned(record, verdict)
     except ClusterJobError as error:
         return error
-    except Exception as error:  # the application's own exception
-        return JobFailed(f"job {record.job_id}: {type(error).__name__}: {error}")
 
 
-def _announce(records: Sequence[Record], count: int) -> None:
-    job_id = records[0].whole_id
-    if count == 1:
-        log.info("job %s: `clusterjob logs -f %s` shows its output", job_id, job_id)
-        return
-    one = records[0].job_id
-    log.info(
-        "%d jobs: `clusterjob status %s`, `clusterjob logs -f %s`, `clusterjob cancel %s`",
-        count,
-        job_id,
-        one,
-        job_id,
-    )
+def _announce(records: Sequence[Record]) -> None:
+    """Log the id of a job, or of an array whose elements these are."""
+    whole, first = records[0].whole_id, records[0].job_id
+    if len(records) == 1:
+        log.info(f"job {whole}: `clusterjob logs -f {whole}` shows its output")
+    else:
+        log.info(
+            f"{len(records)} jobs: `clusterjob status {whole}`, `clusterjob logs -f {first}`,"
+            f" `clusterjob cancel {whole}`"
+        )
 
 
 def _quoted(text: str) -> str:

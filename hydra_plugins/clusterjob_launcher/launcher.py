@@ -9,7 +9,6 @@ an application: other modules are imported where they are needed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, Optional, cast
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
-log = logging.getLogger(__name__)
 _TYPES = {"_whole_number": int, "_nodes": int, "_text": str, "_switch": bool, "_seconds": float}
 _OWN: list[tuple[str, Any, Any]] = [
     ("_target_", str, f"{__name__}.ClusterjobLauncher"),

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.slow
 
 
 @needs_ray
-def test_ray_over_two_hosts_keeps_exit_code(site: Site) -> None:
-    record = site.submit(DRIVER, "7", launcher="ray", python=sys.executable)
+def test_ray_over_two_hosts_keeps_signal_of_driver(site: Site) -> None:
+    record = site.submit(DRIVER, "killed", launcher="ray", python=sys.executable, cpus_per_task=1)
     job = Job.get(record.job_id)
-    assert job.wait(timeout=180).exit_code == 7, job.logs()
+    assert job.wait(timeout=180).exit_code == 137, job.logs()
     assert "[0] rank None nodes 2" in job.logs().splitlines()
     wait_for_end_of_ray(job)
 

@@ -128,7 +128,7 @@ SESSIONS = (
         ),
     ),
     Session(
-        "tests/node/test_ray_launcher.py::test_exit_code_of_driver_is_the_job_s",
+        "tests/node/test_ray_launcher.py::test_ray_over_two_nodes_of_slurm_keeps_exit_code",
         ("docs/scripts.md",),
         ("clusterjob run --nodes 2 --launcher ray driver.py",),
     ),

@@ -16,7 +16,7 @@ needs_ray = pytest.mark.skipif(
 )
 # Runs a task on each node, then does what its argument says.
 DRIVER = """
-    import os, pathlib, sys, time, ray
+    import os, pathlib, signal, sys, time, ray
 
     ray.init(logging_level="ERROR", log_to_driver=False)  # RAY_ADDRESS names the cluster
 
@@ -30,9 +30,11 @@ DRIVER = """
     ]
     print("rank", os.environ.get("RANK"), "nodes", len(set(tokens)), flush=True)
     print("tokens", *tokens, flush=True)
-    pathlib.Path("ready").write_text(str(os.getpid()))
+    pathlib.Path("ready").touch()
     if sys.argv[1] == "wait":
         time.sleep(1000)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(sys.argv[1]))
 """
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clusterjob.api import results
+from clusterjob.api import failures, results
 from clusterjob.core.records import Record
 from clusterjob.errors import JobFailed
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.worker import call, outcomes
+from clusterjob.worker import outcomes
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -68,18 +68,18 @@ def test_other_values_are_pickled_and_named(tmp_path: Path) -> None:
             (tmp_path / "call" / f"rank{rank}.attempt1.json").read_bytes(), rank
         )
         assert (plain.pickled, plain.exact) == (kind, False)
-        local = call.read_local(tmp_path, rank, attempt=1)
+        local = outcomes.read(tmp_path, rank, attempt=1)
         assert local is not None
         assert local.value == value
     outcomes.write_value(tmp_path, 9, attempt=1, value=Number(2.5))
     assert (
         outcomes.from_json((tmp_path / "call" / "rank9.attempt1.json").read_bytes(), 9).value == 2.5
     )
-    local = call.read_local(tmp_path, 9, attempt=1)
+    local = outcomes.read(tmp_path, 9, attempt=1)
     assert local is not None
     assert type(local.value) is Number
     outcomes.write_value(tmp_path, 10, attempt=1, value=math.nan)
-    local = call.read_local(tmp_path, 10, attempt=1)
+    local = outcomes.read(tmp_path, 10, attempt=1)
     assert local is not None
     assert math.isnan(local.value)
 
@@ -134,10 +134,12 @@ def test_error_of_hostile_job_controls_no_terminal() -> None:
     """Python prints an error that the user's script does not catch."""
     verdict = Verdict(JobState.LOST, 1, reason="\x1b]0;title\x07\nsecond line")
     with pytest.raises(JobFailed) as caught:
-        call.raise_failure(verdict, None, name="job t-1")
+        raise failures.error_of(verdict, None, name="job t-1")
     assert str(caught.value) == "job t-1 LOST: \\x1b]0;title\\x07\nsecond line"
     record = Record(
         "t-1", "t", cluster="none", backend="none", job_dir=Path("/nonexistent"), nodes=1,
         submitted_at="", spec={},
     )  # fmt: skip
-    assert "\x1b" not in str(results._not_plain(record, 0, "\x1b[2J"))
+    with pytest.raises(JobFailed, match="is not plain data") as caught:
+        results._check_plain(record, {0: outcomes.CallOutcome(pickled="\x1b[2J")})
+    assert "\x1b" not in str(caught.value)

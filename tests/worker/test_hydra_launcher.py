@@ -105,4 +105,14 @@ def test_wrong_setting_is_an_error_before_any_job(app: Path) -> None:
     assert "could not be converted to Integer" in done.stderr
     done = multirun(app, "lr=1,2", "hydra.launcher.cluster=absent", code=1)
     assert "there is no cluster 'absent'" in done.stderr
+    limits = ("hydra.launcher.max_running=1", "hydra.launcher.wait=false")
+    done = multirun(app, "lr=1,2", "hydra.launcher.cluster=local", *limits, code=1)
+    assert "max_running=1 with wait=false: the cluster 'local' has no queue" in done.stderr
     assert not Records().all()
+
+
+def test_sweep_without_wait_names_each_job(app: Path) -> None:
+    done = multirun(app, "lr=1,2", "hydra.launcher.cluster=local", "hydra.launcher.wait=false")
+    jobs = [clusterjob.Job.get(record.job_id) for record in Records().all()]
+    assert all(f"clusterjob logs -f {job.id}" in done.stdout for job in jobs)
+    assert [job.wait(TEST_TIMEOUT).exit_code for job in jobs] == [0, 0]

@@ -12,8 +12,10 @@ import atexit
 import contextlib
 import hashlib
 import hmac
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -34,15 +36,17 @@ from clusterjob.node.system import devices, network, processes
 
 _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # refused connections in a row after which the head is gone
+_ANSWER = 60.0  # seconds after the join timeout in which Ray's own client must have ended
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
+_WITH_TOKENS = (2, 52)  # first version with tokens: docs.ray.io/en/latest/ray-security
 # Waits until all nodes have joined; prints the ranks of the others.
 _WAIT = f"""
-import sys, time, ray
-address, count, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+import sys, time
+address, count, deadline = sys.argv[1], int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+import ray
 ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-deadline = time.monotonic() + seconds
 while True:
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     left = [k for k in range(count) if not any(f"{_RESOURCE}{{k}}" in each for each in alive)]
@@ -66,6 +70,7 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
         directory,
         f"{options.join_timeout:g}",
         str(cpus),
+        str(int(options.insecure_no_token)),
         program.kind,
         program.target,
         *program.args,
@@ -117,7 +122,7 @@ class RayNode:
         }  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if "RAY_AUTH_MODE" not in environ:  # Ray 2.52 and newer; older ones have no authentication
+        if not environ.get("RAY_AUTH_MODE"):
             key = os.environ[contract.STORE_KEY].encode()
             token = self._temporary / "token"
             with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
@@ -129,7 +134,7 @@ class RayNode:
         """Start Ray on this node; on nodes other than 0, wait for the head first.
 
         Raises:
-            ClusterJobError: the head cannot be reached.
+            ClusterJobError: the head does not answer.
         """
         if self.rank == 0:
             place = ["--head", f"--port={self._port}", f"--node-ip-address={self._head}",
@@ -153,6 +158,8 @@ class RayNode:
     def _wait_for_head(self) -> None:
         deadline = time.monotonic() + self._join_timeout
         while not self._head_answers():
+            if self._ray is not None:
+                self.check()
             if time.monotonic() > deadline:
                 raise ClusterJobError(
                     f"Ray's head at {self.address} does not answer after {self._join_timeout:g} s"
@@ -188,12 +195,8 @@ class RayNode:
         Raises:
             ClusterJobError: some nodes have not joined, or Ray has ended.
         """
-        deadline = time.monotonic() + self._join_timeout
-        while not self._head_answers():
-            self.check()
-            if time.monotonic() > deadline:
-                raise ClusterJobError(f"Ray's head did not start in {self._join_timeout:g} s")
-            time.sleep(_POLL)
+        self._wait_for_head()
+        deadline = time.monotonic() + self._join_timeout + _ANSWER
         counting = subprocess.Popen(
             [sys.executable, "-c", _WAIT, self.address, str(self._count), str(self._join_timeout)],
             env=self._environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -202,8 +205,10 @@ class RayNode:
         try:
             while counting.poll() is None:
                 self.check()
-                if time.monotonic() > deadline + 30:  # Ray itself does not answer
-                    raise ClusterJobError("Ray's head does not answer")
+                if time.monotonic() > deadline:
+                    raise ClusterJobError(
+                        f"Ray's head does not answer after {self._join_timeout + _ANSWER:g} s"
+                    )
                 time.sleep(_POLL)
         finally:
             counting.kill()
@@ -265,6 +270,25 @@ class RayNode:
         processes.kill_descendants()
 
 
+def _check_version(*, nodes: int, insecure: bool) -> None:
+    """Check that Ray is installed, and that a cluster of several nodes has authentication.
+
+    Raises:
+        ClusterJobError: it is missing, or too old for a token.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterJobError(f"ray is not installed for {sys.executable}: pip install ray")
+    # A fork of Ray may have another name, and its version is unknown.
+    version = next((one.version for one in importlib.metadata.distributions(name="ray")), "unknown")
+    is_old = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _WITH_TOKENS
+    if is_old and nodes > 1 and not insecure and os.environ.get("RAY_AUTH_MODE") != "disabled":
+        raise ClusterJobError(
+            f"Ray {version} has no authentication: everyone who can connect to the {nodes} nodes"
+            " could run code as you; pip install 'ray>=2.52', or accept that with"
+            " RAY_AUTH_MODE=disabled or `clusterjob launch --insecure-no-token`"
+        )
+
+
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # a forked process inherits this handler
         shutil.rmtree(directory, ignore_errors=True)
@@ -296,9 +320,8 @@ def _address_of(host: str) -> str:
 
 def _main(argv: Sequence[str]) -> int:
     """Run this node; return the exit code, negative for a signal."""
-    directory, join_timeout, cpus, kind, target, *args = argv
-    if importlib.util.find_spec("ray") is None:
-        raise ClusterJobError(f"ray is not installed for {sys.executable}: pip install ray")
+    directory, join_timeout, cpus, insecure, kind, target, *args = argv
+    _check_version(nodes=int(os.environ["GROUP_WORLD_SIZE"]), insecure=insecure == "1")
     processes.adopt_orphans()  # so that `stop` finds Ray's daemons
     node = RayNode(directory, float(join_timeout), cpus=int(cpus))
 
