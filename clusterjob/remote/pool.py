@@ -95,8 +95,9 @@ class Pool:
             HostError: the bastions do that.
         """
         met: set[Host] = set()
-        while target.jumps:
-            first = target.jumps[0]
+        jumps = target.jumps
+        while jumps:
+            first = jumps[0]
             if first in met:
                 raise HostError(
                     target.label,
@@ -104,7 +105,7 @@ class Pool:
                     "correct ProxyJump in the ssh configuration",
                 )
             met.add(first)
-            target = self.resolve(first)
+            jumps = self.resolve(first).jumps
 
     def _bastion(self, path: tuple[Host, ...], transport: str) -> Connection | None:
         """Return the connection to the last bastion of a path; None if the path is empty."""
