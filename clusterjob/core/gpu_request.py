@@ -17,7 +17,7 @@ _COUNT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _TYPED = re.compile(r"([A-Za-z][\w.-]*):(\d{1,9})", re.ASCII)
 _ENTRY = r"(?:\d{1,4}|(?:GPU|MIG)-[\w/-]{1,100})"
 _LIST = re.compile(rf"{_ENTRY}(?:\s*,\s*{_ENTRY})*", re.ASCII)
-_FORMS = "write a number, a100:8, the GPUs to use as 0,1 or device=5, or auto:4 for idle ones"
+_FORMS = "write a number, a100:8, the GPUs to use as 0,1 or device=5, or auto or auto:4 for idle ones"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,15 @@ class GpuRequest:
     count: int | None = None
     type: str = ""
     chosen: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse ``auto:0``.
+
+        Raises:
+            SpecError: no GPU is to be chosen.
+        """
+        if self.chosen and self.count == 0:
+            raise SpecError(f"--gpus {self.chosen} with 0 GPUs", "--gpus 0 uses none")
 
 
 def read_gpus(value: Any) -> int | str:
@@ -53,6 +62,7 @@ def read_gpus(value: Any) -> int | str:
     if not is_list and named == text and _COUNT.fullmatch(text):
         return int(text)
     if not is_list and (text == IDLE or _TYPED.fullmatch(text)):
+        parse(text)  # refuses auto:0
         return text
     if not _LIST.fullmatch(named):
         shown = repr(value)

@@ -251,8 +251,8 @@ _ROWS = (
         help="Number of nodes (default: 1)."),
     Option("gpus", read_gpus, metavar="N", target=Target.OTHER, group="resources",
         excludes="gpus_per_node",
-        help="GPUs on each node: a number, a100:8, those to use as 0,1 or device=5, or auto:4 for "
-        "idle ones (default: none requested)."),
+        help="GPUs on each node: a number, a100:8, those to use as 0,1 or device=5, auto for "
+        "all idle ones, or auto:4 for four of them (default: none requested)."),
     Option("gpus_per_node", _gpus_per_node, metavar="N", target=Target.OTHER, group="resources",
         excludes="gpus",
         help="The same as --gpus with a number or a100:8 (default: none requested)."),
