@@ -90,7 +90,7 @@ class Watch:
         self._progress = Progress()
 
     def so_far(self, tail: int | None, *, follow: bool) -> None:
-        """Show the output so far, or its last `tail` lines.
+        """Show the output so far, or its last `tail` lines; say if the job has not started.
 
         If `to_the_end` follows, it shows a last line that has no newline yet.
 
@@ -99,6 +99,8 @@ class Watch:
         """
         polling.collect(self._record)
         self._check_attempt()
+        if not follow and not self._reader.attempts():
+            self._print_if_pending()
         if tail is None:
             self._printer.show_all(self._selected(self._reader.batches(end=not follow)))
             return
@@ -108,6 +110,12 @@ class Watch:
         for lines in self._selected(self._reader.batches(end=not follow)):
             last.extend(lines)
         self._printer.show_all([list(last)])
+
+    def _print_if_pending(self) -> None:
+        status = polling.status(self._record)
+        if status.state is JobState.PENDING:
+            reason = f": {status.reason}" if status.reason else ""
+            output.print_message(f"job {self._record.job_id} has not started{reason}")
 
     def _check_attempt(self) -> None:
         wanted, known = self._filters.attempt, self._reader.attempts()
