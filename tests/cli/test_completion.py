@@ -158,6 +158,10 @@ def test_ids_are_completed_newest_first(capsys: pytest.CaptureFixture[str], plac
         "b-222222", "a-222222", "other-xyz789", "training-abc234",
     ]  # fmt: skip
     assert answers(capsys, "clusterjob", "cancel", "a-222222", "a") == []
+    make_records([f"many-{number:03}" for number in range(150)])
+    newest = [f"many-{number:03}" for number in range(149, 49, -1)]
+    assert answers(capsys, "clusterjob", "cancel", "") == newest
+    assert answers(capsys, "clusterjob", "cancel", "many-00")[-1] == "many-000"
 
 
 @pytest.mark.parametrize(
