@@ -173,10 +173,16 @@ def _states() -> list[str]:
     return [str(state) for state in JobState]
 
 
-def _starts() -> list[str]:
+def _launchers() -> tuple[str, ...]:
+    from clusterjob.node.options import LAUNCHERS
+
+    return (*LAUNCHERS, "srun")
+
+
+def _start_modes() -> tuple[str, ...]:
     from clusterjob.node.options import START_MODES
 
-    return [*START_MODES]
+    return START_MODES
 
 
 # Each function gets the value so far and returns completions of it.
@@ -187,9 +193,9 @@ _VALUES: dict[str, Callable[[str], Sequence[str]]] = {
     "--login": lambda _: values.hosts(),
     "--after": _job_reference,
     "--state": _in_list(_states),
-    "--start": lambda _: _starts(),
-    "--launcher": lambda _: ("agent", "torchrun", "srun"),
-    "--gpus": lambda _: ("auto:", "device="),
+    "--start": lambda _: _start_modes(),
+    "--launcher": lambda _: _launchers(),
+    "--gpus": lambda _: ("auto", "auto:", "device="),
     "--nproc-per-node": lambda _: WORKER_WORDS,
 }
 

@@ -161,7 +161,6 @@ def _with_interpreter(chosen: Proposal, found: list[Interpreter], *, ask: bool) 
 
 def _text(chosen: Proposal, others: list[Proposal], directory: Path) -> str:
     """Return the content of the file."""
-    from clusterjob.core.options import OPTIONS
     from clusterjob.core.proposals import profile_lines, toml_value
 
     lines = [
@@ -173,7 +172,7 @@ def _text(chosen: Proposal, others: list[Proposal], directory: Path) -> str:
         '# env = { NCCL_DEBUG = "WARN" }  # variables of the workers',
         '# setup = ["module load cuda"]  # shell lines that each node runs first',
     ]
-    if "uv" in OPTIONS and (directory / "uv.lock").is_file():
+    if (directory / "uv.lock").is_file():
         lines.append("# uv = true  # make the environment of uv.lock on each node")
     lines += ["", *profile_lines(chosen, active=True)]
     for proposal in others:

@@ -58,11 +58,7 @@ class Watch:
             )
         self._record = record
         self._filters = filters
-        self._search = None
-        if filters.grep is not None:
-            from clusterjob.cli.line_search import LineSearch
-
-            self._search = LineSearch(filters.grep)
+        self._matching = _matching(filters.grep)
         self._reader = LogReader(
             record.job_dir,
             rank=filters.ranks,
@@ -102,13 +98,13 @@ class Watch:
         if not follow and not self._reader.attempts():
             self._print_if_pending()
         if tail is None:
-            self._printer.show_all(self._selected(self._reader.batches(end=not follow)))
+            self._printer.show_all(map(self._matching, self._reader.batches(end=not follow)))
             return
-        if self._search is None:
+        if self._filters.grep is None:
             self._reader.skip_to_tail(tail)
         last: deque[LogLine] = deque(maxlen=tail)
-        for lines in self._selected(self._reader.batches(end=not follow)):
-            last.extend(lines)
+        for lines in self._reader.batches(end=not follow):
+            last.extend(self._matching(lines))
         self._printer.show_all([list(last)])
 
     def _print_if_pending(self) -> None:
@@ -124,13 +120,6 @@ class Watch:
                 f"job {self._record.job_id} has no output of attempt {wanted}",
                 f"it has output of attempt {', '.join(map(str, sorted(known)))}",
             )
-
-    def _selected(self, batches: Iterable[list[LogLine]]) -> Iterable[list[LogLine]]:
-        return batches if self._search is None else map(self._search.matching, batches)
-
-    def _open_lines(self) -> list[LogLine]:
-        lines = self._reader.open_lines()
-        return lines if self._search is None else self._search.matching(lines)
 
     def to_the_end(self) -> int:
         """Show the output until the job ends, then print the verdict; return the exit code."""
@@ -148,7 +137,18 @@ class Watch:
 
     def _show(self, batches: Iterable[list[LogLine]]) -> None:
         self._progress.stop()  # the spinner and the output share the terminal
-        self._printer.show(self._selected(batches), self._open_lines)
+        self._printer.show(
+            map(self._matching, batches), lambda: self._matching(self._reader.open_lines())
+        )
+
+
+def _matching(expression: str | None) -> Callable[[list[LogLine]], list[LogLine]]:
+    """Return a function that selects the lines with a match; all without an expression."""
+    if expression is None:
+        return lambda lines: lines
+    from clusterjob.cli.line_search import LineSearch
+
+    return LineSearch(expression).matching
 
 
 def until_end(record: Record) -> Callable[[], int]:

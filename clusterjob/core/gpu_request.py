@@ -14,10 +14,12 @@ from clusterjob.errors import SpecError
 
 IDLE = "auto"
 _COUNT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_TYPED = re.compile(r"([A-Za-z][\w.-]*):(\d{1,9})", re.ASCII)
+TYPED = re.compile(r"([A-Za-z][\w.-]*):(\d{1,9})", re.ASCII)
 _ENTRY = r"(?:\d{1,4}|(?:GPU|MIG)-[\w/-]{1,100})"
 _LIST = re.compile(rf"{_ENTRY}(?:\s*,\s*{_ENTRY})*", re.ASCII)
-_FORMS = "write a number, a100:8, the GPUs to use as 0,1 or device=5, or auto or auto:4 for idle ones"
+_FORMS = (
+    "write a number, a100:8, the GPUs to use as 0,1 or device=5, or auto or auto:4 for idle ones"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def read_gpus(value: Any) -> int | str:
     named = text.removeprefix("device=")
     if not is_list and named == text and _COUNT.fullmatch(text):
         return int(text)
-    if not is_list and (text == IDLE or _TYPED.fullmatch(text)):
+    if not is_list and (text == IDLE or TYPED.fullmatch(text)):
         parse(text)  # refuses auto:0
         return text
     if not _LIST.fullmatch(named):
@@ -84,7 +86,7 @@ def parse(value: int | str) -> GpuRequest:
         return GpuRequest(value)
     if value == IDLE:
         return GpuRequest(chosen=IDLE)
-    if typed := _TYPED.fullmatch(value):
+    if typed := TYPED.fullmatch(value):
         count = int(typed[2])
         return GpuRequest(count, chosen=IDLE) if typed[1] == IDLE else GpuRequest(count, typed[1])
     chosen = value.removeprefix("device=")

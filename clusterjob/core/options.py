@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core.gpu_request import read_gpus
+from clusterjob.core.gpu_request import TYPED, read_gpus
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.units import parse_duration, parse_size
 from clusterjob.errors import ConfigError, SpecError
 from clusterjob.node.program import WORKER_WORDS
-
-_GPUS_OF_TYPE = re.compile(r"[A-Za-z][\w.-]*:\d{1,9}", re.ASCII)
-
 
 # The headings of `--help`, in order.
 GROUPS = ("job", "resources", "environment", "code", "cluster", "restart", "output")
@@ -137,7 +134,7 @@ def _memory(value: Any) -> int:
 
 def _gpus_per_node(value: Any) -> int | str:
     """Return a number of GPUs, or a text with type and number, such as a100:8."""
-    typed = isinstance(value, str) and _GPUS_OF_TYPE.fullmatch(value.strip())
+    typed = isinstance(value, str) and TYPED.fullmatch(value.strip())
     return typed[0] if typed else _whole_number(value)
 
 

@@ -168,6 +168,7 @@ def test_ids_are_completed_newest_first(capsys: pytest.CaptureFixture[str], plac
     ("words", "expected"),
     [
         (("submit", "--start", ""), ["auto", "fork", "exec"]),
+        (("submit", "--launcher", ""), ["agent", "torchrun", "ray", "srun"]),
         (("submit", "--nproc_per_node", ""), ["gpu", "cpu", "auto"]),
         (("submit", "--after", "afterok:a,aftern"), ["afterok:a,afternotok:"]),
         (("submit", "--workdir", "x"), [":files"]),

@@ -82,9 +82,9 @@ def test_gpus_and_gpus_per_node_must_agree() -> None:
         gpu_request.merge("0,1", 8)
     with pytest.raises(SpecError, match="different GPUs"):
         gpu_request.merge("a100:2", 2)
-    for gpus, per_node in (("auto:0", None), ("auto", 0)):
+    for value, per_node in (("auto:0", None), ("auto", 0)):
         with pytest.raises(SpecError, match="--gpus auto with 0 GPUs"):
-            gpu_request.merge(gpus, per_node)
+            gpu_request.merge(value, per_node)
 
 
 # -- flags and profiles ----------------------------------------------------------------------------

@@ -34,7 +34,8 @@ def counted(spec: JobSpec) -> JobSpec:
             return replace(spec, nproc_per_node=each, nproc_word="")
     if not word:
         return spec
-    installed = 0 if word == "cpu" or spec.resources.gpus_per_node == 0 else _visible()
+    uses_none = word == "cpu" or spec.resources.gpus_per_node == 0
+    installed = 0 if uses_none else len(gpus.visible_gpus(os.environ))
     if each := installed // nodes:
         resources = replace(spec.resources, gpus_per_node=each)
         return replace(spec, resources=resources, nproc_per_node=each, nproc_word="")
@@ -56,10 +57,6 @@ def _idle(nodes: int) -> int:
     if count < nodes:
         raise SubmitError(f"--gpus {IDLE}: {count} idle GPUs for {nodes} nodes", "lower --nodes")
     return count // nodes
-
-
-def _visible() -> int:
-    return len(gpus.visible_gpus(os.environ))
 
 
 def of_nodes(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:

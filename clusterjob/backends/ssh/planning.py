@@ -153,7 +153,8 @@ def settled(spec: JobSpec) -> JobSpec:
         )
     _check_gpus(spec)
     if spec.gpus == IDLE and spec.resources.gpus_per_node is None and spec.nproc_is_default:
-        spec = replace(spec, nproc_word=spec.nproc_word or "gpu")  # hosts may have different numbers
+        # Each host starts one worker on each of its idle GPUs.
+        spec = replace(spec, nproc_word=spec.nproc_word or "gpu")
     return replace(
         spec,
         program=shared.sent_program(spec),
