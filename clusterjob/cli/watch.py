@@ -80,7 +80,7 @@ class Watch:
             if numbers and count is not None and max(numbers) >= count:
                 raise UsageError(
                     f"job {record.job_id} has no {label} {max(numbers)}",
-                    f"its {label}s are 0 to {count - 1}",
+                    f"its {label}s are 0 to {count - 1}" if count > 1 else f"its only {label} is 0",
                 )
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
         self._progress = Progress()

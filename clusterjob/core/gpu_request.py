@@ -17,9 +17,7 @@ _COUNT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 TYPED = re.compile(r"([A-Za-z][\w.-]*):(\d{1,9})", re.ASCII)
 _ENTRY = r"(?:\d{1,4}|(?:GPU|MIG)-[\w/-]{1,100})"
 _LIST = re.compile(rf"{_ENTRY}(?:\s*,\s*{_ENTRY})*", re.ASCII)
-_FORMS = (
-    "write a number, a100:8, the GPUs to use as 0,1 or device=5, or auto or auto:4 for idle ones"
-)
+_FORMS = "write a number, a100:8, the GPUs to use as 0,1 or device=5, auto for idle ones, or auto:4"
 
 
 @dataclass(frozen=True)
