@@ -120,10 +120,9 @@ def _switch(value: Any) -> bool:
 
 
 def _duration(value: Any) -> int:
-    clock = (
-        value.isoformat() if hasattr(value, "isoformat") else value
-    )  # TOML reads 01:30:00 as a time of day
-    return parse_duration(_text_or_count(clock))
+    if hasattr(value, "isoformat"):  # TOML reads 01:30:00 as a time of day
+        value = value.isoformat()
+    return parse_duration(_text_or_count(value))
 
 
 def _memory(value: Any) -> int:

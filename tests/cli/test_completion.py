@@ -151,8 +151,11 @@ def answers(capsys: pytest.CaptureFixture[str], *words: str, shell: str = "fish"
     return [line.partition("\t")[0] for line in out.splitlines()]
 
 
-def test_ids_are_completed_newest_first(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+def test_latest_ids_are_completed_newest_first(
+    capsys: pytest.CaptureFixture[str], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert place
+    monkeypatch.setattr(completion_values, "_SORT_TIME", TEST_TIMEOUT)
     make_records(["a-222222", "b-222222", "a-333333_7"])
     assert answers(capsys, "clusterjob", "cancel", "") == [
         "b-222222", "a-222222", "other-xyz789", "training-abc234",
