@@ -147,15 +147,14 @@ def _with_interpreter(chosen: Proposal, found: list[Interpreter], *, ask: bool) 
     if ask and len(found) > 1:
         paths = tuple(one.path for one in found)
         path = _ask(Question("python", "Python of the jobs", default=path, choices=paths)) or path
-    origin = next(one.describe() for one in found if one.path == path)
+    comment = next(one.describe() for one in found if one.path == path)
+    for one in found:
+        if one.path != path:
+            comment += f"; {one.path}: {one.describe()}"
     return replace(
         chosen,
         values={**chosen.values, "python": path},
-        comments={**chosen.comments, "python": origin},
-        examples=(
-            *chosen.examples,
-            *(("python", one.path, one.describe()) for one in found if one.path != path),
-        ),
+        comments={**chosen.comments, "python": comment},
     )
 
 
