@@ -21,7 +21,6 @@ from clusterjob.cli import (
     login,
     logs,
     manage,
-    rerun,
     start,
 )
 from clusterjob.cli.help import App, Group, dashes
@@ -57,7 +56,7 @@ app.command()(logs.logs)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)
-app.command()(rerun.rerun)
+app.command()(start.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)
 app.command()(inspect.env)

@@ -16,6 +16,7 @@ from clusterjob.cli.job_options import ProgramCommand
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.program import WORKER_WORDS
 
+_FILE = re.compile("FILE|DIR|PATH")  # in the metavar of an option or argument for a file
 _MARK = "\1"  # stands for the cursor while a line of bash is divided
 
 
@@ -173,10 +174,16 @@ def _states() -> list[str]:
     return [str(state) for state in JobState]
 
 
-def _starts() -> list[str]:
+def _launchers() -> tuple[str, ...]:
+    from clusterjob.node.options import LAUNCHERS
+
+    return (*LAUNCHERS, "srun")
+
+
+def _start_modes() -> tuple[str, ...]:
     from clusterjob.node.options import START_MODES
 
-    return [*START_MODES]
+    return START_MODES
 
 
 # Each function gets the value so far and returns completions of it.
@@ -187,9 +194,9 @@ _VALUES: dict[str, Callable[[str], Sequence[str]]] = {
     "--login": lambda _: values.hosts(),
     "--after": _job_reference,
     "--state": _in_list(_states),
-    "--start": lambda _: _starts(),
-    "--launcher": lambda _: ("agent", "torchrun", "srun"),
-    "--gpus": lambda _: ("auto:", "device="),
+    "--start": lambda _: _start_modes(),
+    "--launcher": lambda _: _launchers(),
+    "--gpus": lambda _: ("auto", "auto:", "device="),
     "--nproc-per-node": lambda _: WORKER_WORDS,
 }
 
@@ -199,13 +206,12 @@ def _of_option(param: Any, text: str, start: str) -> list[Candidate] | None:
     complete = next((_VALUES[flag] for flag in param.opts if flag in _VALUES), None)
     if complete is not None:
         return [Candidate(start + value) for value in complete(text)]
-    is_file = re.search(r"FILE|DIR|PATH", param.metavar or "")
-    return None if is_file and not start else []
+    return None if _FILE.search(param.metavar or "") and not start else []
 
 
 def _of_argument(param: Any, before: list[str], current: str) -> list[Candidate] | None:
     metavar = param.metavar or ""
-    if "PATH" in metavar or "FILE" in metavar or "DIR" in metavar:
+    if _FILE.search(metavar):
         return None
     found: Sequence[str] = ()
     if "ID" in metavar:

@@ -1,4 +1,4 @@
-"""Values that a shell completes: job ids, clusters, partitions, hosts, states.
+"""Values that a shell completes: job ids, clusters, partitions, hosts.
 
 A value comes from records, configuration files or Slurm, and stands on the user's command line
 after a TAB. Only values of `_PLAIN` characters are offered, so that none can run code in the shell.
@@ -6,15 +6,17 @@ after a TAB. Only values of `_PLAIN` characters are offered, so that none can ru
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 _PLAIN = re.compile(r"[\w@%+./][\w@%+:./,\[\]-]{0,254}", re.ASCII)
-_SORT_TIME = 0.05  # seconds; a slow file system must not delay the shell
+_OFFERED = 100  # job ids
+_SORT_TIME = 0.03  # seconds; a slow file system must not delay the shell
 _SINFO_WAIT = 0.08  # seconds; after that, sinfo fills the cache for the next TAB
 _SINFO_AGE = 300.0  # seconds
 # Argument 1 is the cache: a slow sinfo writes it after the completion has ended.
@@ -27,25 +29,30 @@ def plain(values: Iterable[str]) -> list[str]:
 
 
 def job_ids(prefix: str) -> list[str]:
-    """Return the ids that begin with a prefix, newest first; the records are not read."""
-    from clusterjob.core.records import SEPARATOR, Records
+    """Return the latest ids that begin with a prefix, newest first; the records are not read."""
+    from clusterjob.core.state_home import home  # importing core.records would take 20 ms
 
-    names = {
-        entry.name.removesuffix(".json"): entry
-        for entry in Records().entries()
-        if entry.name.startswith(prefix) and SEPARATOR not in entry.name
-    }
+    try:
+        with os.scandir(home() / "records") as entries:
+            found = [each for each in entries if each.name.startswith(prefix) and _is_job(each)]
+    except FileNotFoundError:
+        return []
+    # A new file mostly has a high inode, so the newest files are looked at in any case.
+    found.sort(key=lambda entry: -entry.inode())
     end = time.monotonic() + _SORT_TIME
     changed: dict[str, int] = {}
-    # A new file mostly has a high inode, so the newest files are looked at in any case.
-    for name, entry in sorted(names.items(), key=lambda item: -item[1].inode()):
+    for entry in found:
         if time.monotonic() > end:
             break
-        try:
-            changed[name] = entry.stat(follow_symlinks=False).st_mtime_ns
-        except OSError:
-            continue
-    return plain(sorted(names, key=lambda name: (-changed.get(name, 0), name)))
+        with contextlib.suppress(OSError):
+            changed[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
+    found.sort(key=lambda entry: changed.get(entry.name, 0), reverse=True)
+    return plain(entry.name.removesuffix(".json") for entry in found[:_OFFERED])
+
+
+def _is_job(entry: os.DirEntry[str]) -> bool:
+    """Return whether a file is the record of a job, not of an element of an array."""
+    return entry.name.endswith(".json") and "_" not in entry.name and entry.name[0] != "."
 
 
 def clusters() -> list[str]:
@@ -59,6 +66,8 @@ def clusters() -> list[str]:
 
 def partitions() -> list[str]:
     """Return Slurm's partitions; sinfo runs at most once in five minutes."""
+    import subprocess
+
     from clusterjob.core.node_zip import cache_directory
     from clusterjob.node.system import private_dirs
     from clusterjob.remote.ssh_host_names import read_lines

@@ -75,6 +75,17 @@ def dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
+def _write_examples(_command: Any, ctx: Any, formatter: Any) -> None:
+    names: list[str] = []
+    while ctx.parent is not None:
+        names.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    if lines := EXAMPLES.get(" ".join(names)):
+        with formatter.section("Examples"):
+            for line in lines:
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
 class Command(TyperCommand):
     """A command whose help shows its options in groups, and examples."""
 
@@ -97,9 +108,7 @@ class Command(TyperCommand):
             with formatter.section(title):
                 formatter.write_dl(rows)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples of the command."""
-        _write_examples(ctx, formatter)
+    format_epilog = _write_examples
 
 
 class Group(TyperGroup):
@@ -117,9 +126,7 @@ class Group(TyperGroup):
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples of the group."""
-        _write_examples(ctx, formatter)
+    format_epilog = _write_examples
 
 
 class App(typer.Typer):
@@ -128,14 +135,3 @@ class App(typer.Typer):
     def command(self, *args: Any, **rest: Any) -> Callable[[_Function], _Function]:
         """Add a command whose help shows groups and examples."""
         return super().command(*args, **{"cls": Command, **rest})
-
-
-def _write_examples(ctx: Any, formatter: Any) -> None:
-    names: list[str] = []
-    while ctx.parent is not None:
-        names.insert(0, ctx.info_name)
-        ctx = ctx.parent
-    if lines := EXAMPLES.get(" ".join(names)):
-        with formatter.section("Examples"):
-            for line in lines:
-                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")

@@ -147,21 +147,19 @@ def _with_interpreter(chosen: Proposal, found: list[Interpreter], *, ask: bool) 
     if ask and len(found) > 1:
         paths = tuple(one.path for one in found)
         path = _ask(Question("python", "Python of the jobs", default=path, choices=paths)) or path
-    origin = next(one.describe() for one in found if one.path == path)
+    comment = next(one.describe() for one in found if one.path == path)
+    for one in found:
+        if one.path != path:
+            comment += f"; {one.path}: {one.describe()}"
     return replace(
         chosen,
         values={**chosen.values, "python": path},
-        comments={**chosen.comments, "python": origin},
-        examples=(
-            *chosen.examples,
-            *(("python", one.path, one.describe()) for one in found if one.path != path),
-        ),
+        comments={**chosen.comments, "python": comment},
     )
 
 
 def _text(chosen: Proposal, others: list[Proposal], directory: Path) -> str:
     """Return the content of the file."""
-    from clusterjob.core.options import OPTIONS
     from clusterjob.core.proposals import profile_lines, toml_value
 
     lines = [
@@ -173,7 +171,7 @@ def _text(chosen: Proposal, others: list[Proposal], directory: Path) -> str:
         '# env = { NCCL_DEBUG = "WARN" }  # variables of the workers',
         '# setup = ["module load cuda"]  # shell lines that each node runs first',
     ]
-    if "uv" in OPTIONS and (directory / "uv.lock").is_file():
+    if (directory / "uv.lock").is_file():
         lines.append("# uv = true  # make the environment of uv.lock on each node")
     lines += ["", *profile_lines(chosen, active=True)]
     for proposal in others:

@@ -1,4 +1,4 @@
-"""The commands that start or render jobs: `submit`, `run`, `render`, `launch`."""
+"""The commands that start or render jobs: `submit`, `run`, `rerun`, `render`, `launch`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clusterjob.cli.job_options import Json, flags_given, program_of
+from clusterjob.cli.job_options import Id, Json, flags_given, program_of
 from clusterjob.errors import ClusterJobError
 
 if TYPE_CHECKING:
@@ -55,12 +55,7 @@ def submit(
             }
         )
     else:
-        try:
-            print(record.job_id, flush=True)
-        except OSError as error:  # the job runs, so the error must contain its id
-            raise ClusterJobError(
-                f"{error.strerror}: standard output", f"the job runs; its id is {record.job_id}"
-            ) from error
+        _print_id(record)
     return watch.until_end(record)() if follow else 0
 
 
@@ -73,6 +68,15 @@ def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None)
     except KeyboardInterrupt:
         output.print_message(f"interrupted: job {plan.job_id} is cancelled")
         raise
+
+
+def _print_id(record: Record) -> None:
+    try:
+        print(record.job_id, flush=True)
+    except OSError as error:  # the job runs, so the error must contain its id
+        raise ClusterJobError(
+            f"{error.strerror}: standard output", f"the job runs; its id is {record.job_id}"
+        ) from error
 
 
 def _own_stdin() -> int | None:
@@ -123,6 +127,42 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     jobs.cancel([record])
     show()
     return 130
+
+
+def rerun(
+    job_id: Id,
+    failed: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--failed",
+            help="Only elements that are FAILED, LOST or PREEMPTED (default: all).",
+        ),
+    ] = False,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--secret",
+            metavar="K[=FILE]",
+            help="File with the value of a recorded secret; repeatable (default: this"
+            " environment's value).",
+        ),
+    ] = None,
+) -> int:
+    """Submit a job again with its recorded code, arguments and environment; print the new id.
+
+    The values of secrets are not recorded: they come from this environment or from --secret. The
+    jobs that it waited for with --after are not waited for again.
+    """
+    from clusterjob.core import rerun as core_rerun
+    from clusterjob.core.job_secrets import Secret
+    from clusterjob.core.records import Records
+
+    record = Records().find(job_id)
+    given = [Secret.parse(text).beside(Path.cwd()) for text in secret or ()]
+    plan = core_rerun.plan(record, given, failed=failed)
+    _print_notes(plan)
+    _print_id(_submit(plan, record.cluster, detach=True))
+    return 0
 
 
 def render(ctx: typer.Context, as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002

@@ -58,11 +58,7 @@ class Watch:
             )
         self._record = record
         self._filters = filters
-        self._search = None
-        if filters.grep is not None:
-            from clusterjob.cli.line_search import LineSearch
-
-            self._search = LineSearch(filters.grep)
+        self._matching = _matching(filters.grep)
         self._reader = LogReader(
             record.job_dir,
             rank=filters.ranks,
@@ -84,13 +80,13 @@ class Watch:
             if numbers and count is not None and max(numbers) >= count:
                 raise UsageError(
                     f"job {record.job_id} has no {label} {max(numbers)}",
-                    f"its {label}s are 0 to {count - 1}",
+                    f"its {label}s are 0 to {count - 1}" if count > 1 else f"its only {label} is 0",
                 )
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
         self._progress = Progress()
 
     def so_far(self, tail: int | None, *, follow: bool) -> None:
-        """Show the output so far, or its last `tail` lines.
+        """Show the output so far, or its last `tail` lines; say if the job has not started.
 
         If `to_the_end` follows, it shows a last line that has no newline yet.
 
@@ -99,15 +95,23 @@ class Watch:
         """
         polling.collect(self._record)
         self._check_attempt()
+        if not follow and not self._reader.attempts():
+            self._print_if_pending()
         if tail is None:
-            self._printer.show_all(self._selected(self._reader.batches(end=not follow)))
+            self._printer.show_all(map(self._matching, self._reader.batches(end=not follow)))
             return
-        if self._search is None:
+        if self._filters.grep is None:
             self._reader.skip_to_tail(tail)
         last: deque[LogLine] = deque(maxlen=tail)
-        for lines in self._selected(self._reader.batches(end=not follow)):
-            last.extend(lines)
+        for lines in self._reader.batches(end=not follow):
+            last.extend(self._matching(lines))
         self._printer.show_all([list(last)])
+
+    def _print_if_pending(self) -> None:
+        status = polling.status(self._record)
+        if status.state is JobState.PENDING:
+            reason = f": {status.reason}" if status.reason else ""
+            output.print_message(f"job {self._record.job_id} has not started{reason}")
 
     def _check_attempt(self) -> None:
         wanted, known = self._filters.attempt, self._reader.attempts()
@@ -116,13 +120,6 @@ class Watch:
                 f"job {self._record.job_id} has no output of attempt {wanted}",
                 f"it has output of attempt {', '.join(map(str, sorted(known)))}",
             )
-
-    def _selected(self, batches: Iterable[list[LogLine]]) -> Iterable[list[LogLine]]:
-        return batches if self._search is None else map(self._search.matching, batches)
-
-    def _open_lines(self) -> list[LogLine]:
-        lines = self._reader.open_lines()
-        return lines if self._search is None else self._search.matching(lines)
 
     def to_the_end(self) -> int:
         """Show the output until the job ends, then print the verdict; return the exit code."""
@@ -140,7 +137,18 @@ class Watch:
 
     def _show(self, batches: Iterable[list[LogLine]]) -> None:
         self._progress.stop()  # the spinner and the output share the terminal
-        self._printer.show(self._selected(batches), self._open_lines)
+        self._printer.show(
+            map(self._matching, batches), lambda: self._matching(self._reader.open_lines())
+        )
+
+
+def _matching(expression: str | None) -> Callable[[list[LogLine]], list[LogLine]]:
+    """Return a function that selects the lines with a match; all without an expression."""
+    if expression is None:
+        return lambda lines: lines
+    from clusterjob.cli.line_search import LineSearch
+
+    return LineSearch(expression).matching
 
 
 def until_end(record: Record) -> Callable[[], int]:

@@ -14,10 +14,10 @@ from clusterjob.errors import SpecError
 
 IDLE = "auto"
 _COUNT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_TYPED = re.compile(r"([A-Za-z][\w.-]*):(\d{1,9})", re.ASCII)
+TYPED = re.compile(r"([A-Za-z][\w.-]*):(\d{1,9})", re.ASCII)
 _ENTRY = r"(?:\d{1,4}|(?:GPU|MIG)-[\w/-]{1,100})"
 _LIST = re.compile(rf"{_ENTRY}(?:\s*,\s*{_ENTRY})*", re.ASCII)
-_FORMS = "write a number, a100:8, the GPUs to use as 0,1 or device=5, or auto:4 for idle ones"
+_FORMS = "write a number, a100:8, the GPUs to use as 0,1 or device=5, auto for idle ones, or auto:4"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,15 @@ class GpuRequest:
     count: int | None = None
     type: str = ""
     chosen: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse ``auto:0``.
+
+        Raises:
+            SpecError: no GPU is to be chosen.
+        """
+        if self.chosen and self.count == 0:
+            raise SpecError(f"--gpus {self.chosen} with 0 GPUs", "--gpus 0 uses none")
 
 
 def read_gpus(value: Any) -> int | str:
@@ -52,7 +61,8 @@ def read_gpus(value: Any) -> int | str:
     named = text.removeprefix("device=")
     if not is_list and named == text and _COUNT.fullmatch(text):
         return int(text)
-    if not is_list and (text == IDLE or _TYPED.fullmatch(text)):
+    if not is_list and (text == IDLE or TYPED.fullmatch(text)):
+        parse(text)  # refuses auto:0
         return text
     if not _LIST.fullmatch(named):
         shown = repr(value)
@@ -74,7 +84,7 @@ def parse(value: int | str) -> GpuRequest:
         return GpuRequest(value)
     if value == IDLE:
         return GpuRequest(chosen=IDLE)
-    if typed := _TYPED.fullmatch(value):
+    if typed := TYPED.fullmatch(value):
         count = int(typed[2])
         return GpuRequest(count, chosen=IDLE) if typed[1] == IDLE else GpuRequest(count, typed[1])
     chosen = value.removeprefix("device=")

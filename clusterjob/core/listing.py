@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from clusterjob.backends.base import Status
 from clusterjob.core.record_index import (
@@ -73,13 +73,3 @@ class Listing(RecordIndex):
             jobs = [job for job in jobs if selection.has_state([row.state for row in job.rows])]
             total = len(jobs)
         return jobs[:limit], total - len(jobs[:limit])
-
-    def with_states(self, states: Iterable[tuple[Record, Status]]) -> list[ListRow]:
-        """Return a row for each job, oldest first, with the elements of an array together.
-
-        Args:
-            states: the status of each open job.
-        """
-        return sorted(
-            [*self.rows, *(row_of(record, status) for record, status in states)], key=place_in_list
-        )

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core.gpu_request import read_gpus
+from clusterjob.core.gpu_request import TYPED, read_gpus
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.units import parse_duration, parse_size
 from clusterjob.errors import ConfigError, SpecError
 from clusterjob.node.program import WORKER_WORDS
-
-_GPUS_OF_TYPE = re.compile(r"[A-Za-z][\w.-]*:\d{1,9}", re.ASCII)
-
 
 # The headings of `--help`, in order.
 GROUPS = ("job", "resources", "environment", "code", "cluster", "restart", "output")
@@ -123,10 +120,9 @@ def _switch(value: Any) -> bool:
 
 
 def _duration(value: Any) -> int:
-    clock = (
-        value.isoformat() if hasattr(value, "isoformat") else value
-    )  # TOML reads 01:30:00 as a time of day
-    return parse_duration(_text_or_count(clock))
+    if hasattr(value, "isoformat"):  # TOML reads 01:30:00 as a time of day
+        value = value.isoformat()
+    return parse_duration(_text_or_count(value))
 
 
 def _memory(value: Any) -> int:
@@ -137,7 +133,7 @@ def _memory(value: Any) -> int:
 
 def _gpus_per_node(value: Any) -> int | str:
     """Return a number of GPUs, or a text with type and number, such as a100:8."""
-    typed = isinstance(value, str) and _GPUS_OF_TYPE.fullmatch(value.strip())
+    typed = isinstance(value, str) and TYPED.fullmatch(value.strip())
     return typed[0] if typed else _whole_number(value)
 
 
@@ -251,8 +247,8 @@ _ROWS = (
         help="Number of nodes (default: 1)."),
     Option("gpus", read_gpus, metavar="N", target=Target.OTHER, group="resources",
         excludes="gpus_per_node",
-        help="GPUs on each node: a number, a100:8, those to use as 0,1 or device=5, or auto:4 for "
-        "idle ones (default: none requested)."),
+        help="GPUs on each node: a number, a100:8, those to use as 0,1 or device=5, auto for "
+        "all idle ones, or auto:4 for four of them (default: none requested)."),
     Option("gpus_per_node", _gpus_per_node, metavar="N", target=Target.OTHER, group="resources",
         excludes="gpus",
         help="The same as --gpus with a number or a100:8 (default: none requested)."),

@@ -57,14 +57,14 @@ class Resources:
     gpu_type: str = ""
 
     def __post_init__(self) -> None:
-        for label, value, least in (
-            ("nodes", self.nodes, 1),
-            ("gpus per node", self.gpus_per_node, 0),
-            ("cpus per task", self.cpus_per_task, 1),
-            ("memory", self.mem, 0),
-            ("time limit", self.time_limit, 1),
+        for flag, value, least in (
+            ("--nodes", self.nodes, 1),
+            ("--gpus", self.gpus_per_node, 0),
+            ("--cpus-per-task", self.cpus_per_task, 1),
+            ("--mem", self.mem, 0),
+            ("--time", self.time_limit, 1),
         ):
-            _at_least(label, value, least=least)
+            _at_least(flag, value, least=least)
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class JobSpec:
                 f"{self.name[:MAX_NAME]!r} is not a valid job name",
                 f"use up to {MAX_NAME} printable characters on one line",
             )
-        _at_least("nproc per node", self.nproc_per_node, least=1)
-        _at_least("max restarts", self.max_restarts, least=0)
+        _at_least("--nproc-per-node", self.nproc_per_node, least=1)
+        _at_least("--max-restarts", self.max_restarts, least=0)
         _one_of("start", self.start, known=START_MODES)
         _one_of("launcher", self.launcher, known=(*LAUNCHERS, "srun"))
         for label in ("join_timeout", "heartbeat", "lease", "grace"):
@@ -214,6 +214,8 @@ class JobSpec:
 
     def _check_notifications(self) -> None:
         notifications.check_kinds(self.notify_on)
+        if not all(command.strip() for command in self.notify_cmd):
+            raise SpecError("--notify-cmd is empty", "write a shell command, or leave it out")
         if self.notifies and self.launcher == "srun":
             raise SpecError(
                 "--notify needs clusterjob's agent, and --launcher srun starts none",
@@ -380,11 +382,11 @@ def default_name(program: Program) -> str:
     return cleaned[:MAX_NAME] or "job"
 
 
-def _at_least(label: str, value: int | None, least: int) -> None:
+def _at_least(flag: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise SpecError(
-            f"{label} is {value}: must be at least {least}",
-            "leave it out to use the default",
+            f"{flag} {value}: the least value is {least}",
+            f"write {flag} {least} or more, or leave it out",
         )
 
 

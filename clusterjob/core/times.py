@@ -14,26 +14,25 @@ _DURATION = re.compile(r"[\d.]+\s*[dhms][\d.dhms\s]*", re.IGNORECASE | re.ASCII)
 _HINT = "write 30m, 2h, 3d, 14:30, today, yesterday, 2026-11-24 or 2026-11-24T14:30"
 
 
-def parse_point(text: str, option: str = "--since", *, now: datetime | None = None) -> datetime:
-    """Return the point in time that a text names.
+def parse_point(text: str, *, now: datetime | None = None) -> datetime:
+    """Return the point in time that the text of ``--since`` names.
 
     Args:
         text: a duration before now, such as 2h; a time of today, such as 14:30; ``today`` or
             ``yesterday``; or a local date, with a time of day or without.
-        option: the option that has this value, for the error.
         now: the current time; by default that of this machine's clock.
 
     Raises:
         UsageError: the text names no time, or a time in the future.
     """
     now = now or datetime.now(timezone.utc).astimezone()
-    found = _point(text.strip(), option, now=now)
+    found = _point(text.strip(), now)
     if found > now:
-        raise UsageError(f"{option} {text}: this time is in the future", _HINT)
+        raise UsageError(f"--since {text}: this time is in the future", _HINT)
     return found
 
 
-def _point(text: str, option: str, now: datetime) -> datetime:
+def _point(text: str, now: datetime) -> datetime:
     today = now.replace(hour=0, minute=0, second=0, microsecond=0)
     if (seconds := parse_age(text)) is not None:
         try:
@@ -50,7 +49,7 @@ def _point(text: str, option: str, now: datetime) -> datetime:
             return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone()
     except (ValueError, OverflowError, OSError):
         pass  # such as 2026-13-01 or 25:00
-    raise UsageError(f"{option} {text!r} is not a time", _HINT)
+    raise UsageError(f"--since {text!r} is not a time", _HINT)
 
 
 def parse_age(text: str) -> int | None:

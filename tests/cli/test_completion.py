@@ -151,19 +151,27 @@ def answers(capsys: pytest.CaptureFixture[str], *words: str, shell: str = "fish"
     return [line.partition("\t")[0] for line in out.splitlines()]
 
 
-def test_ids_are_completed_newest_first(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+def test_latest_ids_are_completed_newest_first(
+    capsys: pytest.CaptureFixture[str], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert place
+    monkeypatch.setattr(completion_values, "_SORT_TIME", TEST_TIMEOUT)
     make_records(["a-222222", "b-222222", "a-333333_7"])
     assert answers(capsys, "clusterjob", "cancel", "") == [
         "b-222222", "a-222222", "other-xyz789", "training-abc234",
     ]  # fmt: skip
     assert answers(capsys, "clusterjob", "cancel", "a-222222", "a") == []
+    make_records([f"many-{number:03}" for number in range(150)])
+    newest = [f"many-{number:03}" for number in range(149, 49, -1)]
+    assert answers(capsys, "clusterjob", "cancel", "") == newest
+    assert answers(capsys, "clusterjob", "cancel", "many-00")[-1] == "many-000"
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("submit", "--start", ""), ["auto", "fork", "exec"]),
+        (("submit", "--launcher", ""), ["agent", "torchrun", "ray", "srun"]),
         (("submit", "--nproc_per_node", ""), ["gpu", "cpu", "auto"]),
         (("submit", "--after", "afterok:a,aftern"), ["afterok:a,afternotok:"]),
         (("submit", "--workdir", "x"), [":files"]),

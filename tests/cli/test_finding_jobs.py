@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.logs.log_files import Timeline
 from clusterjob.node.logs.log_reader import LogLine
 from clusterjob.node.program import Program
+from clusterjob.node.system.processes import ProcessIdentity
 from clusterjob.node.verdict import JobState, Verdict
 
 COMMAND = [sys.executable, "-m", "clusterjob"]
@@ -340,6 +342,13 @@ def test_logs_without_id_shows_the_latest_job_and_names_it(
     assert run("logs") == (0, "", "clusterjob: job new-b\n")
     assert "step 0 of 0" in run("logs", "@2")[1]
     assert "step 0 of 0" in run("logs", "log")[1]
+
+
+def test_logs_of_a_job_that_has_not_started_say_why(run: Run, save: Save) -> None:
+    this = ProcessIdentity.of_this_process()
+    Records().save(replace(save("new-a"), handle=None, end=None, submitter=this))
+    said = "clusterjob: job new-a has not started: it is being submitted\n"
+    assert run("logs", "new-a") == run("logs", "new-a", "-n", "5") == (0, "", said)
 
 
 @pytest.mark.usefixtures("logged")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,7 +92,9 @@ def test_bare_machine_gets_a_profile_that_passes_doctor(place: Path) -> None:
     assert data["cluster"] == "local"
     profile = data["clusters"]["local"]
     assert profile["python"] == str(place / ".venv/bin/python"), "the one with torch"
-    assert "the project's .venv" in (place / FILE).read_text()
+    text = (place / FILE).read_text()
+    assert "the project's .venv" in text
+    assert re.search("; /.*/python3?: .+", text), "the other interpreters"
     found = doctor(cwd=place)
     assert found.fit, found
     assert "2.9.0" in found.message("torch")

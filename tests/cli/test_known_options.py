@@ -132,6 +132,13 @@ def test_local_job_takes_idle_gpus_and_holds_them(
     assert "1 idle GPUs where 2 are asked for" in done.stderr
     assert f"0 job {first}" in done.stderr
     assert len(json.loads(terminal("list", "--json").stdout)["jobs"]) == 2, "nothing is left"
+    smi.set_gpus([3, 40_000, 3, 3], {})
+    done = terminal("run", "--gpus", "auto", terminal.script(SHOW_GPUS))
+    lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
+    assert lines == [f"{rank} {smi.prefix}2,{smi.prefix}3" for rank in (0, 1)], "all idle ones"
+    smi.set_gpus([3, 40_000], {1: [(1, "python")]})
+    done = terminal("submit", "--gpus", "auto", terminal.script(SHOW_GPUS), code=1)
+    assert f"--gpus auto: no GPU is idle: 0 job {first}; 1 NVIDIA H100, 80GB: " in done.stderr
     terminal("cancel", first)
 
 

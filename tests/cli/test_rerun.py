@@ -75,6 +75,20 @@ def test_rerun_repeats_program_environment_and_asks_for_secrets_again(work: Path
     assert len(Records().all()) == 2, "nothing is left of a rerun that is refused"
 
 
+def test_rerun_names_the_new_job_if_stdout_is_full(work: Path) -> None:
+    first = command(work, "submit", "--cluster", "local", "--", "true").strip()
+    argv = [sys.executable, "-m", "clusterjob", "rerun", first]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            argv, cwd=work, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    command(work, "wait", first)
+    second = Records().find("@").job_id
+    assert (done.returncode, second == first) == (1, False)
+    assert f"hint: the job runs; its id is {second}" in done.stderr
+    command(work, "wait", second)
+
+
 def test_rerun_runs_the_code_that_was_submitted_and_clean_frees_it(work: Path) -> None:
     (work / "helper.py").write_text("value = 'old'\n")
     (work / "script.py").write_text("import helper; print(helper.value)\n")

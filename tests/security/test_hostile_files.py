@@ -20,6 +20,7 @@ from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.core import polling
 from clusterjob.core.listing import Listing
 from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.selection import Selection
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import read_events
 from clusterjob.node.logs.log_reader import LogReader
@@ -61,8 +62,8 @@ RECORD = Record(
 
 
 def listed_job_ids() -> list[str]:
-    found = Listing(Records())
-    return [row.job_id for row in found.with_states(polling.statuses(found.open))]
+    jobs, _ = Listing(Records()).select(Selection(), None, ask=polling.statuses)
+    return [row.job_id for job in reversed(jobs) for row in job.rows]
 
 
 # -- any content ---------------------------------------------------------------------------------

@@ -126,6 +126,8 @@ def test_pending_job_is_one_line(user: User) -> None:
     job_id = user.submit(SLEEPER, "--nodes", "4", "--set", "begin=now+1hour")
     _, err = Inside(job_id, user.directory).exec("true", code=255)
     assert err.decode().startswith(f"clusterjob: error: job {job_id} has not started")
+    logs = user("logs", job_id)
+    assert (logs.stdout, "has not started: BeginTime" in logs.stderr) == ("", True)
     user("cancel", job_id)
 
 

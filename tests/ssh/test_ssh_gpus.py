@@ -64,8 +64,10 @@ def test_jobs_get_different_idle_gpus_on_each_host(
         f" root's trainer (pid 1), 9.4 of 86 GB used; 1 job {first.job_id}" in error
     )
     assert "gpu2" not in error.splitlines()[0]
-    second = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=1)
-    wait_for_lines(second, f"devices {one}3", f"devices {two}2")
+    second = site.submit(DEVICES_SCRIPT, gpus="auto", nproc_per_node=1)
+    wait_for_lines(second, f"devices {one}3", f"devices {two}2,{two}3")
+    error = submit_error(site, gpus="auto", nproc_per_node=1)
+    assert "gpu1: no GPU is idle: 0 NVIDIA H100, 80GB: root's trainer (pid 1)" in error
     for record in (first, second):
         for host in ("gpu1", "gpu2"):
             (site.remote_dir(record, host) / "code" / "leave").touch()
@@ -104,7 +106,7 @@ def test_too_few_gpus_give_cpu_rehearsal_unless_required(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"gpus": "auto"}, "the number of GPUs is missing"),
+        ({"gpus": "auto:0"}, "--gpus auto with 0 GPUs"),
         (
             {"gpus": "0,1", "gpus_per_node": 3},
             "--gpus 0,1 and --gpus-per-node 3 ask for different GPUs",

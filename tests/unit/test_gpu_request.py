@@ -15,8 +15,9 @@ from clusterjob.backends.local import gpu_assignment
 from clusterjob.core import capabilities, gpu_request, gpus, job_settings
 from clusterjob.core.gpu_request import GpuRequest, parse, read_gpus
 from clusterjob.core.spec import JobSpec
-from clusterjob.errors import SpecError, UsageError
+from clusterjob.errors import SpecError, SubmitError, UsageError
 from clusterjob.node import launch
+from clusterjob.node.host_server import gpus as host_gpus
 from clusterjob.node.program import Program
 from clusterjob.node.system import devices
 
@@ -81,6 +82,9 @@ def test_gpus_and_gpus_per_node_must_agree() -> None:
         gpu_request.merge("0,1", 8)
     with pytest.raises(SpecError, match="different GPUs"):
         gpu_request.merge("a100:2", 2)
+    for value, per_node in (("auto:0", None), ("auto", 0)):
+        with pytest.raises(SpecError, match="--gpus auto with 0 GPUs"):
+            gpu_request.merge(value, per_node)
 
 
 # -- flags and profiles ----------------------------------------------------------------------------
@@ -123,6 +127,7 @@ def test_gpus_is_the_number_on_each_node(tmp_path: Path) -> None:
         ("slurm", "0,1", "--gpus 0,1: the slurm cluster cannot choose GPUs"),
         ("slurm", "device=5", "--gpus device=5: the slurm cluster cannot choose GPUs"),
         ("slurm", "auto:2", "--gpus auto: the slurm cluster cannot choose GPUs"),
+        ("slurm", "auto", "--gpus auto: the slurm cluster cannot choose GPUs"),
         ("mlp", "0,1", "--gpus 0,1: the mlp cluster cannot choose GPUs"),
         ("local", "a100:2", "--gpus a100:2: the local cluster cannot choose GPUs by their type"),
         ("ssh", "a100:2", "--gpus a100:2: the ssh cluster cannot choose GPUs by their type"),
@@ -179,8 +184,24 @@ def test_local_nodes_cannot_share_chosen_gpus(tmp_path: Path) -> None:
     ]
     with pytest.raises(SpecError, match="2 nodes on this machine cannot share these GPUs"):
         gpu_assignment.of_nodes(spec_of(tmp_path, gpus="1,3", nodes="2"))
-    with pytest.raises(SpecError, match="the number of GPUs is missing"):
-        gpu_assignment.of_nodes(spec_of(tmp_path, gpus="auto"))
+
+
+def test_local_job_with_auto_counts_the_idle_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_gpus, "idle_count", lambda _environ: 5)
+
+    def counted(**flags: Any) -> tuple[int | None, int]:
+        spec = gpu_assignment.counted(spec_of(tmp_path, gpus="auto", **flags))
+        return spec.resources.gpus_per_node, spec.nproc_per_node
+
+    assert counted() == (5, 5)
+    assert counted(nodes=2) == (2, 2)
+    assert counted(nproc_per_node="gpu") == (5, 5)
+    assert counted(nproc_per_node="2") == (5, 2)
+    assert counted(nproc_per_node="cpu") == (5, len(os.sched_getaffinity(0)))
+    with pytest.raises(SubmitError, match="--gpus auto: 5 idle GPUs for 6 nodes"):
+        counted(nodes=6)
 
 
 @pytest.mark.parametrize("word", ["gpu", "auto"])
@@ -192,8 +213,9 @@ def test_word_with_a_number_of_gpus_is_that_number(tmp_path: Path, word: str) ->
         capabilities.check(without, "slurm", base.load("slurm"))
 
 
-def test_hosts_count_their_workers_themselves(tmp_path: Path) -> None:
-    plan = base.load("ssh").plan(spec_of(tmp_path, "ssh", hosts="a,b", nproc_per_node="gpu"))
+@pytest.mark.parametrize("flags", [{"nproc_per_node": "gpu"}, {"gpus": "auto"}])
+def test_hosts_count_their_workers_themselves(tmp_path: Path, flags: dict[str, str]) -> None:
+    plan = base.load("ssh").plan(spec_of(tmp_path, "ssh", hosts="a,b", **flags))
     script = next(file for file in plan.files if file.path.name == "ssh-node.sh")
     assert b"--nproc-per-node gpu" in script.data
     assert plan.spec.nproc_is_default, "the world size is not known before the start"

@@ -99,6 +99,22 @@ def test_pick_auto_returns_idle_visible_gpus(smi: FakeSmi) -> None:
     assert uuids_of(gpus.pick("a", "auto", count=1, environ={"CUDA_VISIBLE_DEVICES": "3,0"})) == [
         "GPU-0003"
     ]
+    assert uuids_of(gpus.pick("a", "auto", count=None, environ={})) == ["GPU-0000", "GPU-0003"]
+    assert gpus.idle_count({}) == 2
+    held = gpus.pick("a", "auto", count=1, environ={})
+    assert gpus.idle_count({}) == 1
+    held.release()
+
+
+def test_pick_of_all_idle_gpus_without_one_names_holders(smi: FakeSmi) -> None:
+    smi.set_gpus([3, 2000])
+    held = gpus.pick("other-job", "auto", count=None, environ={})
+    with pytest.raises(gpus.TooFewGpusError) as caught:
+        gpus.idle_count({})
+    held.release()
+    assert str(caught.value) == (
+        "no GPU is idle: 0 job other-job; 1 NVIDIA H100, 80GB: 2.1 of 86 GB used"
+    )
 
 
 def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:

@@ -189,7 +189,7 @@ def test_worker_count_defaults_to_gpus_per_node(
 
 
 def test_zero_workers_per_node_is_error(work: Path) -> None:
-    with pytest.raises(SpecError, match="nproc per node is 0"):
+    with pytest.raises(SpecError, match="--nproc-per-node 0: the least value is"):
         spec_of(work, nproc_per_node=0, gpus_per_node=2)
 
 

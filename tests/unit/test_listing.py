@@ -15,6 +15,7 @@ from clusterjob.core import polling
 from clusterjob.core.listing import Listing
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.selection import Selection
 from clusterjob.node.logs import events
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -32,7 +33,8 @@ def records(tmp_path: Path) -> Records:
 
 def listed() -> tuple[list[ListRow], list[str]]:
     found = Listing(Records())
-    return found.with_states(polling.statuses(found.open)), found.broken
+    jobs, _ = found.select(Selection(), None, ask=polling.statuses)
+    return [row for job in reversed(jobs) for row in job.rows], found.broken
 
 
 def save(records: Records, job_dir: Path, job_id: str, **fields: object) -> Record:

@@ -156,6 +156,7 @@ def test_record_of_older_version_has_no_notifications(tmp_path: Path) -> None:
         ({"notify_on": ("ends",)}, "--notify-on 'ends': unknown event"),
         ({"notify_cmd": ("true",), "launcher": "srun"}, "--launcher srun starts none"),
         ({"notify_cmd": ("a\0b",)}, "contains a NUL byte"),
+        ({"notify_cmd": ("true", " ")}, "--notify-cmd is empty"),
         ({"notify_cmd": ("x" * 60_000,)}, "--notify and --notify-cmd have 60"),
     ],
 )

@@ -40,12 +40,12 @@ def refused(workdir: Path, program: Program = SCRIPT, **fields: Any) -> SpecErro
 @pytest.mark.parametrize(
     ("fields", "label"),
     [
-        ({"nodes": 0}, "nodes is 0"),
-        ({"nodes": -1}, "nodes is -1"),
-        ({"gpus_per_node": -1}, "gpus per node is -1"),
-        ({"cpus_per_task": 0}, "cpus per task is 0"),
-        ({"mem": -1}, "memory is -1"),
-        ({"time_limit": 0}, "time limit is 0"),
+        ({"nodes": 0}, "--nodes 0: the least value is"),
+        ({"nodes": -1}, "--nodes -1: the least value is"),
+        ({"gpus_per_node": -1}, "--gpus -1: the least value is"),
+        ({"cpus_per_task": 0}, "--cpus-per-task 0: the least value is"),
+        ({"mem": -1}, "--mem -1: the least value is"),
+        ({"time_limit": 0}, "--time 0: the least value is"),
     ],
 )
 def test_resources_below_minimum_are_refused(fields: dict[str, int], label: str) -> None:
@@ -63,8 +63,8 @@ def test_resources_have_defaults() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"nproc_per_node": 0}, "nproc per node is 0"),
-        ({"max_restarts": -1}, "max restarts is -1"),
+        ({"nproc_per_node": 0}, "--nproc-per-node 0: the least value is"),
+        ({"max_restarts": -1}, "--max-restarts -1: the least value is"),
         ({"start": "x"}, "start is 'x'"),
         ({"launcher": "mpirun"}, "launcher is 'mpirun'"),
         ({"grace": 0.0}, "grace is 0"),

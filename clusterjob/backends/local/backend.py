@@ -72,6 +72,7 @@ class LocalBackend:
         Raises:
             SpecError: the interpreter does not exist, there are too few GPUs and `require_gpus` is
                 set, or an option does not exist in this backend.
+            SubmitError: --gpus auto finds too few idle GPUs.
             UsageError: this machine does not run Linux.
             TemplateError: the user's template cannot be rendered.
         """

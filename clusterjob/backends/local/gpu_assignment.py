@@ -20,15 +20,22 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def counted(spec: JobSpec) -> JobSpec:
-    """Return the job with the number that ``--nproc-per-node gpu``, ``cpu`` or ``auto`` means.
+    """Return the job with the numbers that ``--gpus auto`` and words of --nproc-per-node mean.
 
     Raises:
         SpecError: the word is ``gpu``, and there are fewer GPUs than nodes.
+        SubmitError: the GPUs are ``auto``, and there are fewer idle ones than nodes.
     """
     word, nodes = spec.nproc_word, spec.resources.nodes
+    if spec.gpus == IDLE and spec.resources.gpus_per_node is None:
+        each = _idle(nodes)
+        spec = replace(spec, resources=replace(spec.resources, gpus_per_node=each))
+        if spec.nproc_is_default and word != "cpu":
+            return replace(spec, nproc_per_node=each, nproc_word="")
     if not word:
         return spec
-    installed = 0 if word == "cpu" or spec.resources.gpus_per_node == 0 else _visible()
+    uses_none = word == "cpu" or spec.resources.gpus_per_node == 0
+    installed = 0 if uses_none else len(gpus.visible_gpus(os.environ))
     if each := installed // nodes:
         resources = replace(spec.resources, gpus_per_node=each)
         return replace(spec, resources=resources, nproc_per_node=each, nproc_word="")
@@ -41,8 +48,15 @@ def counted(spec: JobSpec) -> JobSpec:
     return replace(spec, nproc_per_node=max(1, usable_cores() // nodes), nproc_word="")
 
 
-def _visible() -> int:
-    return len(gpus.visible_gpus(os.environ))
+def _idle(nodes: int) -> int:
+    """Return the number of idle GPUs for each node."""
+    try:
+        count = host_gpus.idle_count(os.environ)
+    except (host_gpus.TooFewGpusError, OSError) as error:
+        raise SubmitError(f"--gpus {IDLE}: {error}", "nvidia-smi shows the GPUs") from error
+    if count < nodes:
+        raise SubmitError(f"--gpus {IDLE}: {count} idle GPUs for {nodes} nodes", "lower --nodes")
+    return count // nodes
 
 
 def of_nodes(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
@@ -53,8 +67,6 @@ def of_nodes(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
             fit the nodes.
     """
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node
-    if spec.gpus == IDLE and not per_node:
-        raise SpecError("--gpus auto: the number of GPUs is missing", "write --gpus auto:4")
     if spec.gpus:
         if spec.gpus != IDLE and nodes > 1:
             raise SpecError(

@@ -52,6 +52,7 @@ def propose() -> Iterator[Proposal]:
     listed = ", ".join(
         f"{each.name}{' (default)' if each.is_default else ''}" for each in partitions[:_SHOWN]
     )
+    limits = "; ".join(f"{each.name}: {each.describe_limit()}" for each in partitions[:_SHOWN])
     yield Proposal(
         "slurm",
         _NAME,
@@ -61,7 +62,7 @@ def propose() -> Iterator[Proposal]:
         ready=bool(partitions),
         here=True,
         values={"partition": first} if first else {},
-        comments={"partition": _limits(partitions), "account": _alternatives(accounts)},
+        comments={"partition": limits, "account": f"your accounts: {', '.join(accounts)}"},
         examples=(
             ("gpus", gpus or 8, f"a node of {first} has {gpus or 'no GPUs'}"),
             ("time", "2h", "time limit of a job; -t overrides it"),
@@ -83,10 +84,6 @@ def _partitions() -> list[Partition]:
     return sorted(found, key=lambda each: not each.is_default)
 
 
-def _limits(partitions: list[Partition]) -> str:
-    return "; ".join(f"{each.name}: {each.describe_limit()}" for each in partitions[:_SHOWN])
-
-
 def _accounts() -> tuple[str, ...]:
     """Return the user's accounts; empty without accounting."""
     if shutil.which("sacctmgr") is None:
@@ -101,7 +98,3 @@ def _accounts() -> tuple[str, ...]:
         return ()
     lines = shown.out.splitlines() if shown.code == 0 else []
     return tuple(dict.fromkeys(line for line in lines if _ACCOUNT.fullmatch(line)))
-
-
-def _alternatives(accounts: tuple[str, ...]) -> str:
-    return f"your accounts: {', '.join(accounts)}" if len(accounts) > 1 else ""

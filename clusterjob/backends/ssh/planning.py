@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends import shared
 from clusterjob.core import plans, python_env
+from clusterjob.core.gpu_request import IDLE
 from clusterjob.core.options import flags_of_backend_option
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
@@ -151,6 +152,9 @@ def settled(spec: JobSpec) -> JobSpec:
             "add hosts to --hosts, or lower --nodes",
         )
     _check_gpus(spec)
+    if spec.gpus == IDLE and spec.resources.gpus_per_node is None and spec.nproc_is_default:
+        # Each host starts one worker on each of its idle GPUs.
+        spec = replace(spec, nproc_word=spec.nproc_word or "gpu")
     return replace(
         spec,
         program=shared.sent_program(spec),
@@ -161,9 +165,7 @@ def settled(spec: JobSpec) -> JobSpec:
 
 def _check_gpus(spec: JobSpec) -> None:
     asked = spec.resources.gpus_per_node
-    if spec.gpus == "auto" and not asked:
-        raise SpecError("--gpus auto: the number of GPUs is missing", "write --gpus auto:4")
-    if spec.gpus and spec.gpus != "auto":
+    if spec.gpus and spec.gpus != IDLE:
         listed = spec.gpus.split(",")
         if not all(re.fullmatch(r"\d{1,4}|GPU-[\w-]+", entry, re.ASCII) for entry in listed) or len(
             set(listed)

@@ -157,7 +157,7 @@ class Submission:
                     f"it is the same machine as {self._place.hosts[other]}",
                     hint="a host can be only one node of a job",
                 )
-        if self._plan.spec.resources.gpus_per_node:
+        if self._plan.spec.resources.gpus_per_node or self._plan.spec.gpus:
             outcome.errors |= for_each(
                 [node for node in self._nodes if node not in outcome.errors],
                 self._reserve,

@@ -258,13 +258,14 @@ def _is_private(path: Path) -> bool:
     )
 
 
-def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Reservation:
+def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]) -> Reservation:
     """Choose GPUs for a job and lock them.
 
     Args:
         job_id: the job.
         wanted: ``auto`` for idle ones, otherwise a list of nvidia-smi indices or UUIDs.
-        count: number of GPUs; equal to the length of the list, if there is one.
+        count: number of GPUs, equal to the length of the list, if there is one; None for all
+            idle ones.
         environ: the login's environment.
 
     Raises:
@@ -291,15 +292,27 @@ def pick(job_id: str, wanted: str, count: int, environ: Mapping[str, str]) -> Re
                 holders.append(gpu.describe())
             elif holder := held.take(gpu):
                 holders.append(f"{gpu.index} {holder}")
-        if len(held.gpus) < count:
-            raise TooFewGpusError(
-                f"{len(held.gpus)} idle GPUs where {count} are asked for"
-                + (f": {'; '.join(holders)}" if holders else "")
-            )
+        if len(held.gpus) < (count or 1):
+            found = f"{len(held.gpus)} idle GPUs where {count} are asked for"
+            if count is None:
+                found = "no GPU is idle" if holders else "there is no GPU"
+            raise TooFewGpusError(found + (f": {'; '.join(holders)}" if holders else ""))
     except BaseException:
         held.release()
         raise
     return held
+
+
+def idle_count(environ: Mapping[str, str]) -> int:
+    """Return the number of idle GPUs that no job of this user has locked.
+
+    Raises:
+        TooFewGpusError: there is none.
+        OSError: the GPUs cannot be read, or no lock file can be created.
+    """
+    held = pick("", AUTO, count=None, environ=environ)
+    held.release()
+    return len(held.gpus)
 
 
 def share(count: int, environ: Mapping[str, str]) -> str | None:

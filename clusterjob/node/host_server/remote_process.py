@@ -75,7 +75,7 @@ class RemoteProcesses:
         try:
             if not wanted:
                 return {"devices": gpus.share(count, os.environ), "short": ""}
-            reserved = gpus.pick(job_id, wanted, count=count, environ=os.environ)
+            reserved = gpus.pick(job_id, wanted, count=count or None, environ=os.environ)
         except gpus.TooFewGpusError as error:
             return {"devices": None, "short": str(error)}
         self._reserved[job_id] = reserved

@@ -313,7 +313,7 @@ class Reserve(JobRequest):
 
     Attributes:
         gpus: their numbers, or ``auto`` for idle ones; empty for any.
-        count: the number of GPUs.
+        count: the number of GPUs; 0 for all idle ones.
     """
 
     gpus: _Text
