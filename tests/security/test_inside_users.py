@@ -59,7 +59,7 @@ def test_other_user_finds_neither_environment_nor_job(tmp_path: Path, plain_pyth
         assert as_nobody(READ, str(forkserver)) == b""
         request = {"job": job.id, "node": 0, "rank": None, "argv": ["id"], "stdin": False}
         sent = as_nobody("program.main()", given=json.dumps(request).encode() + b"\n")
-        answer = json.loads(sent.removeprefix(connection.MARKER))
+        answer = json.loads(sent.removeprefix(streams.MARKER))
         assert answer == {"error": {"why": "absent"}}
 
 

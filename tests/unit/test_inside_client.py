@@ -88,7 +88,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
 
 
 def answer(**data: Any) -> bytes:
-    return connection.MARKER + json.dumps(data).encode() + b"\n"
+    return streams.MARKER + json.dumps(data).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_node_of_rank_is_found_from_what_nodes_answer(record: Callable[..., Reco
         (b"", "node 0: the last line"),
         (b"noise\n", "node 0: the last line"),
         (b"x" * 60_000, "node 0: the last line"),
-        (connection.MARKER + b"{\n", "node 0: it sends a malformed answer"),
-        (connection.MARKER + b'{"rank": "x"}\n', "node 0: it sends a malformed answer"),
+        (streams.MARKER + b"{\n", "node 0: it sends a malformed answer"),
+        (streams.MARKER + b'{"rank": "x"}\n', "node 0: it sends a malformed answer"),
         (answer(error={"why": "absent"}), "job t-1: no worker runs on node 0"),
         (answer(error={"why": "rank", "first": 1, "count": 0}), "job t-1: no worker runs on nod"),
     ],
@@ -227,7 +227,7 @@ def test_node_lines_are_labelled_and_harmless(capsys: pytest.CaptureFixture[str]
 def test_deeply_nested_answer_of_node_is_one_error(
     record: Callable[..., Record], start: bytes
 ) -> None:
-    backend = Backend(JobState.RUNNING, "", connection.MARKER + start + b"[" * 60_000 + b"\n")
+    backend = Backend(JobState.RUNNING, "", streams.MARKER + start + b"[" * 60_000 + b"\n")
     made = record(backend)
     with pytest.raises(InsideError, match="node 0: it sends a malformed answer"):
         connection.enter(made, connection.check(made), {})
@@ -236,7 +236,7 @@ def test_deeply_nested_answer_of_node_is_one_error(
 @pytest.mark.parametrize("end", [b"[" * 30_000, b'{"code":' * 3_000])
 def test_deeply_nested_end_of_node_is_one_error(record: Callable[..., Record], end: bytes) -> None:
     frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
-    backend = Backend(JobState.RUNNING, "", connection.MARKER + b"{}\n" + frame)
+    backend = Backend(JobState.RUNNING, "", streams.MARKER + b"{}\n" + frame)
     made = record(backend)
     entered = connection.enter(made, connection.check(made), {})
     with contextlib.closing(entered), pytest.raises(InsideError, match="a malformed end"):
@@ -248,7 +248,7 @@ def test_node_that_reads_nothing_after_the_end_does_not_block(
 ) -> None:
     end = b'{"code": 3, "ended": false}'
     frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
-    backend = Backend(JobState.RUNNING, "", connection.MARKER + b"{}\n" + frame)
+    backend = Backend(JobState.RUNNING, "", streams.MARKER + b"{}\n" + frame)
     made = record(backend)
     entered = connection.enter(made, connection.check(made), {})
     with contextlib.closing(entered):

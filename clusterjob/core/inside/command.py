@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from clusterjob.core.inside import connection
 from clusterjob.core.inside.connection import InsideConnection
-from clusterjob.core.inside.local_end import Signals, Terminal
+from clusterjob.core.inside.local_end import Signals, Terminal, has_terminal
 from clusterjob.core.records import Record
-from clusterjob.errors import ClusterJobError, InsideError
+from clusterjob.errors import ClusterJobError, InsideError, UsageError
 from clusterjob.node.inside import streams
-from clusterjob.node.inside.streams import Stream
+from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, Stream
 
-STDIN, STDOUT, STDERR = 0, 1, 2  # numbers of the streams, as in `clusterjob.node.inside.command`
 _TICK = 1.0  # seconds between two checks of the connection
 _AT_ONCE = 32  # nodes that are entered at the same time
 
@@ -34,27 +33,32 @@ def run(
 
     Args:
         record: the job.
-        argv: the command line; empty for an interactive shell.
+        argv: the command line; empty for an interactive shell, which needs a terminal.
         node: the node; None for the node of `rank`, or node 0.
         rank: the worker; None for the first of the node.
-        terminal: whether the command gets a terminal, which this process's stdin is.
+        terminal: whether the command gets a terminal, if this process has one.
         warn: shows one line to the user.
 
     Returns:
         The command's exit code; 128 + N if signal N ended it.
 
     Raises:
-        UsageError: the job has no such node or rank.
+        UsageError: the job has no such node or rank, or a shell has no terminal.
         InsideError: the job does not run, or the connection broke.
     """
+    backend = connection.check(record, node, rank)
+    if not argv and not has_terminal():
+        raise UsageError(
+            "a shell needs a terminal as stdin and stdout",
+            f"`clusterjob exec {record.job_id} -- COMMAND` needs none",
+        )
+    terminal = terminal and has_terminal()
     own = Terminal()
     request = {
         "argv": list(argv),
         "stdin": True,
         "terminal": [*own.size(), os.environ.get("TERM", "")] if terminal else None,
-        "title": record.job_id,
     }
-    backend = connection.check(record, node, rank)
     with Signals() as signals, contextlib.ExitStack() as stack:
         entered = connection.enter(record, backend, request, node=node, rank=rank)
         stack.callback(entered.close)

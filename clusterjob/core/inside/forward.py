@@ -164,7 +164,6 @@ class _Relay:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._pause_until = time.monotonic() + _PAUSE
             return
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         number = next(self._numbers)
         self._entered.streams.send(streams.OPEN, number, payload=relay.PORT.pack(remote))
         relay.add_socket(self._entered.streams, number, sock)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import termios
 import tty
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIZE = struct.Struct(">HH")
+from clusterjob.node.inside import streams
+
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MAX_ASKED = 3  # signals after which this process ends without waiting for the command
 
@@ -102,7 +102,7 @@ class Terminal:
     def frame(self) -> bytes:
         """Return the size as the payload of a `SIZE` frame."""
         rows, columns = self.size()
-        return _SIZE.pack(min(rows, 0xFFFF), min(columns, 0xFFFF))
+        return streams.TERMINAL_SIZE.pack(min(rows, 0xFFFF), min(columns, 0xFFFF))
 
 
 def has_terminal() -> bool:

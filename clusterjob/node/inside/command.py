@@ -10,7 +10,6 @@ import os
 import pwd
 import re
 import shlex
-import shutil
 import signal
 import struct
 import subprocess
@@ -20,10 +19,9 @@ from collections.abc import Sequence
 
 from clusterjob.node.inside import streams
 from clusterjob.node.inside.search import WorkerPlace
-from clusterjob.node.inside.streams import Stream, Streams
+from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, Stream, Streams
 from clusterjob.node.system import processes
 
-STDIN, STDOUT, STDERR = 0, 1, 2  # numbers of the streams; a terminal uses the first two
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
 _LEFTOVERS = 1.0  # seconds that processes left behind by the command may still write
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
@@ -42,6 +40,7 @@ class Command:
         connection: the streams to the submitter.
         place: the worker whose environment it gets.
         argv: its command line; empty for a shell.
+        enter: the words of `enter_container`.
         terminal: (rows, columns, TERM) of its terminal; None for pipes.
         title: the prompt of a shell.
         stdin: whether it reads the submitter's stdin.
@@ -56,6 +55,7 @@ class Command:
         place: WorkerPlace,
         *,
         argv: Sequence[str],
+        enter: Sequence[str],
         terminal: tuple[int, int, str] | None,
         title: str,
         stdin: bool,
@@ -72,12 +72,11 @@ class Command:
             environ.pop(name, None)
         if terminal is not None:
             environ["TERM"] = terminal[2] or "xterm"
-        inner = _enter_container(place)
-        root = f"/proc/{place.pid}/root" if inner else ""
+        root = f"/proc/{place.pid}/root" if enter else ""
         words = list(argv) or self._shell(environ, title, root=root)
         directory = place.directory
-        if inner:  # the directory may exist only in the container
-            words, directory = [*inner, "--wd", "--", *words], "/"
+        if enter:  # the directory may exist only in the container
+            words, directory = [*enter, "--wd", "--", *words], "/"
         try:
             self._start(words, environ, directory=directory, terminal=terminal, stdin=stdin)
         except OSError as error:
@@ -247,31 +246,30 @@ class Command:
                 self._ended_at = time.monotonic()
 
 
-def _enter_container(place: WorkerPlace) -> list[str]:
-    """Return the words that run a command in the worker's container; empty if it has none.
+def enter_container(place: WorkerPlace) -> list[str] | None:
+    """Return the words that run a command in the worker's container.
 
     The container of an unprivileged engine has a user namespace that its owner may enter.
+
+    Returns:
+        The words; empty if the worker runs in no container; None if this user cannot enter it.
     """
     pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched[0]
-    if _namespace(pid, "mnt") == _namespace(os.getpid(), "mnt") or not shutil.which("nsenter"):
+    if _namespace(pid, "mnt") in ("", _namespace(os.getpid(), "mnt")):
         return []
     words = ["nsenter", f"--target={pid}", "--mount"]
     if _namespace(pid, "user") != _namespace(os.getpid(), "user"):
         words += ["--user", "--preserve-credentials"]
-    can = subprocess.run(
-        [*words, "--", "/bin/sh", "-c", ":"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-    return words if can.returncode == 0 else []
-
-
-def in_other_container(place: WorkerPlace) -> bool:
-    """Return whether the worker runs in a container that commands cannot enter."""
-    own, its = (_namespace(pid, "mnt") for pid in (os.getpid(), place.pid))
-    return bool(its) and own != its and not _enter_container(place)
+    try:
+        can = subprocess.run(
+            [*words, "--", "/bin/sh", "-c", ":"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+    except OSError:  # this machine has no nsenter
+        return None
+    return words if can.returncode == 0 else None
 
 
 def _namespace(pid: int, kind: str) -> str:
