@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside_job import running
+from inside_job import Link, running
 from procs import TEST_TIMEOUT, below
 
 from clusterjob.backends.slurm import step
@@ -71,23 +71,6 @@ def has_table(pid: int, job_id: str) -> bool:
         return worker_table.of_process(pid) is not None
     except OSError:
         return False
-
-
-class Link:
-    """A link to a node that has sent some bytes and ended."""
-
-    def __init__(self, sent: bytes) -> None:
-        self.reader, end = os.pipe()
-        self._requests, self.writer = os.pipe()
-        os.write(end, sent)
-        os.close(end)
-
-    def error(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        for each in (self.reader, self._requests, self.writer):
-            os.close(each)
 
 
 frames = st.builds(

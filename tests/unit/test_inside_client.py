@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inside_job import Link
 
 from clusterjob.backends import base
 from clusterjob.backends.base import Status
@@ -28,23 +29,6 @@ from clusterjob.node.inside import streams
 from clusterjob.node.logs.events import now
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
-
-
-class Link:
-    """A link to a program that has sent some bytes and ended."""
-
-    def __init__(self, sent: bytes) -> None:
-        self.reader, end = os.pipe()
-        self.requests, self.writer = os.pipe()
-        os.write(end, sent)
-        os.close(end)
-
-    def error(self) -> str:
-        return "the last line"
-
-    def close(self) -> None:
-        for each in (self.reader, self.requests, self.writer):
-            os.close(each)
 
 
 class Backend:
@@ -267,7 +251,7 @@ def test_error_output_without_end_fills_no_disk(tmp_path: Path) -> None:
         assert link.error() == "the end"
         names = set(os.listdir("/proc/self/fd")) - before
         assert not [name for name in names if "/" in _target(name) and "dev" not in _target(name)]
-        assert len(link._errors) <= 1 << 14
+        assert len(link._errors._kept) <= 1 << 14
 
 
 def _target(name: str) -> str:

@@ -65,7 +65,7 @@ class InsideConnection:
         self.rank, self.host, self.outside = answer.rank, sanitize(answer.host), answer.outside
         self.code: int | None = None
         self.ended = self.job_ended = False
-        self.on_reset: Callable[[int, str], None] = lambda *_: None
+        self.on_reset: Callable[[str], None] = lambda _: None
         self._link = link
         self.streams = Streams(link.reader, link.writer, control=self._control)
 
@@ -112,9 +112,9 @@ class InsideConnection:
         """Close the connection; the command and all processes below it end."""
         self._link.close()
 
-    def _control(self, kind: int, number: int, payload: bytes) -> None:
+    def _control(self, kind: int, _number: int, payload: bytes) -> None:
         if kind == streams.RESET:
-            self.on_reset(number, payload.decode(errors="replace"))
+            self.on_reset(payload.decode(errors="replace"))
         elif kind == streams.EXIT:
             try:
                 end = json.loads(payload)

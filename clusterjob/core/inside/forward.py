@@ -168,7 +168,7 @@ class _Relay:
         self._entered.streams.send(streams.OPEN, number, payload=relay.PORT.pack(remote))
         relay.add_socket(self._entered.streams, number, sock)
 
-    def _refused(self, _number: int, why: str) -> None:
+    def _refused(self, why: str) -> None:
         if time.monotonic() - self._warned.get(why, -_QUIET) >= _QUIET and len(self._warned) < 100:
             self._warned[why] = time.monotonic()
             self._warn(f"node {self._entered.node}: port {why}")
