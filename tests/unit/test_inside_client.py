@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inside_job import Link
+from procs import TEST_TIMEOUT
 
 from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.cli import output
 from clusterjob.core.byte_link import ProcessLink
-from clusterjob.core.inside import connection
+from clusterjob.core.inside import command, connection, forward
 from clusterjob.core.inside.forward import Port, listen
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.spec import JobSpec, Resources
@@ -166,6 +169,27 @@ def test_errors_of_backend_get_exit_code_255(record: Callable[..., Record]) -> N
         connection.enter(record(backend), backend, {})  # type: ignore[arg-type]
     assert (caught.value.exit_code, caught.value.message) == (255, "srun: no")
     assert caught.value.hint == "a hint"
+
+
+def test_ctrl_c_does_not_wait_for_node_that_does_not_answer(record: Callable[..., Record]) -> None:
+    ended = threading.Event()
+
+    class Silent(Backend):
+        def enter(self, record: Record, node: int) -> Link:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            ended.wait(TEST_TIMEOUT)
+            return super().enter(record, node)
+
+    made = record(Silent(JobState.RUNNING, "", *[b""] * 9))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command.run(made, ["x"], node=None, rank=None, terminal=False, warn=print)
+        with pytest.raises(KeyboardInterrupt):
+            command.run_on_all(made, ["x"], show=print, warn=print)
+        with pytest.raises(KeyboardInterrupt):
+            forward.run(made, [Port(6006)], node=None, show=print, warn=print)
+    finally:
+        ended.set()
 
 
 @given(st.text(max_size=12))

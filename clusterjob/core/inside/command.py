@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
+from clusterjob.backends.base import Executor
 from clusterjob.core.inside import connection
 from clusterjob.core.inside.connection import InsideConnection
 from clusterjob.core.inside.local_end import Signals, Terminal, has_terminal
@@ -59,9 +62,8 @@ def run(
         "stdin": True,
         "terminal": [*own.size(), os.environ.get("TERM", "")] if terminal else None,
     }
-    with Signals() as signals, contextlib.ExitStack() as stack:
-        entered = connection.enter(record, backend, request, node=node, rank=rank)
-        stack.callback(entered.close)
+    entered = connection.enter(record, backend, request, node=node, rank=rank)
+    with contextlib.closing(entered), Signals() as signals, contextlib.ExitStack() as stack:
         _warn_of_container(entered, warn)
         for stream in (
             Stream(STDIN, source=STDIN),
@@ -100,13 +102,9 @@ def run_on_all(
     backend = connection.check(record)
     request = {"argv": list(argv), "stdin": False, "terminal": None}
     codes = dict.fromkeys(range(record.nodes), InsideError.exit_code)
-    with Signals() as signals, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         runs = []
-        with ThreadPoolExecutor(min(_AT_ONCE, record.nodes)) as pool:
-            started = [
-                pool.submit(connection.enter, record, backend, request, node=node) for node in codes
-            ]
-        for future in started:
+        for future in _enter_all(record, backend, request):
             try:
                 entered = future.result()
             except ClusterJobError as error:
@@ -118,6 +116,7 @@ def run_on_all(
             runs.append(entered)
         for entered in runs[:1]:
             _warn_of_container(entered, warn)
+        signals = stack.enter_context(Signals())
         _carry(runs, signals, None, warn=warn)
         for entered in runs:
             for number in (STDOUT, STDERR):
@@ -127,6 +126,25 @@ def run_on_all(
             except InsideError as error:
                 warn(error.message)
     return next((code for code in codes.values() if code), 0)
+
+
+def _enter_all(
+    record: Record, backend: Executor, request: Mapping[str, Any]
+) -> list[Future[InsideConnection]]:
+    """Enter all nodes in daemon threads: Ctrl-C does not wait for a node that does not answer."""
+    limit = threading.Semaphore(_AT_ONCE)
+
+    def enter(node: int, future: Future[InsideConnection]) -> None:
+        with limit:
+            try:
+                future.set_result(connection.enter(record, backend, request, node=node))
+            except BaseException as error:
+                future.set_exception(error)
+
+    futures: list[Future[InsideConnection]] = [Future() for _ in range(record.nodes)]
+    for started in enumerate(futures):
+        threading.Thread(target=enter, args=started, daemon=True).start()
+    return futures
 
 
 def _shown(node: int, number: int, show: Callable[[int, int, bytes], None]) -> Stream:

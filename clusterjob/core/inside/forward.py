@@ -109,7 +109,7 @@ def run(
     """
     backend = connection.check(record, node)
     processes.raise_open_files()
-    with Signals() as signals, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         listeners: dict[int, tuple[socket.socket, int]] = {}
         for port in ports:
             sock = stack.enter_context(listen(port))
@@ -119,7 +119,7 @@ def run(
         for sock, remote in listeners.values():
             where = f"port {remote} of node {entered.node} ({entered.host})"
             show(f"http://{LOOPBACK}:{sock.getsockname()[1]} is forwarded to {where}")
-        return _Relay(entered, listeners, warn=warn).run(signals)
+        return _Relay(entered, listeners, warn=warn).run(stack.enter_context(Signals()))
 
 
 class _Relay:
