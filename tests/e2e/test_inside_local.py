@@ -70,6 +70,25 @@ def test_exec_passes_50_megabytes_in_both_directions(small: Inside) -> None:
     assert hashlib.sha256(out).digest() == hashlib.sha256(data).digest()
 
 
+@pytest.mark.slow
+def test_exec_with_closed_stdin_and_unwritable_stdout(small: Inside) -> None:
+    line = f"{' '.join(CLUSTERJOB)} exec {small.id} -- bash -c 'cat; echo up; exit 3'"
+    for redirection, code, out, err in (
+        ("<&-", 3, "up\n", ""),
+        (">&-", 1, "", "clusterjob: error: Bad file descriptor: standard output\n"),
+        (">/dev/full", 1, "", "clusterjob: error: No space left on device: standard output\n"),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", f"{line} {redirection}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TEST_TIMEOUT,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
 def test_exec_exit_code_is_that_of_a_shell(small: Inside) -> None:
     (small.directory / "plain").write_text("#!/bin/true\n")
     for words, code, message in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -48,6 +49,7 @@ def run(
     Raises:
         UsageError: the job has no such node or rank, or a shell has no terminal.
         InsideError: the job does not run, or the connection broke.
+        ClusterJobError: stdout cannot be written, for example because the disk is full.
     """
     backend = connection.check(record, node, rank)
     if not argv and not has_terminal():
@@ -65,9 +67,10 @@ def run(
     entered = connection.enter(record, backend, request, node=node, rank=rank)
     with contextlib.closing(entered), Signals() as signals, contextlib.ExitStack() as stack:
         _warn_of_container(entered, warn)
+        output = Stream(STDOUT, sink=STDOUT, shared=True)
         for stream in (
             Stream(STDIN, source=STDIN),
-            Stream(STDOUT, sink=STDOUT, shared=True),
+            output,
             Stream(STDERR, sink=STDERR, shared=True),
         ):
             entered.streams.add(stream)
@@ -75,6 +78,8 @@ def run(
             stack.enter_context(own)
             entered.streams.send(streams.SIZE, payload=own.frame())
         _carry([entered], signals, own if terminal else None)
+        if output.error is not None and output.error.errno != errno.EPIPE:
+            raise ClusterJobError(f"{output.error.strerror}: standard output")
         return _exit_code(entered, signals)
 
 

@@ -67,6 +67,7 @@ class Stream:
         waiting: received bytes that are not written yet.
         ending: whether the other side has sent its last byte.
         granted: further bytes that this side accepts, and that it has not granted yet.
+        error: why the sink could not be written.
     """
 
     number: int
@@ -79,6 +80,7 @@ class Stream:
     waiting: bytearray = field(default_factory=bytearray)
     ending: bool = False
     granted: int = 0
+    error: OSError | None = None
 
     @property
     def done(self) -> bool:
@@ -293,7 +295,8 @@ class Streams:
             stream.waiting.clear()
             stream.sink = None
             stream.close_sink()
-            self.send(RESET, stream.number, payload=b"" if stream.shared else _reason(error))
+            stream.error = error
+            self.send(RESET, stream.number, payload=(error.strerror or "").encode()[:200])
             return
         del stream.waiting[:count]
         stream.granted = min(WINDOW, stream.granted + count)
@@ -327,10 +330,6 @@ class Streams:
     def _forget(self, stream: Stream) -> None:
         if stream.done and self.streams.get(stream.number) is stream:
             del self.streams[stream.number]
-
-
-def _reason(error: OSError) -> bytes:
-    return (error.strerror or "").encode()[:200]
 
 
 def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:
