@@ -141,7 +141,7 @@ class Inside:
             terminal.read_until(b"begun\r\n")
             terminal.type(b"\x03")
             terminal.read_until(b"caught\r\n")
-            terminal.type(b"(exit 5)\r\x04")
+            terminal.type(b"exit 5\r")
             assert terminal.finish() == 5
             assert terminal.attributes == before
 
