@@ -136,62 +136,51 @@ class Command:
         terminal: tuple[int, int, str] | None,
         stdin: bool,
     ) -> None:
+        slave = None
         if terminal is not None:
             self._master, slave = os.openpty()
             self.resize(*terminal[:2])
-            ours, theirs = [self._master], [slave, slave, slave]
-        else:
-            pipes = [os.pipe() for _ in range(3)]
-            ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
-            theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        end = subprocess.PIPE if slave is None else slave
         parent = os.getpid()
         ctypes.CDLL(None)  # loaded before the fork
 
         def prepare() -> None:
             processes.die_with_parent(parent)
-            if terminal is not None:
+            if slave is not None:
                 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         try:
             child = subprocess.Popen(
                 [os.fsencode(word) for word in words],
-                stdin=theirs[0],
-                stdout=theirs[1],
-                stderr=theirs[2],
+                bufsize=0,
+                stdin=end if stdin else subprocess.DEVNULL,
+                stdout=end,
+                stderr=end,
                 cwd=directory if os.access(directory, os.X_OK) else "/",
                 env={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
                 start_new_session=True,
                 pass_fds=() if self._rcfile is None else (self._rcfile,),
                 preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
             )
-        except BaseException:
-            for each in ours:
-                os.close(each)
-            self._master = None
-            raise
         finally:
-            for each in {*theirs, *(() if self._rcfile is None else (self._rcfile,))}:
-                os.close(each)
+            for each in (slave, self._rcfile):
+                if each is not None:
+                    os.close(each)
         self._pid = child.pid
         child.returncode = 0  # this object reaps it
-        self._connect(ours, stdin=stdin)
-
-    def _connect(self, ours: list[int], *, stdin: bool) -> None:
-        for each in ours:
-            os.set_blocking(each, False)
         if self._master is not None:
-            master = self._master
-            self._connection.add(Stream(STDOUT, source=master))
-            self._connection.add(Stream(STDIN, sink=master, close_sink=self._hang_up))
-            return
-        for number, source in ((STDOUT, ours[1]), (STDERR, ours[2])):
+            os.set_blocking(self._master, False)
+            self._connection.add(Stream(STDOUT, source=self._master))
+            self._connection.add(Stream(STDIN, sink=self._master, close_sink=self._hang_up))
+        for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self._connection.add(Stream(number, source=pipe.fileno(), close_source=pipe.close))
+        if child.stdin is not None:
+            os.set_blocking(child.stdin.fileno(), False)
             self._connection.add(
-                Stream(number, source=source, close_source=lambda fd=source: os.close(fd))  # type: ignore[misc]
+                Stream(STDIN, sink=child.stdin.fileno(), close_sink=child.stdin.close)
             )
-        if stdin:
-            self._connection.add(Stream(STDIN, sink=ours[0], close_sink=lambda: os.close(ours[0])))
-        else:
-            os.close(ours[0])
 
     def _hang_up(self) -> None:
         if self._master is not None:
