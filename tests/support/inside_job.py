@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -115,6 +116,15 @@ class Inside:
             process.kill()
             process.stdout.close()
         wait_until(lambda: not sleepers(), LEFT, "the end")
+
+    def check_interrupt(self) -> None:
+        """Interrupt `exec`: the command gets the SIGINT, and its exit code comes back."""
+        text = "trap 'echo caught; exit 3' INT; echo up; while :; do sleep 0.05; done"
+        with self.popen("exec", "--", "bash", "-c", text) as process:
+            assert process.stdout.readline() == b"up\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.read() == b"caught\n"
+            assert process.wait(TEST_TIMEOUT) == 3
 
     def check_shell(self, rank: int, where: str, answer: str) -> None:
         """Use a shell beside a rank as a person does: keys, a resize, Ctrl-C and the end.
