@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A command that follows a job has the job's exit code; any other has 0, 1, 2 or 130.
     """
+    _reopen_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal cannot encode must not end the command.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -109,6 +110,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _nowhere_to_write(error)
     return code
+
+
+def _reopen_closed_streams() -> None:
+    """Occupy the descriptors of closed standard streams, so that no other file gets them.
+
+    stdin is at its end, writing to stdout fails, and messages are lost.
+    """
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, flags)
+            os.set_inheritable(descriptor, True)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
 
 
 def _run(argv: Sequence[str] | None) -> int:

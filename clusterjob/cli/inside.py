@@ -81,7 +81,6 @@ def execute(
     """
     from clusterjob.cli import output
     from clusterjob.core.inside import command
-    from clusterjob.core.inside.local_end import has_terminal
     from clusterjob.core.records import Records
 
     argv = ctx.meta[_COMMAND]
@@ -94,7 +93,7 @@ def execute(
             argv,
             node=node,
             rank=rank,
-            terminal=has_terminal() and not no_tty,
+            terminal=not no_tty,
             warn=output.print_message,
         )
     if node is not None or rank is not None:
@@ -110,16 +109,16 @@ def shell(job_id: Id, rank: Rank = None, node: Node = None) -> int:
     """
     from clusterjob.cli import output
     from clusterjob.core.inside import command
-    from clusterjob.core.inside.local_end import has_terminal
     from clusterjob.core.records import Records
 
-    record = Records().find(job_id)
-    if not has_terminal():
-        raise UsageError(
-            "a shell needs a terminal as stdin and stdout",
-            f"`clusterjob exec {job_id} -- COMMAND` needs none",
-        )
-    return command.run(record, (), node=node, rank=rank, terminal=True, warn=output.print_message)
+    return command.run(
+        Records().find(job_id),
+        (),
+        node=node,
+        rank=rank,
+        terminal=True,
+        warn=output.print_message,
+    )
 
 
 def forward(
@@ -144,7 +143,6 @@ def forward(
     from clusterjob.node.system.sanitize import sanitize
 
     wanted = [Port.parse(text) for text in ports]
-
     return run(
         Records().find(job_id),
         wanted,

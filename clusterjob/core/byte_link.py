@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Protocol
+from typing import Protocol
+
+from clusterjob.node.system.stderr_tail import StderrTail
 
 _CLOSE_TIMEOUT = 5.0  # seconds for the process to end after its stdin has ended
-_MAX_ERROR = 300  # characters of an error line
-_MAX_STDERR = 1 << 14  # bytes of stderr that are kept
 
 
 class ByteLink(Protocol):
@@ -57,14 +55,7 @@ class ProcessLink:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._errors = b""
-        self._thread = threading.Thread(
-            target=self._read_errors,
-            args=(self._process.stderr,),
-            name="clusterjob-stderr",
-            daemon=True,
-        )
-        self._thread.start()
+        self._errors = StderrTail(self._process.stderr)
         self._pipes = (self._process.stdin, self._process.stdout)
         self.writer, self.reader = (pipe.fileno() for pipe in self._pipes)
 
@@ -72,14 +63,7 @@ class ProcessLink:
         """Return the last line on the process's stderr; wait a moment for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self._thread.join(1.0)  # another process may keep the pipe open
-        return last_line(self._errors)
-
-    def _read_errors(self, stream: IO[bytes]) -> None:
-        """Read stderr to its end and keep its last bytes: a node may send without end."""
-        with stream:
-            while part := os.read(stream.fileno(), 1 << 16):
-                self._errors = (self._errors + part)[-_MAX_STDERR:]
+        return self._errors.last_line(1.0)
 
     def close(self) -> None:
         """Close the connection and wait for the process; end it after 5 s."""
@@ -95,9 +79,3 @@ class ProcessLink:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-
-def last_line(data: bytes) -> str:
-    """Return the last line of an error output that is not empty."""
-    lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:_MAX_ERROR] if lines else ""

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from clusterjob.errors import SpecError
 from clusterjob.node.notifications import ARRAY_TASKS, KINDS
@@ -147,7 +146,10 @@ def packed(
     commands: Iterable[str],
     kinds: Iterable[str],
     environ: Mapping[str, str],
-    **job: Any,
+    *,
+    name: str,
+    cluster: str,
+    elements: int = 0,
 ) -> bytes:
     """Return the value of CLUSTERJOB_NOTIFICATIONS, which node 0's agent reads.
 
@@ -156,7 +158,9 @@ def packed(
         commands: the values of --notify-cmd.
         kinds: the events to send.
         environ: the variables of this process.
-        job: facts for the messages: name, cluster, elements.
+        name: the job's name, for the messages.
+        cluster: the cluster's name.
+        elements: number of elements of an array; 0 for another job.
 
     Raises:
         SpecError: a place has no URL, or there are too many.
@@ -165,7 +169,9 @@ def packed(
         "urls": [url for place in places for url in place.urls(environ)],
         "commands": list(commands),
         "on": list(kinds),
-        **job,
+        "name": name,
+        "cluster": cluster,
+        "elements": elements,
     }
     data = json.dumps(value).encode()
     if len(data) > _MAX_BYTES:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside_job import running
+from inside_job import Link, running
 from procs import TEST_TIMEOUT, below
 
 from clusterjob.backends.slurm import step
@@ -59,7 +59,7 @@ def test_other_user_finds_neither_environment_nor_job(tmp_path: Path, plain_pyth
         assert as_nobody(READ, str(forkserver)) == b""
         request = {"job": job.id, "node": 0, "rank": None, "argv": ["id"], "stdin": False}
         sent = as_nobody("program.main()", given=json.dumps(request).encode() + b"\n")
-        answer = json.loads(sent.removeprefix(connection.MARKER))
+        answer = json.loads(sent.removeprefix(streams.MARKER))
         assert answer == {"error": {"why": "absent"}}
 
 
@@ -71,23 +71,6 @@ def has_table(pid: int, job_id: str) -> bool:
         return worker_table.of_process(pid) is not None
     except OSError:
         return False
-
-
-class Link:
-    """A link to a node that has sent some bytes and ended."""
-
-    def __init__(self, sent: bytes) -> None:
-        self.reader, end = os.pipe()
-        self._requests, self.writer = os.pipe()
-        os.write(end, sent)
-        os.close(end)
-
-    def error(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        for each in (self.reader, self._requests, self.writer):
-            os.close(each)
 
 
 frames = st.builds(

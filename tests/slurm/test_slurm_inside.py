@@ -5,25 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import socket
 import subprocess
 
 import pytest
-from inside_job import CLUSTERJOB, Inside
+from inside_job import LEFT, Inside, get, of_command
 from login_user import GUEST as MEETING
 from login_user import Laptop
-from procs import TEST_TIMEOUT, command_line, own_processes, wait_until
-from slurm_user import GUEST, PROMPT, SLEEPER, User
-from terminals import Terminal
-
-SERVER = (
-    "import http.server as h; s = h.HTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler);"
-    "print(s.server_address[1], flush=True); s.serve_forever()"
-)
-
-
-def of_command(text: str) -> list[int]:
-    return [pid for pid in own_processes() if text in command_line(pid) and pid != os.getpid()]
+from procs import TEST_TIMEOUT, wait_until
+from slurm_user import GUEST, SLEEPER, User
 
 
 def started(user: User, *options: str, text: str = SLEEPER, ranks: int = 4) -> Inside:
@@ -34,23 +23,9 @@ def started(user: User, *options: str, text: str = SLEEPER, ranks: int = 4) -> I
 
 def test_exec_runs_in_step_of_job_and_killed_client_leaves_nothing(user: User) -> None:
     job = started(user)
-    out, err = job.exec(
-        "--rank", "3", "--",
-        "bash", "-c", "echo $RANK $SLURMD_NODENAME $SLURM_JOB_ID; pwd; echo wrong >&2; exit 7",
-        code=7,
-    )  # fmt: skip
     number = user.job(job.id)["backend_id"]
-    assert out.decode().split() == ["3", "n2", number, str(user.directory)]
-    assert err == b"wrong\n"
-    data = os.urandom(3_000_000)
-    assert job.exec("--node", "1", "cat", data=data)[0] == data
-    text = "sleep 7777 & setsid sleep 7777 & echo up; wait"
-    with job.popen("exec", "--node", "1", "--", "bash", "-c", text) as process:
-        assert process.stdout.readline() == b"up\n"
-        assert len(of_command("sleep 7777")) >= 2
-        process.kill()
-        process.stdout.close()
-    wait_until(lambda: not of_command("sleep 7777"), PROMPT, "the end")
+    job.check_exec("$SLURMD_NODENAME $SLURM_JOB_ID $PWD", f"n2 {number} {user.directory}")
+    job.check_killed_client(node=1)
     assert user.job(job.id)["state"] == "RUNNING"
     user("cancel", job.id)
 
@@ -73,29 +48,13 @@ def test_cancel_ends_command_with_255(user: User) -> None:
         assert process.stdout.readline() == b"up\n"
         user("cancel", job.id)
         assert process.wait(TEST_TIMEOUT) == 255
-    wait_until(lambda: not of_command("sleep 7777"), PROMPT, "the end")
+    wait_until(lambda: not of_command("sleep 7777"), LEFT, "the end")
 
 
 @pytest.mark.slow
 def test_shell_in_step_follows_size_and_keys(user: User) -> None:
     job = started(user)
-    argv = [*CLUSTERJOB, "shell", "--rank", "2", job.id]
-    with Terminal(argv, controlling=True, rows=33, columns=77, cwd=user.directory) as terminal:
-        before = terminal.attributes
-        terminal.read_until(f"({job.id} rank 2)".encode())
-        terminal.type(b"stty size; echo $SLURMD_NODENAME\r")
-        terminal.read_until(b"33 77\r\nn2\r\n")
-        terminal.resize(50, 132)
-        terminal.type(b"while [ \"$(stty size)\" != '50 132' ]; do sleep 0.05; done; echo 'ok'2\r")
-        terminal.read_until(b"ok2\r\n")
-        terminal.type(b"echo 'be'gun; sleep 7777\r")
-        terminal.read_until(b"begun\r\n")
-        wait_until(lambda: of_command("sleep 7777"), TEST_TIMEOUT)
-        terminal.type(b"\x03")
-        terminal.read_until(b"^C")
-        terminal.type(b"exit 5\r")
-        assert terminal.finish() == 5
-        assert terminal.attributes == before
+    job.check_shell(rank=2, where="echo $SLURMD_NODENAME", answer="n2")
     user("cancel", job.id)
 
 
@@ -136,34 +95,16 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     job_id = laptop.submit(MEETING, "--nodes", "2", "--nproc-per-node", "2")
     laptop.wait_for("up0", "up1", "up2", "up3")
     job = Inside(job_id, laptop.directory)
-    out, err = job.exec(
-        "--rank", "3", "--",
-        "bash", "-c", "echo $RANK $SLURMD_NODENAME; pwd; echo wrong >&2; exit 7",
-        code=7,
-    )  # fmt: skip
-    assert out.decode().split() == ["3", "n2", str(laptop.there(job_id) / "code")]
-    assert err == b"wrong\n"
-    data = os.urandom(5_000_000)
-    assert job.exec("cat", data=data)[0] == data
-    with Terminal(
-        [*CLUSTERJOB, "shell", job_id], controlling=True, rows=33, columns=77
-    ) as terminal:
-        terminal.read_until(b" rank 0)")
-        terminal.type(b"stty size; exit 5\r")
-        terminal.read_until(b"33 77\r\n")
-        assert terminal.finish() == 5
-    with job.popen("exec", "--node", "1", "--", str(laptop.python), "-c", SERVER) as process:
-        port = process.stdout.readline().decode().strip()
-        with job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]):
-            with socket.create_connection(("127.0.0.1", local), TEST_TIMEOUT) as sock:
-                sock.sendall(b"GET /script.py HTTP/1.0\r\n\r\n")
-                with sock.makefile("rb") as stream:
-                    assert b"200 OK" in stream.readline()
-            forward.send_signal(signal.SIGINT)
-            assert forward.wait(TEST_TIMEOUT) == 130
-        process.kill()
-        process.stdout.close()
-    wait_until(lambda: not of_command("http.server"), PROMPT, "the end of the server")
+    job.check_exec("$SLURMD_NODENAME $PWD", f"n2 {laptop.there(job_id) / 'code'}")
+    job.check_shell(rank=2, where="echo $SLURMD_NODENAME", answer="n2")
+    with (
+        job.served(node=1, python=str(laptop.python)) as (_, port),
+        job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]),
+    ):
+        assert b"200 OK" in get(local, "script.py")
+        forward.send_signal(signal.SIGINT)
+        assert forward.wait(TEST_TIMEOUT) == 130
+    wait_until(lambda: not of_command("http.server"), LEFT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
 

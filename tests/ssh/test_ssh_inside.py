@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
-import socket
-from pathlib import Path
 
 import pytest
-from inside_job import CLUSTERJOB, Inside
+from inside_job import LEFT, Inside, get
 from procs import TEST_TIMEOUT, command_line, wait_until
 from sshsite import SLEEPER, Site, wait_for_lines
-from terminals import Terminal
 
 from clusterjob.core.records import Records
-
-LEFT = 20.0  # seconds until no process is left on a host; it takes less than 3 s
 
 
 def started(site: Site) -> Inside:
@@ -37,40 +31,16 @@ def cancel(site: Site, job: Inside) -> None:
 
 def test_exec_runs_on_host_of_rank_and_killed_client_leaves_nothing(site: Site) -> None:
     job = started(site)
-    out, err = job.exec(
-        "--rank", "3", "--", "bash", "-c", "echo $RANK; uname -n; pwd; echo wrong >&2; exit 7",
-        code=7,
-    )  # fmt: skip
-    rank, host, directory = out.decode().split()
-    assert (rank, host, err) == ("3", "gpu2", b"wrong\n")
-    assert Path(directory) == site.remote_dir(Records().find(job.id), "gpu2") / "code"
-    data = os.urandom(3_000_000)
-    assert job.exec("--node", "1", "cat", data=data)[0] == data
-    text = "sleep 7777 & setsid sleep 7777 & echo up; wait"
-    with job.popen("exec", "--node", "1", "--", "bash", "-c", text) as process:
-        assert process.stdout.readline() == b"up\n"
-        assert len(on_host(site, "gpu2", "sleep 7777")) >= 2
-        process.kill()
-        process.stdout.close()
-    wait_until(lambda: not on_host(site, "gpu2", "sleep 7777"), LEFT, "the end")
+    there = site.remote_dir(Records().find(job.id), "gpu2") / "code"
+    job.check_exec("$(uname -n) $PWD", f"gpu2 {there}")
+    job.check_killed_client(node=1, sleepers=lambda: on_host(site, "gpu2", "sleep 7777"))
     cancel(site, job)
 
 
 @pytest.mark.slow
 def test_shell_over_ssh_follows_size_and_keys(site: Site) -> None:
     job = started(site)
-    argv = [*CLUSTERJOB, "shell", "--rank", "2", job.id]
-    with Terminal(argv, controlling=True, rows=33, columns=77, cwd=site.directory) as terminal:
-        before = terminal.attributes
-        terminal.read_until(f"({job.id} rank 2)".encode())
-        terminal.type(b"stty size; uname -n\r")
-        terminal.read_until(b"33 77\r\ngpu2\r\n")
-        terminal.resize(50, 132)
-        terminal.type(b"while [ \"$(stty size)\" != '50 132' ]; do sleep 0.05; done; echo 'ok'2\r")
-        terminal.read_until(b"ok2\r\n")
-        terminal.type(b"exit 5\r")
-        assert terminal.finish() == 5
-        assert terminal.attributes == before
+    job.check_shell(rank=2, where="uname -n", answer="gpu2")
     cancel(site, job)
 
 
@@ -105,32 +75,22 @@ def test_unreachable_host_is_one_line_and_other_node_still_answers(site: Site) -
 @pytest.mark.slow
 def test_forward_reaches_loopback_of_host_and_ends_with_job(site: Site) -> None:
     job = started(site)
-    server = (
-        "import http.server as h; s = h.HTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler);"
-        "print(s.server_address[1], flush=True); s.serve_forever()"
-    )
-    with job.popen("exec", "--node", "1", "--", site.python, "-c", server) as process:
-        port = process.stdout.readline().decode().strip()
-        with job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]):
-            with socket.create_connection(("127.0.0.1", local), TEST_TIMEOUT) as sock:
-                sock.sendall(b"GET /script.py HTTP/1.0\r\n\r\n")
-                with sock.makefile("rb") as stream:
-                    assert b"time.sleep(1000)" in stream.read()
-            cancel(site, job)
-            assert forward.wait(TEST_TIMEOUT) == 255
-            assert f"job {job.id} has ended" in forward.stderr.read()
-        assert process.wait(TEST_TIMEOUT) == 255
+    with (
+        job.served(node=1, python=str(site.python)) as (server, port),
+        job.forwarded(f"0:{port}", "--node", "1") as (forward, [local]),
+    ):
+        assert b"time.sleep(1000)" in get(local, "script.py")
+        cancel(site, job)
+        assert forward.wait(TEST_TIMEOUT) == 255
+        assert f"job {job.id} has ended" in forward.stderr.read()
+        assert server.wait(TEST_TIMEOUT) == 255
+    wait_until(lambda: not on_host(site, "gpu2", "http.server"), LEFT, "the end of the server")
 
 
 @pytest.mark.slow
 def test_interrupt_of_client_reaches_command_on_host(site: Site) -> None:
     job = started(site)
-    text = "trap 'echo caught; exit 3' INT; echo up; while :; do sleep 0.05; done"
-    with job.popen("exec", "--", "bash", "-c", text) as process:
-        assert process.stdout.readline() == b"up\n"
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.read() == b"caught\n"
-        assert process.wait(TEST_TIMEOUT) == 3
+    job.check_interrupt()
     cancel(site, job)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from procs import TEST_TIMEOUT, wait_until
+from procs import TEST_TIMEOUT, command_line, own_processes, wait_until
+from terminals import Terminal
 
 CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 # Each rank creates the file up<RANK> in its working directory, then waits for the file `leave`.
@@ -21,6 +25,35 @@ GUEST = """
     while not os.path.exists("leave"):
         time.sleep(0.02)
 """
+
+# Serves its working directory on a free port of loopback, and prints the port.
+SERVER = (
+    "import http.server as h; s = h.HTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler);"
+    "print(s.server_address[1], flush=True); s.serve_forever()"
+)
+LEFT = 20.0  # seconds until a killed client has left no process; it takes less than 3 s
+
+
+def of_command(text: str) -> list[int]:
+    """Return the test's processes whose command line contains a text."""
+    return [pid for pid in own_processes() if text in command_line(pid) and pid != os.getpid()]
+
+
+class Link:
+    """A `ByteLink` to a program that has sent some bytes and ended."""
+
+    def __init__(self, sent: bytes) -> None:
+        self.reader, end = os.pipe()
+        self._requests, self.writer = os.pipe()
+        os.write(end, sent)
+        os.close(end)
+
+    def error(self) -> str:
+        return "the last line"
+
+    def close(self) -> None:
+        for each in (self.reader, self._requests, self.writer):
+            os.close(each)
 
 
 class Inside:
@@ -54,6 +87,84 @@ class Inside:
         """Run a line of bash inside the job; return its stdout."""
         return self.exec(*options, "--", "bash", "-c", text, code=code)[0].decode()
 
+    def check_exec(self, where: str, answer: str) -> None:
+        """Run a command beside rank 3 on node 1, whose stdout, stderr and exit code come back.
+
+        Args:
+            where: words of `echo` in bash that show the node.
+            answer: their output.
+        """
+        text = f"echo $RANK {where}; echo wrong >&2; exit 7"
+        out, err = self.exec("--rank", "3", "--", "bash", "-c", text, code=7)
+        assert (out.decode(), err) == (f"3 {answer}\n", b"wrong\n")
+        data = os.urandom(3_000_000)
+        assert self.exec("--node", "1", "cat", data=data)[0] == data
+
+    def check_killed_client(
+        self, node: int, sleepers: Callable[[], list[int]] = lambda: of_command("sleep 7777")
+    ) -> None:
+        """Kill `exec`, which leaves no process on the node, not even a daemon.
+
+        Args:
+            node: the node.
+            sleepers: returns the processes of ``sleep 7777`` on the node.
+        """
+        text = "trap '' HUP TERM; sleep 7777 & setsid sleep 7777 & sleep 7777 | cat & echo up; wait"
+        with self.popen("exec", "--node", str(node), "--", "bash", "-c", text) as process:
+            assert process.stdout.readline() == b"up\n"
+            wait_until(lambda: len(sleepers()) >= 3, TEST_TIMEOUT, "the command's processes")
+            process.kill()
+            process.stdout.close()
+        wait_until(lambda: not sleepers(), LEFT, "the end")
+
+    def check_interrupt(self) -> None:
+        """Interrupt `exec`: the command gets the SIGINT, and its exit code comes back."""
+        text = "trap 'echo caught; exit 3' INT; echo up; while :; do sleep 0.05; done"
+        with self.popen("exec", "--", "bash", "-c", text) as process:
+            assert process.stdout.readline() == b"up\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.read() == b"caught\n"
+            assert process.wait(TEST_TIMEOUT) == 3
+
+    def check_shell(self, rank: int, where: str, answer: str) -> None:
+        """Use a shell beside a rank as a person does: keys, a resize, Ctrl-C and the end.
+
+        Args:
+            rank: the rank.
+            where: a command that shows the node.
+            answer: its output.
+        """
+        argv = [*CLUSTERJOB, "shell", "--rank", str(rank), self.id]
+        with Terminal(argv, controlling=True, rows=33, columns=77, cwd=self.directory) as terminal:
+            before = terminal.attributes
+            terminal.read_until(f"({self.id} rank {rank})".encode())
+            terminal.type(f"stty size; {where}\r".encode())
+            terminal.read_until(f"33 77\r\n{answer}\r\n".encode())
+            assert terminal.attributes != before, "raw"
+            terminal.resize(50, 132)
+            terminal.type(
+                b"until [ \"$(stty size)\" = '50 132' ]; do sleep 0.05; done; echo o''k2\r"
+            )
+            terminal.read_until(b"ok2\r\n")
+            trap = "trap 'echo cau''ght; exit' INT; echo be''gun; while :; do sleep 0.05; done"
+            terminal.type(f'sh -c "{trap}"\r'.encode())
+            terminal.read_until(b"begun\r\n")
+            terminal.type(b"\x03")
+            terminal.read_until(b"caught\r\n")
+            terminal.type(b"exit 5\r")
+            assert terminal.finish() == 5
+            assert terminal.attributes == before
+
+    @contextlib.contextmanager
+    def served(self, node: int, python: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+        """Run `SERVER` on a node of the job with `exec`; yield that process and the port."""
+        argv = ("--node", str(node), "--", python, "-c", SERVER)
+        with self.popen("exec", *argv) as process:
+            try:
+                yield process, process.stdout.readline().decode().strip()
+            finally:
+                process.kill()
+
     @contextlib.contextmanager
     def forwarded(
         self, *words: str, **options: Any
@@ -68,6 +179,14 @@ class Inside:
                 yield process, [int(port[1]) for port in ports if port]
             finally:
                 process.kill()
+
+
+def get(port: int, path: str) -> bytes:
+    """Return the answer of an HTTP server on loopback, with its headers."""
+    with socket.create_connection(("127.0.0.1", port), TEST_TIMEOUT) as sock:
+        sock.sendall(f"GET /{path} HTTP/1.0\r\n\r\n".encode())
+        with sock.makefile("rb") as stream:
+            return stream.read()
 
 
 def write_script(directory: Path, text: str = GUEST) -> str:

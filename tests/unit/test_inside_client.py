@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,12 +16,14 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inside_job import Link
+from procs import TEST_TIMEOUT
 
 from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.cli import output
 from clusterjob.core.byte_link import ProcessLink
-from clusterjob.core.inside import connection
+from clusterjob.core.inside import command, connection, forward
 from clusterjob.core.inside.forward import Port, listen
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.spec import JobSpec, Resources
@@ -28,23 +32,6 @@ from clusterjob.node.inside import streams
 from clusterjob.node.logs.events import now
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState, Verdict
-
-
-class Link:
-    """A link to a program that has sent some bytes and ended."""
-
-    def __init__(self, sent: bytes) -> None:
-        self.reader, end = os.pipe()
-        self.requests, self.writer = os.pipe()
-        os.write(end, sent)
-        os.close(end)
-
-    def error(self) -> str:
-        return "the last line"
-
-    def close(self) -> None:
-        for each in (self.reader, self.requests, self.writer):
-            os.close(each)
 
 
 class Backend:
@@ -88,7 +75,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rec
 
 
 def answer(**data: Any) -> bytes:
-    return connection.MARKER + json.dumps(data).encode() + b"\n"
+    return streams.MARKER + json.dumps(data).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -149,8 +136,8 @@ def test_node_of_rank_is_found_from_what_nodes_answer(record: Callable[..., Reco
         (b"", "node 0: the last line"),
         (b"noise\n", "node 0: the last line"),
         (b"x" * 60_000, "node 0: the last line"),
-        (connection.MARKER + b"{\n", "node 0: it sends a malformed answer"),
-        (connection.MARKER + b'{"rank": "x"}\n', "node 0: it sends a malformed answer"),
+        (streams.MARKER + b"{\n", "node 0: it sends a malformed answer"),
+        (streams.MARKER + b'{"rank": "x"}\n', "node 0: it sends a malformed answer"),
         (answer(error={"why": "absent"}), "job t-1: no worker runs on node 0"),
         (answer(error={"why": "rank", "first": 1, "count": 0}), "job t-1: no worker runs on nod"),
     ],
@@ -182,6 +169,27 @@ def test_errors_of_backend_get_exit_code_255(record: Callable[..., Record]) -> N
         connection.enter(record(backend), backend, {})  # type: ignore[arg-type]
     assert (caught.value.exit_code, caught.value.message) == (255, "srun: no")
     assert caught.value.hint == "a hint"
+
+
+def test_ctrl_c_does_not_wait_for_node_that_does_not_answer(record: Callable[..., Record]) -> None:
+    ended = threading.Event()
+
+    class Silent(Backend):
+        def enter(self, record: Record, node: int) -> Link:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            ended.wait(TEST_TIMEOUT)
+            return super().enter(record, node)
+
+    made = record(Silent(JobState.RUNNING, "", *[b""] * 9))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command.run(made, ["x"], node=None, rank=None, terminal=False, warn=print)
+        with pytest.raises(KeyboardInterrupt):
+            command.run_on_all(made, ["x"], show=print, warn=print)
+        with pytest.raises(KeyboardInterrupt):
+            forward.run(made, [Port(6006)], node=None, show=print, warn=print)
+    finally:
+        ended.set()
 
 
 @given(st.text(max_size=12))
@@ -227,7 +235,7 @@ def test_node_lines_are_labelled_and_harmless(capsys: pytest.CaptureFixture[str]
 def test_deeply_nested_answer_of_node_is_one_error(
     record: Callable[..., Record], start: bytes
 ) -> None:
-    backend = Backend(JobState.RUNNING, "", connection.MARKER + start + b"[" * 60_000 + b"\n")
+    backend = Backend(JobState.RUNNING, "", streams.MARKER + start + b"[" * 60_000 + b"\n")
     made = record(backend)
     with pytest.raises(InsideError, match="node 0: it sends a malformed answer"):
         connection.enter(made, connection.check(made), {})
@@ -236,7 +244,7 @@ def test_deeply_nested_answer_of_node_is_one_error(
 @pytest.mark.parametrize("end", [b"[" * 30_000, b'{"code":' * 3_000])
 def test_deeply_nested_end_of_node_is_one_error(record: Callable[..., Record], end: bytes) -> None:
     frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
-    backend = Backend(JobState.RUNNING, "", connection.MARKER + b"{}\n" + frame)
+    backend = Backend(JobState.RUNNING, "", streams.MARKER + b"{}\n" + frame)
     made = record(backend)
     entered = connection.enter(made, connection.check(made), {})
     with contextlib.closing(entered), pytest.raises(InsideError, match="a malformed end"):
@@ -248,7 +256,7 @@ def test_node_that_reads_nothing_after_the_end_does_not_block(
 ) -> None:
     end = b'{"code": 3, "ended": false}'
     frame = struct.pack(">BII", streams.EXIT, 0, len(end)) + end + b"\n"
-    backend = Backend(JobState.RUNNING, "", connection.MARKER + b"{}\n" + frame)
+    backend = Backend(JobState.RUNNING, "", streams.MARKER + b"{}\n" + frame)
     made = record(backend)
     entered = connection.enter(made, connection.check(made), {})
     with contextlib.closing(entered):
@@ -267,7 +275,7 @@ def test_error_output_without_end_fills_no_disk(tmp_path: Path) -> None:
         assert link.error() == "the end"
         names = set(os.listdir("/proc/self/fd")) - before
         assert not [name for name in names if "/" in _target(name) and "dev" not in _target(name)]
-        assert len(link._errors) <= 1 << 14
+        assert len(link._errors._kept) <= 1 << 14
 
 
 def _target(name: str) -> str:

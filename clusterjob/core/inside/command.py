@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
+from clusterjob.backends.base import Executor
 from clusterjob.core.inside import connection
 from clusterjob.core.inside.connection import InsideConnection
-from clusterjob.core.inside.local_end import Signals, Terminal
+from clusterjob.core.inside.local_end import Signals, Terminal, has_terminal
 from clusterjob.core.records import Record
-from clusterjob.errors import ClusterJobError, InsideError
+from clusterjob.errors import ClusterJobError, InsideError, UsageError
 from clusterjob.node.inside import streams
-from clusterjob.node.inside.streams import Stream
+from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, Stream
 
-STDIN, STDOUT, STDERR = 0, 1, 2  # numbers of the streams, as in `clusterjob.node.inside.command`
 _TICK = 1.0  # seconds between two checks of the connection
 _AT_ONCE = 32  # nodes that are entered at the same time
 
@@ -34,34 +37,40 @@ def run(
 
     Args:
         record: the job.
-        argv: the command line; empty for an interactive shell.
+        argv: the command line; empty for an interactive shell, which needs a terminal.
         node: the node; None for the node of `rank`, or node 0.
         rank: the worker; None for the first of the node.
-        terminal: whether the command gets a terminal, which this process's stdin is.
+        terminal: whether the command gets a terminal, if this process has one.
         warn: shows one line to the user.
 
     Returns:
         The command's exit code; 128 + N if signal N ended it.
 
     Raises:
-        UsageError: the job has no such node or rank.
+        UsageError: the job has no such node or rank, or a shell has no terminal.
         InsideError: the job does not run, or the connection broke.
+        ClusterJobError: stdout cannot be written, for example because the disk is full.
     """
+    backend = connection.check(record, node, rank)
+    if not argv and not has_terminal():
+        raise UsageError(
+            "a shell needs a terminal as stdin and stdout",
+            f"`clusterjob exec {record.job_id} -- COMMAND` needs none",
+        )
+    terminal = terminal and has_terminal()
     own = Terminal()
     request = {
         "argv": list(argv),
         "stdin": True,
         "terminal": [*own.size(), os.environ.get("TERM", "")] if terminal else None,
-        "title": record.job_id,
     }
-    backend = connection.check(record, node, rank)
-    with Signals() as signals, contextlib.ExitStack() as stack:
-        entered = connection.enter(record, backend, request, node=node, rank=rank)
-        stack.callback(entered.close)
+    entered = connection.enter(record, backend, request, node=node, rank=rank)
+    with contextlib.closing(entered), Signals() as signals, contextlib.ExitStack() as stack:
         _warn_of_container(entered, warn)
+        output = Stream(STDOUT, sink=STDOUT, shared=True)
         for stream in (
             Stream(STDIN, source=STDIN),
-            Stream(STDOUT, sink=STDOUT, shared=True),
+            output,
             Stream(STDERR, sink=STDERR, shared=True),
         ):
             entered.streams.add(stream)
@@ -69,6 +78,8 @@ def run(
             stack.enter_context(own)
             entered.streams.send(streams.SIZE, payload=own.frame())
         _carry([entered], signals, own if terminal else None)
+        if output.error is not None and output.error.errno != errno.EPIPE:
+            raise ClusterJobError(f"{output.error.strerror}: standard output")
         return _exit_code(entered, signals)
 
 
@@ -96,13 +107,9 @@ def run_on_all(
     backend = connection.check(record)
     request = {"argv": list(argv), "stdin": False, "terminal": None}
     codes = dict.fromkeys(range(record.nodes), InsideError.exit_code)
-    with Signals() as signals, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         runs = []
-        with ThreadPoolExecutor(min(_AT_ONCE, record.nodes)) as pool:
-            started = [
-                pool.submit(connection.enter, record, backend, request, node=node) for node in codes
-            ]
-        for future in started:
+        for future in _enter_all(record, backend, request):
             try:
                 entered = future.result()
             except ClusterJobError as error:
@@ -114,6 +121,7 @@ def run_on_all(
             runs.append(entered)
         for entered in runs[:1]:
             _warn_of_container(entered, warn)
+        signals = stack.enter_context(Signals())
         _carry(runs, signals, None, warn=warn)
         for entered in runs:
             for number in (STDOUT, STDERR):
@@ -123,6 +131,25 @@ def run_on_all(
             except InsideError as error:
                 warn(error.message)
     return next((code for code in codes.values() if code), 0)
+
+
+def _enter_all(
+    record: Record, backend: Executor, request: Mapping[str, Any]
+) -> list[Future[InsideConnection]]:
+    """Enter all nodes in daemon threads: Ctrl-C does not wait for a node that does not answer."""
+    limit = threading.Semaphore(_AT_ONCE)
+
+    def enter(node: int, future: Future[InsideConnection]) -> None:
+        with limit:
+            try:
+                future.set_result(connection.enter(record, backend, request, node=node))
+            except BaseException as error:
+                future.set_exception(error)
+
+    futures: list[Future[InsideConnection]] = [Future() for _ in range(record.nodes)]
+    for started in enumerate(futures):
+        threading.Thread(target=enter, args=started, daemon=True).start()
+    return futures
 
 
 def _shown(node: int, number: int, show: Callable[[int, int, bytes], None]) -> Stream:

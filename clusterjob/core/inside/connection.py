@@ -20,7 +20,6 @@ from clusterjob.node.inside.streams import FrameError, Streams
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
 
-MARKER = b"clusterjob-inside-1 "
 _MAX_NOISE = 1 << 16  # bytes that a login or a prolog may print before the answer
 _START_TIMEOUT = 90.0  # seconds until the answer; Slurm may need a minute to start a step
 _SILENCE = 60.0  # seconds without a frame after which the node counts as unreachable
@@ -66,11 +65,9 @@ class InsideConnection:
         self.rank, self.host, self.outside = answer.rank, sanitize(answer.host), answer.outside
         self.code: int | None = None
         self.ended = self.job_ended = False
-        self.on_reset: Callable[[int, str], None] = lambda *_: None
+        self.on_reset: Callable[[str], None] = lambda _: None
         self._link = link
         self.streams = Streams(link.reader, link.writer, control=self._control)
-        self._beat = streams.Beat(self.streams)
-        self._heard = time.monotonic()
 
     @property
     def finished(self) -> bool:
@@ -78,7 +75,7 @@ class InsideConnection:
         return (self.ended or self.streams.closed) and self.streams.written
 
     def handle(self, ready: dict[int, int]) -> None:
-        """Handle the descriptors that are ready, and send a sign of life.
+        """Handle the descriptors that are ready.
 
         Raises:
             InsideError: the node breaks the protocol, or has been silent for a minute.
@@ -87,12 +84,8 @@ class InsideConnection:
             self.streams.handle(ready)
         except FrameError as error:
             raise InsideError(f"node {self.node}: it sends {error}") from error
-        if self.ended or self.streams.closed:
-            return
-        self._beat.send_if_due()
-        if self._link.reader in ready:
-            self._heard = time.monotonic()
-        elif time.monotonic() - self._heard > _SILENCE:
+        over = self.ended or self.streams.closed
+        if not over and self.streams.silence > _SILENCE:
             raise InsideError(f"node {self.node}: no answer for {_SILENCE:.0f} s")
 
     def exit_code(self) -> int:
@@ -119,9 +112,9 @@ class InsideConnection:
         """Close the connection; the command and all processes below it end."""
         self._link.close()
 
-    def _control(self, kind: int, number: int, payload: bytes) -> None:
+    def _control(self, kind: int, _number: int, payload: bytes) -> None:
         if kind == streams.RESET:
-            self.on_reset(number, payload.decode(errors="replace"))
+            self.on_reset(payload.decode(errors="replace"))
         elif kind == streams.EXIT:
             try:
                 end = json.loads(payload)
@@ -131,7 +124,7 @@ class InsideConnection:
             if self.code is not None and (type(self.code) is not int or not 0 <= self.code < 256):
                 raise FrameError("a malformed end")
             self.ended = True
-        elif kind != streams.ALIVE:
+        else:
             raise FrameError(f"a frame of kind {kind}")
 
 
@@ -285,9 +278,9 @@ def _read_answer(link: ByteLink, node: int) -> _Answer:
     import msgspec
 
     for line in _lines(link, node):
-        if line.startswith(MARKER):
+        if line.startswith(streams.MARKER):
             try:
-                return msgspec.json.decode(line.removeprefix(MARKER), type=_Answer)
+                return msgspec.json.decode(line.removeprefix(streams.MARKER), type=_Answer)
             except (ValueError, RecursionError) as error:  # DecodeError, ValidationError
                 raise InsideError(f"node {node}: it sends a malformed answer") from error
     raise InsideError(f"node {node}: {link.error() or 'it sends no answer'}")

@@ -109,7 +109,7 @@ def run(
     """
     backend = connection.check(record, node)
     processes.raise_open_files()
-    with Signals() as signals, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         listeners: dict[int, tuple[socket.socket, int]] = {}
         for port in ports:
             sock = stack.enter_context(listen(port))
@@ -119,7 +119,7 @@ def run(
         for sock, remote in listeners.values():
             where = f"port {remote} of node {entered.node} ({entered.host})"
             show(f"http://{LOOPBACK}:{sock.getsockname()[1]} is forwarded to {where}")
-        return _Relay(entered, listeners, warn=warn).run(signals)
+        return _Relay(entered, listeners, warn=warn).run(stack.enter_context(Signals()))
 
 
 class _Relay:
@@ -164,12 +164,11 @@ class _Relay:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._pause_until = time.monotonic() + _PAUSE
             return
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         number = next(self._numbers)
         self._entered.streams.send(streams.OPEN, number, payload=relay.PORT.pack(remote))
         relay.add_socket(self._entered.streams, number, sock)
 
-    def _refused(self, _number: int, why: str) -> None:
+    def _refused(self, why: str) -> None:
         if time.monotonic() - self._warned.get(why, -_QUIET) >= _QUIET and len(self._warned) < 100:
             self._warned[why] = time.monotonic()
             self._warn(f"node {self._entered.node}: port {why}")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import struct
 import termios
 import tty
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-_SIZE = struct.Struct(">HH")
+from clusterjob.node.inside import streams
+
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MAX_ASKED = 3  # signals after which this process ends without waiting for the command
 
@@ -40,12 +41,7 @@ class Signals:
                 self._old[number] = signal.signal(number, _note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._old.items():
             signal.signal(number, handler)
@@ -80,16 +76,9 @@ class Terminal:
         tty.setraw(self._descriptor)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
+    def __exit__(self, *_exception: object) -> None:
+        with contextlib.suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._saved)
-        except termios.error:  # the terminal is gone
-            pass
 
     def size(self) -> tuple[int, int]:
         """Return rows and columns; 24 and 80 if the terminal does not know them."""
@@ -102,7 +91,7 @@ class Terminal:
     def frame(self) -> bytes:
         """Return the size as the payload of a `SIZE` frame."""
         rows, columns = self.size()
-        return _SIZE.pack(min(rows, 0xFFFF), min(columns, 0xFFFF))
+        return streams.TERMINAL_SIZE.pack(min(rows, 0xFFFF), min(columns, 0xFFFF))
 
 
 def has_terminal() -> bool:

@@ -10,7 +10,6 @@ import os
 import pwd
 import re
 import shlex
-import shutil
 import signal
 import struct
 import subprocess
@@ -20,10 +19,9 @@ from collections.abc import Sequence
 
 from clusterjob.node.inside import streams
 from clusterjob.node.inside.search import WorkerPlace
-from clusterjob.node.inside.streams import Stream, Streams
+from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, Stream, Streams
 from clusterjob.node.system import processes
 
-STDIN, STDOUT, STDERR = 0, 1, 2  # numbers of the streams; a terminal uses the first two
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
 _LEFTOVERS = 1.0  # seconds that processes left behind by the command may still write
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
@@ -42,6 +40,7 @@ class Command:
         connection: the streams to the submitter.
         place: the worker whose environment it gets.
         argv: its command line; empty for a shell.
+        enter: the words of `enter_container`.
         terminal: (rows, columns, TERM) of its terminal; None for pipes.
         title: the prompt of a shell.
         stdin: whether it reads the submitter's stdin.
@@ -56,6 +55,7 @@ class Command:
         place: WorkerPlace,
         *,
         argv: Sequence[str],
+        enter: Sequence[str],
         terminal: tuple[int, int, str] | None,
         title: str,
         stdin: bool,
@@ -72,12 +72,11 @@ class Command:
             environ.pop(name, None)
         if terminal is not None:
             environ["TERM"] = terminal[2] or "xterm"
-        inner = _enter_container(place)
-        root = f"/proc/{place.pid}/root" if inner else ""
+        root = f"/proc/{place.pid}/root" if enter else ""
         words = list(argv) or self._shell(environ, title, root=root)
         directory = place.directory
-        if inner:  # the directory may exist only in the container
-            words, directory = [*inner, "--wd", "--", *words], "/"
+        if enter:  # the directory may exist only in the container
+            words, directory = [*enter, "--wd", "--", *words], "/"
         try:
             self._start(words, environ, directory=directory, terminal=terminal, stdin=stdin)
         except OSError as error:
@@ -137,62 +136,51 @@ class Command:
         terminal: tuple[int, int, str] | None,
         stdin: bool,
     ) -> None:
+        slave = None
         if terminal is not None:
             self._master, slave = os.openpty()
             self.resize(*terminal[:2])
-            ours, theirs = [self._master], [slave, slave, slave]
-        else:
-            pipes = [os.pipe() for _ in range(3)]
-            ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
-            theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        end = subprocess.PIPE if slave is None else slave
         parent = os.getpid()
         ctypes.CDLL(None)  # loaded before the fork
 
         def prepare() -> None:
             processes.die_with_parent(parent)
-            if terminal is not None:
+            if slave is not None:
                 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         try:
             child = subprocess.Popen(
                 [os.fsencode(word) for word in words],
-                stdin=theirs[0],
-                stdout=theirs[1],
-                stderr=theirs[2],
+                bufsize=0,
+                stdin=end if stdin else subprocess.DEVNULL,
+                stdout=end,
+                stderr=end,
                 cwd=directory if os.access(directory, os.X_OK) else "/",
                 env={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
                 start_new_session=True,
                 pass_fds=() if self._rcfile is None else (self._rcfile,),
                 preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
             )
-        except BaseException:
-            for each in ours:
-                os.close(each)
-            self._master = None
-            raise
         finally:
-            for each in {*theirs, *(() if self._rcfile is None else (self._rcfile,))}:
-                os.close(each)
+            for each in (slave, self._rcfile):
+                if each is not None:
+                    os.close(each)
         self._pid = child.pid
         child.returncode = 0  # this object reaps it
-        self._connect(ours, stdin=stdin)
-
-    def _connect(self, ours: list[int], *, stdin: bool) -> None:
-        for each in ours:
-            os.set_blocking(each, False)
         if self._master is not None:
-            master = self._master
-            self._connection.add(Stream(STDOUT, source=master))
-            self._connection.add(Stream(STDIN, sink=master, close_sink=self._hang_up))
-            return
-        for number, source in ((STDOUT, ours[1]), (STDERR, ours[2])):
+            os.set_blocking(self._master, False)
+            self._connection.add(Stream(STDOUT, source=self._master))
+            self._connection.add(Stream(STDIN, sink=self._master, close_sink=self._hang_up))
+        for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self._connection.add(Stream(number, source=pipe.fileno(), close_source=pipe.close))
+        if child.stdin is not None:
+            os.set_blocking(child.stdin.fileno(), False)
             self._connection.add(
-                Stream(number, source=source, close_source=lambda fd=source: os.close(fd))  # type: ignore[misc]
+                Stream(STDIN, sink=child.stdin.fileno(), close_sink=child.stdin.close)
             )
-        if stdin:
-            self._connection.add(Stream(STDIN, sink=ours[0], close_sink=lambda: os.close(ours[0])))
-        else:
-            os.close(ours[0])
 
     def _hang_up(self) -> None:
         if self._master is not None:
@@ -247,31 +235,30 @@ class Command:
                 self._ended_at = time.monotonic()
 
 
-def _enter_container(place: WorkerPlace) -> list[str]:
-    """Return the words that run a command in the worker's container; empty if it has none.
+def enter_container(place: WorkerPlace) -> list[str] | None:
+    """Return the words that run a command in the worker's container.
 
     The container of an unprivileged engine has a user namespace that its owner may enter.
+
+    Returns:
+        The words; empty if the worker runs in no container; None if this user cannot enter it.
     """
     pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched[0]
-    if _namespace(pid, "mnt") == _namespace(os.getpid(), "mnt") or not shutil.which("nsenter"):
+    if _namespace(pid, "mnt") in ("", _namespace(os.getpid(), "mnt")):
         return []
     words = ["nsenter", f"--target={pid}", "--mount"]
     if _namespace(pid, "user") != _namespace(os.getpid(), "user"):
         words += ["--user", "--preserve-credentials"]
-    can = subprocess.run(
-        [*words, "--", "/bin/sh", "-c", ":"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-    return words if can.returncode == 0 else []
-
-
-def in_other_container(place: WorkerPlace) -> bool:
-    """Return whether the worker runs in a container that commands cannot enter."""
-    own, its = (_namespace(pid, "mnt") for pid in (os.getpid(), place.pid))
-    return bool(its) and own != its and not _enter_container(place)
+    try:
+        can = subprocess.run(
+            [*words, "--", "/bin/sh", "-c", ":"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+    except OSError:  # this machine has no nsenter
+        return None
+    return words if can.returncode == 0 else None
 
 
 def _namespace(pid: int, kind: str) -> str:

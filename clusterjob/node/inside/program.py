@@ -1,8 +1,9 @@
 """Entry point of the program that runs commands and relays inside a job.
 
-It reads one line of JSON, the request, from stdin and answers with one line: `MARKER` and a JSON
-object. Then stdin and stdout carry the frames of `streams`. It ends, with all processes below it,
-when its command ends, when the submitter's side closes stdin or is silent, or when the job ends.
+It reads one line of JSON, the request, from stdin and answers with one line: `streams.MARKER` and
+a JSON object. Then stdin and stdout carry the frames of `streams`. It ends, with all processes
+below it, when its command ends, when the submitter's side closes stdin or is silent, or when the
+job ends.
 """
 
 from __future__ import annotations
@@ -11,25 +12,22 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from clusterjob.node.inside import command, relay, search, streams
 from clusterjob.node.inside.streams import FrameError, Streams
 from clusterjob.node.system import processes
 
-MARKER = "clusterjob-inside-1 "
-MAX_REQUEST = 16 << 20  # bytes; execve(2) takes less
-SILENCE = 120.0  # seconds without a frame after which the submitter counts as dead
+_MAX_REQUEST = 16 << 20  # bytes; execve(2) takes less
+_SILENCE = 120.0  # seconds without a frame after which the submitter counts as dead
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the command and the job
 _SHORT_TICK = 0.01  # the same while the command ends
 _LAST_OUTPUT = 1.0  # seconds for the output of a command that was stopped
 _FLUSH = 10.0  # seconds for the last frames
-_SIZE = struct.Struct(">HH")
 
 
 def main() -> None:
@@ -38,7 +36,7 @@ def main() -> None:
     while not line.endswith(b"\n"):
         data = os.read(0, 1 << 16)  # the submitter sends nothing after the line before the answer
         line += data
-        if not data or len(line) > MAX_REQUEST:
+        if not data or len(line) > _MAX_REQUEST:
             return
     request = json.loads(line)
     processes.adopt_orphans()
@@ -47,15 +45,10 @@ def main() -> None:
     except search.NotHereError as error:
         _answer({"error": error.facts})
         return
-    _answer(
-        {
-            "rank": place.rank,
-            "host": socket.gethostname(),
-            "outside": command.in_other_container(place),
-        }
-    )
+    enter = command.enter_container(place)
+    _answer({"rank": place.rank, "host": socket.gethostname(), "outside": enter is None})
     try:
-        _Session(place, request).serve()
+        _Session(place, request, enter or []).serve()
     except FrameError as error:
         print(f"clusterjob: {error}", file=sys.stderr)
 
@@ -74,7 +67,7 @@ def _find(request: dict[str, Any]) -> search.WorkerPlace:
 
 def _answer(answer: dict[str, Any]) -> None:
     sys.stdout.flush()
-    data = f"{MARKER}{json.dumps(answer)}\n".encode()
+    data = streams.MARKER + json.dumps(answer).encode() + b"\n"
     while data:
         data = data[os.write(1, data) :]
 
@@ -82,31 +75,25 @@ def _answer(answer: dict[str, Any]) -> None:
 class _Session:
     """The command or the relay of one request."""
 
-    def __init__(self, place: search.WorkerPlace, request: dict[str, Any]) -> None:
+    def __init__(
+        self, place: search.WorkerPlace, request: dict[str, Any], enter: Sequence[str]
+    ) -> None:
         self._place = place
         self._stopped = False
-        self._heard = time.monotonic()
         self._connection = Streams(0, 1, control=self._control)
-        self._beat = streams.Beat(self._connection)
-        self._command: command.Command | None = None
-        self._handlers: dict[int, Callable[[int, bytes], None]] = {
-            streams.OPEN: self._open,
-            streams.SIZE: self._size,
-            streams.SIGNAL: self._signal,
-            streams.ALIVE: lambda *_: None,
-        }
+        self._command: command.Command | None = None  # None for a relay
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        self._relay = bool(request.get("relay"))
-        if not self._relay:
-            terminal = request.get("terminal")
+        if not request.get("relay"):
+            terminal = request["terminal"]
             self._command = command.Command(
                 self._connection,
                 place,
                 argv=request["argv"],
+                enter=enter,
                 terminal=None if terminal is None else (terminal[0], terminal[1], terminal[2]),
-                title=f"{request.get('title', '')} rank {place.rank}",
-                stdin=bool(request.get("stdin")),
+                title=f"{request['job']} rank {place.rank}",
+                stdin=request["stdin"],
             )
 
     def serve(self) -> None:
@@ -119,9 +106,8 @@ class _Session:
                 )
                 if self._command is not None and self._command.poll():
                     break
-                if time.monotonic() - self._heard > SILENCE:
+                if self._connection.silence > _SILENCE:
                     break
-                self._beat.send_if_due()
                 if self._place.ended():
                     job_ended = True
                     break
@@ -147,24 +133,15 @@ class _Session:
         self._stopped = True
 
     def _control(self, kind: int, number: int, payload: bytes) -> None:
-        self._heard = time.monotonic()
-        handler = self._handlers.get(kind)
-        if handler is None:
+        running = self._command
+        if kind == streams.OPEN and running is None:
+            relay.open_connection(self._connection, number, payload)
+        elif kind == streams.SIZE and running and len(payload) == streams.TERMINAL_SIZE.size:
+            running.resize(*streams.TERMINAL_SIZE.unpack(payload))
+        elif kind == streams.SIGNAL and running and len(payload) == 1 and payload[0] < signal.NSIG:
+            running.signal(payload[0])
+        elif kind != streams.RESET:  # the reason of the submitter's side interests nobody here
             raise FrameError(f"a frame of kind {kind}")
-        handler(number, payload)
-
-    def _open(self, number: int, payload: bytes) -> None:
-        if not self._relay:
-            raise FrameError("a connection without a relay")
-        relay.open_connection(self._connection, number, payload)
-
-    def _size(self, _number: int, payload: bytes) -> None:
-        if self._command is not None and len(payload) == _SIZE.size:
-            self._command.resize(*_SIZE.unpack(payload))
-
-    def _signal(self, _number: int, payload: bytes) -> None:
-        if self._command is not None and len(payload) == 1 and 0 < payload[0] < signal.NSIG:
-            self._command.signal(payload[0])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -18,16 +19,16 @@ _CONNECT_TIMEOUT = 2.0  # seconds; loopback answers at once, unless the server's
 def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
     """Add a stream whose ends are a connected socket; the socket is closed after both ends."""
     sock.setblocking(False)
+    with contextlib.suppress(OSError):  # the peer has closed it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream = Stream(number, source=sock.fileno(), sink=sock.fileno())
 
     def ended(how: int) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the peer has closed it
             if stream.done:
                 sock.close()
             else:
                 sock.shutdown(how)
-        except OSError:  # the peer has closed it
-            pass
 
     stream.close_source = lambda: ended(socket.SHUT_RD)
     stream.close_sink = lambda: ended(socket.SHUT_WR)
@@ -45,19 +46,11 @@ def open_connection(connection: Streams, number: int, payload: bytes) -> None:
     (port,) = PORT.unpack(payload)
     code = 0
     for address in _ADDRESSES:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = socket.create_connection((address, port), _CONNECT_TIMEOUT)
         except OSError as error:
-            code = code or error.errno or errno.EIO
-            continue
-        try:
-            sock.settimeout(_CONNECT_TIMEOUT)
-            sock.connect((address, port))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            add_socket(connection, number, sock)
-            return
-        except OSError as error:
-            sock.close()
             code = code or error.errno or errno.ETIMEDOUT
+            continue
+        add_socket(connection, number, sock)
+        return
     connection.send(streams.RESET, number, payload=f"{port}: {os.strerror(code)}".encode())

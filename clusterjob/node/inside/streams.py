@@ -8,7 +8,7 @@ stream before the other side grants more, so a slow reader of one stream delays 
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import struct
 import sys
 import time
@@ -22,7 +22,10 @@ MAX_STREAMS = 4096
 # stay in blocking mode.
 _SAFE_WRITE = 4096
 _MAX_UNSENT = 1 << 18  # bytes for the other side; above it, no stream is read
+_ALIVE_INTERVAL = 10.0  # seconds between two signs of life
 _HEADER = struct.Struct(">BII")
+# macOS's poll(2) does not know terminals.
+_Selector = selectors.SelectSelector if sys.platform == "darwin" else selectors.PollSelector
 
 # Kinds of frames.
 OPEN = 1  # a new stream; the payload belongs to the user of `Streams`
@@ -30,14 +33,18 @@ DATA = 2
 END = 3  # the sender sends no more data of the stream
 GRANT = 4  # the sender accepts this number of further bytes (4 bytes)
 RESET = 5  # the sender accepts no more data of the stream; the payload is the reason
-SIZE = 6  # the size of the terminal: rows and columns (2 bytes each)
+SIZE = 6  # the size of the terminal, as `TERMINAL_SIZE`
 SIGNAL = 7  # a signal for the command (1 byte)
 EXIT = 8  # the last frame: a JSON object
 ALIVE = 9  # the sender is alive
 _KINDS = range(OPEN, ALIVE + 1)
 _GRANT = struct.Struct(">I")
+TERMINAL_SIZE = struct.Struct(">HH")  # rows and columns
 
-READ, WRITE = 1, 2  # flags of `wait`
+MARKER = b"clusterjob-inside-1 "  # begins the line before the first frame; a login may print more
+STDIN, STDOUT, STDERR = 0, 1, 2  # streams of a command; a terminal uses the first two
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE  # flags of `wait`
 Source = int | None
 Sink = int | Callable[[bytes], None] | None
 
@@ -60,6 +67,7 @@ class Stream:
         waiting: received bytes that are not written yet.
         ending: whether the other side has sent its last byte.
         granted: further bytes that this side accepts, and that it has not granted yet.
+        error: why the sink could not be written.
     """
 
     number: int
@@ -72,6 +80,7 @@ class Stream:
     waiting: bytearray = field(default_factory=bytearray)
     ending: bool = False
     granted: int = 0
+    error: OSError | None = None
 
     @property
     def done(self) -> bool:
@@ -85,7 +94,7 @@ class Streams:
     Args:
         reader, writer: descriptors of the connection.
         control: called with (kind, stream number, payload) of each frame that is not about the
-            data of a stream.
+            data of a stream, and of each `RESET` with a reason.
 
     Attributes:
         closed: whether the other side has closed the connection.
@@ -100,6 +109,7 @@ class Streams:
         self.streams: dict[int, Stream] = {}
         self._received = bytearray()
         self._unsent = bytearray()
+        self._alive_due = self._heard = time.monotonic()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
 
@@ -132,6 +142,11 @@ class Streams:
         """Whether all queued frames are sent."""
         return not self._unsent
 
+    @property
+    def silence(self) -> float:
+        """Seconds since the other side has sent anything; it sends a sign of life every 10 s."""
+        return time.monotonic() - self._heard
+
     def interest(self) -> dict[int, int]:
         """Return the descriptors to `wait` for, with the flags of each."""
         wanted: dict[int, int] = {}
@@ -148,11 +163,14 @@ class Streams:
         return wanted
 
     def handle(self, ready: dict[int, int]) -> None:
-        """Read and write the descriptors that are ready.
+        """Read and write the descriptors that are ready, and send a sign of life when it is due.
 
         Raises:
             FrameError: the other side breaks the protocol.
         """
+        if time.monotonic() >= self._alive_due:
+            self._alive_due = time.monotonic() + _ALIVE_INTERVAL
+            self.send(ALIVE)
         for stream in list(self.streams.values()):
             if isinstance(stream.sink, int) and ready.get(stream.sink, 0) & WRITE:
                 self._write(stream)
@@ -191,13 +209,6 @@ class Streams:
             self._dispatch(kind, number, payload)
         del self._received[:begin]
 
-    def drop_source(self, stream: Stream) -> None:
-        """Read no more from a stream's source, without an `END`."""
-        if stream.source is not None:
-            stream.source = None
-            stream.close_source()
-            self._forget(stream)
-
     def _receive(self) -> None:
         try:
             data = os.read(self._reader, 1 << 17)
@@ -205,10 +216,11 @@ class Streams:
             return
         except OSError:
             data = b""
-        if data:
-            self.feed(data)
-        else:
+        if not data:
             self._lose()
+            return
+        self._heard = time.monotonic()
+        self.feed(data)
 
     def _grant(self) -> None:
         """Queue the grants; they wait while the other side does not read, and need no memory."""
@@ -232,6 +244,8 @@ class Streams:
         self._unsent.clear()
 
     def _dispatch(self, kind: int, number: int, payload: bytes) -> None:
+        if kind == ALIVE:
+            return
         if kind not in (DATA, END, GRANT, RESET):
             self._control(kind, number, payload)
             return
@@ -252,7 +266,7 @@ class Streams:
                 self._control(RESET, number, payload)
             stream.ending = True
             stream.waiting.clear()
-            self.drop_source(stream)
+            self._end_source(stream)
             self._end_sink_if_done(stream)
         self._forget(stream)
 
@@ -281,7 +295,8 @@ class Streams:
             stream.waiting.clear()
             stream.sink = None
             stream.close_sink()
-            self.send(RESET, stream.number, payload=b"" if stream.shared else _reason(error))
+            stream.error = error
+            self.send(RESET, stream.number, payload=(error.strerror or "").encode()[:200])
             return
         del stream.waiting[:count]
         stream.granted = min(WINDOW, stream.granted + count)
@@ -305,32 +320,16 @@ class Streams:
             self.send(DATA, stream.number, payload=data)
         else:
             self.send(END, stream.number)
+            self._end_source(stream)
+
+    def _end_source(self, stream: Stream) -> None:
+        if stream.source is not None:
             stream.source = None
             stream.close_source()
 
     def _forget(self, stream: Stream) -> None:
         if stream.done and self.streams.get(stream.number) is stream:
             del self.streams[stream.number]
-
-
-class Beat:
-    """Tells the other side every `INTERVAL` seconds that this side is alive."""
-
-    INTERVAL = 10.0
-
-    def __init__(self, connection: Streams) -> None:
-        self._connection = connection
-        self._due = 0.0
-
-    def send_if_due(self) -> None:
-        """Send the frame if the interval has passed."""
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + self.INTERVAL
-            self._connection.send(ALIVE)
-
-
-def _reason(error: OSError) -> bytes:
-    return (error.strerror or "").encode()[:200]
 
 
 def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:
@@ -340,26 +339,10 @@ def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:
         wanted: the descriptors, with the flags to wait for.
         timeout: seconds.
     """
-    if sys.platform == "darwin":  # its poll(2) does not know terminals
-        readers = [each for each, flags in wanted.items() if flags & READ]
-        writers = [each for each, flags in wanted.items() if flags & WRITE]
-        found = select.select(readers, writers, [], timeout)
-        return {
-            each: READ * (each in found[0]) | WRITE * (each in found[1])
-            for each in {*found[0], *found[1]}
-        }
-    poll = select.poll()
-    for each, flags in wanted.items():
-        poll.register(
-            each, (select.POLLIN if flags & READ else 0) | (select.POLLOUT if flags & WRITE else 0)
-        )
-    # An error or a hang-up makes both ready: the next call reports it.
-    both = select.POLLERR | select.POLLHUP | select.POLLNVAL
-    return {
-        each: (READ if events & (select.POLLIN | both) else 0)
-        | (WRITE if events & (select.POLLOUT | both) else 0)
-        for each, events in poll.poll(timeout * 1000)
-    }
+    with _Selector() as selector:
+        for each, flags in wanted.items():
+            selector.register(each, flags)
+        return {key.fd: flags for key, flags in selector.select(timeout)}
 
 
 def wait_for_any(

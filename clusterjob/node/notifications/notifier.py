@@ -53,8 +53,8 @@ class Notifier:
         self._settings: dict[str, Any] = json.loads(settings) | {"job_dir": str(job_dir)}
         self._job = {
             "job_id": job_id,
-            "name": self._settings.get("name", ""),
-            "cluster": self._settings.get("cluster", ""),
+            "name": self._settings["name"],
+            "cluster": self._settings["cluster"],
         }
         self._job_dir = job_dir
         self._attempt = attempt
@@ -84,23 +84,13 @@ class Notifier:
         except OSError as error:
             self._print_line(f"notify: the sender cannot be started: {error.strerror}")
             return None
-        killed = Event(
-            FAILURE,
-            state=str(JobState.LOST),
-            reason="the agent of node 0 was killed",
-            final=True,
-            **self._job,
-        )
+        reason = "the agent of node 0 was killed"
+        killed = Event(FAILURE, state=str(JobState.LOST), reason=reason, final=True, **self._job)
         self._write(self._settings | {"killed": asdict(killed)})
         self._tasks.append(asyncio.create_task(self._print_notices()))
         if self._attempt and not ends.preempted_before(self._job_dir, self._attempt):
-            self._send(
-                Event(
-                    REQUEUE,
-                    state=f"QUEUED AGAIN, attempt {self._attempt} starts",
-                    **self._job,
-                )
-            )
+            state = f"QUEUED AGAIN, attempt {self._attempt} starts"
+            self._send(Event(REQUEUE, state=state, **self._job))
         return self._process.pid
 
     def started(self, nnodes: int, world_size: int) -> None:

@@ -6,6 +6,7 @@ message for the job's log; no line contains a URL.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -13,10 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from clusterjob.node import contract
 from clusterjob.node.environments import scheduler
@@ -29,29 +29,20 @@ from clusterjob.node.verdict import JobState
 
 _PAUSES = (1.0, 2.0, 4.0)  # seconds between two attempts
 _LAST_SEND = 15.0  # seconds for the last notification if no agent waits for this process
-_Send = Callable[[Event], str]
 
 
 class _Target:
     """One place to send to, with its own thread: a slow place does not delay another."""
 
-    def __init__(self, name: str, send: _Send) -> None:
+    def __init__(self, name: str, send: targets.Send) -> None:
         self._name = name
         self._send = send
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, event: Event | None) -> None:
-        """Send an event; None ends the thread."""
-        self._events.put(event)
-
-    def join(self, timeout: float) -> None:
-        """Wait until everything is sent."""
-        self._thread.join(max(0.0, timeout))
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None ends the thread
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
+        while (event := self.events.get()) is not None:
             for pause in (*_PAUSES, None):
                 try:
                     error = self._send(event)
@@ -66,24 +57,62 @@ class _Target:
                 _say(f"{self._name}: not sent after {attempts} attempts: {error}")
 
 
+class _Sender:
+    """Sends the events of a job to all places.
+
+    Args:
+        settings: the value of CLUSTERJOB_NOTIFICATIONS, and the job's directory as ``job_dir``.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._kinds = settings["on"]
+        self._targets = [_Target(name, send) for name, send in _places(settings)]
+        self._array: WholeArray | None = None
+        job_dir, elements = Path(settings["job_dir"]), settings["elements"]
+        if elements and ARRAY_TASKS not in self._kinds and WholeArray.has(job_dir):
+            self._array = WholeArray(job_dir, elements)
+
+    def send(self, event: Event) -> None:
+        """Send an event, or the events of the array that it causes, to those who want them."""
+        found = [event]
+        if self._array is not None:
+            try:
+                found = self._array.merge(event)
+            except OSError as error:
+                _say(f"the array's directory cannot be written: {error.strerror}")
+        for each in found:
+            if each.wanted(self._kinds):
+                for target in self._targets:
+                    target.events.put(each)
+
+    def finish(self) -> NoReturn:
+        """Wait a limited time until everything is sent, and exit."""
+        deadline = time.monotonic() + _LAST_SEND
+        for target in self._targets:
+            target.events.put(None)
+        for target in self._targets:
+            target.thread.join(max(0.0, deadline - time.monotonic()))
+        os._exit(0)  # a thread may still wait for an answer
+
+
 def main() -> None:
     """Send the events of stdin until it ends, then exit."""
     os.setpgid(0, 0)  # the forkserver kills the process group of an agent that was killed
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the end of a cancelled job is sent too
-    settings = json.loads(sys.stdin.buffer.readline() or b"null")
-    if settings is None:
+    line = sys.stdin.buffer.readline()
+    if not line:  # the agent has ended
         return
-    everywhere = [_Target(name, send) for name, send in _places(settings)]
-    merge = _merger(settings)
+    settings = json.loads(line)
+    sender = _Sender(settings)
     ended = False
     for line in sys.stdin.buffer:
         event = Event(**json.loads(line))
         ended = ended or event.final
-        _put(everywhere, merge(event), settings["on"])
+        sender.send(event)
     if not ended:
-        _put(everywhere, merge(_killed(settings)), settings["on"])
-    _finish(everywhere)
+        sender.send(_killed(settings))
+    sender.finish()
 
 
 def refused(exit_code: str, why: str) -> None:
@@ -93,31 +122,22 @@ def refused(exit_code: str, why: str) -> None:
     )
     if not text:
         return
-    settings = json.loads(text) | {"job_dir": os.environ.get(contract.JOB_DIR, "")}
-    event = Event(
-        FAILURE,
-        os.environ[contract.JOB_ID],
-        name=settings["name"],
-        cluster=settings["cluster"],
-        state=str(JobState.FAILED),
-        exit_code=int(exit_code) or 1,
-        reason=short(f"node 0 (host {scheduler.node_name()}): {why}"),
-        host=scheduler.node_name(),
-        final=True,
+    settings = json.loads(text)
+    sender = _Sender(settings | {"job_dir": os.environ.get(contract.JOB_DIR, "")})
+    sender.send(
+        Event(
+            FAILURE,
+            os.environ[contract.JOB_ID],
+            name=settings["name"],
+            cluster=settings["cluster"],
+            state=str(JobState.FAILED),
+            exit_code=int(exit_code) or 1,
+            reason=short(f"node 0 (host {scheduler.node_name()}): {why}"),
+            host=scheduler.node_name(),
+            final=True,
+        )
     )
-    everywhere = [_Target(name, send) for name, send in _places(settings)]
-    _put(everywhere, _merger(settings)(event), settings["on"])
-    _finish(everywhere)
-
-
-def _finish(everywhere: list[_Target]) -> None:
-    """Wait a limited time until everything is sent, and exit."""
-    deadline = time.monotonic() + _LAST_SEND
-    for target in everywhere:
-        target.put(None)
-    for target in everywhere:
-        target.join(deadline - time.monotonic())
-    os._exit(0)  # a thread may still wait for an answer
+    sender.finish()
 
 
 def _killed(settings: dict[str, Any]) -> Event:
@@ -128,51 +148,22 @@ def _killed(settings: dict[str, Any]) -> Event:
     return event
 
 
-def _places(settings: dict[str, Any]) -> list[tuple[str, _Send]]:
+def _places(settings: dict[str, Any]) -> list[tuple[str, targets.Send]]:
     """Return the name of each place and the function that sends to it."""
-    found: list[tuple[str, _Send]] = []
-    urls = settings.get("urls", [])
-    if urls:
-        try:
-            found += [targets.of_url(url) for url in urls]
-        except ImportError:
-            _say(
-                f"--notify sends nothing: {sys.executable} has no apprise:"
-                " pip install apprise there, or use --notify-cmd"
-            )
-        except ValueError as error:
-            _say(f"--notify sends nothing: {error}")
-    return found + [targets.of_command(command) for command in settings.get("commands", [])]
-
-
-def _merger(settings: dict[str, Any]) -> Callable[[Event], list[Event]]:
-    """Return the function that turns an event of this job into the events to send."""
-    job_dir, elements = Path(settings["job_dir"]), settings.get("elements", 0)
-    if not elements or ARRAY_TASKS in settings["on"] or not WholeArray.has(job_dir):
-        return lambda event: [event]
-    array = WholeArray(job_dir, elements)
-
-    def merge(event: Event) -> list[Event]:
-        try:
-            return array.merge(event)
-        except OSError as error:
-            _say(f"the array's directory cannot be written: {error.strerror}")
-            return [event]
-
-    return merge
-
-
-def _put(everywhere: list[_Target], found: list[Event], kinds: list[str]) -> None:
-    for event in found:
-        if event.wanted(kinds):
-            for target in everywhere:
-                target.put(event)
+    found: list[tuple[str, targets.Send]] = []
+    try:
+        found += [targets.of_url(url) for url in settings["urls"]]
+    except ImportError:
+        _say(
+            f"--notify sends nothing: {sys.executable} has no apprise:"
+            " pip install apprise there, or use --notify-cmd"
+        )
+    except ValueError as error:
+        _say(f"--notify sends nothing: {error}")
+    return found + [targets.of_command(command) for command in settings["commands"]]
 
 
 def _say(text: str) -> None:
-    try:
-        os.write(
-            1, f"{sanitize(' '.join(text.split()))}\n".encode()
-        )  # one write: several threads call it
-    except OSError:
-        pass  # the agent is gone
+    line = f"{sanitize(' '.join(text.split()))}\n".encode()
+    with contextlib.suppress(OSError):  # the agent is gone
+        os.write(1, line)  # one write: several threads call this

@@ -9,18 +9,17 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 from clusterjob.node.notifications import END, FAILURE, REQUEUE, START
 from clusterjob.node.notifications.events import Event, short
+from clusterjob.node.system.stderr_tail import StderrTail
 from clusterjob.node.verdict import JobState
 
 _COMMAND_TIMEOUT = 30.0  # seconds
 _TYPES = {START: "info", END: "success", FAILURE: "failure", REQUEUE: "warning"}
 _HTTP_ERROR = re.compile(r"error=([1-5][0-9]{2})\b")
-_MAX_STDERR = 4_096  # bytes of a command's stderr that are kept
 Send = Callable[[Event], str]  # returns the error; empty if the event was sent
 
 
@@ -110,7 +109,7 @@ def of_command(command: str) -> tuple[str, Send]:
         )
         assert process.stdin is not None
         assert process.stderr is not None
-        errors = _Tail(process.stderr)
+        errors = StderrTail(process.stderr)
         with contextlib.suppress(OSError), process.stdin:  # it need not read the facts
             process.stdin.write(json.dumps(facts).encode())
         try:
@@ -122,31 +121,10 @@ def of_command(command: str) -> tuple[str, Send]:
             return f"it did not end within {_COMMAND_TIMEOUT:g} s"
         if process.returncode == 0:
             return ""
-        last = errors.last_line()
+        last = errors.last_line(0.5)
         return short(f"exit code {process.returncode}{f': {last}' if last else ''}")
 
     return "--notify-cmd", send
-
-
-class _Tail:
-    """Read a command's stderr and keep its end."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._kept = b""
-        self._stream = stream
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def last_line(self) -> str:
-        """Return the last line that the command wrote."""
-        self._thread.join(0.5)  # a process in the background may keep the pipe open
-        lines = self._kept.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
-    def _read(self) -> None:
-        with self._stream:
-            while part := os.read(self._stream.fileno(), 65_536):
-                self._kept = (self._kept + part)[-_MAX_STDERR:]
 
 
 def _variables(facts: dict[str, Any]) -> dict[str, str]:
