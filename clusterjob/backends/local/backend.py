@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.base import Leftover, Status
 from clusterjob.backends.local import gpu_assignment
 from clusterjob.core import python_env
@@ -82,7 +82,7 @@ class LocalBackend:
     def _plan(self, spec: JobSpec) -> Plan:
         spec = replace(gpu_assignment.counted(spec), nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
-        code, program = shared.code_of(spec), spec.program
+        code, program = job_code.source_of(spec), spec.program
         if code is not None:
             program = code.program(program, spec.workdir, job_dir=job_dir)
         options = spec.launch_options(lifeline=True, echo=False, program=program)
@@ -90,7 +90,7 @@ class LocalBackend:
         source = python_env.source_on_host(env, sh(str(job_dir)), sent=False)
         values = {
             **shared.common_values(spec, job_id, job_dir=job_dir),
-            **shared.code_values(code, job_dir),
+            **job_code.template_values(code, job_dir),
             **python_env.values(env, spec, source=source),
             "master_addr": _MASTER_ADDR,
             "lifeline": True,
@@ -120,7 +120,7 @@ class LocalBackend:
             ),
             notes=(
                 *notes,
-                *shared.code_notes(spec, sent=False),
+                *job_code.notes(spec, sent=False),
                 *(env.notes if env is not None else ()),
             ),
             code=code,

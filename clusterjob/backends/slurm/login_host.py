@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.backends.slurm.remote_command import RemoteCommand
 from clusterjob.core import python_env
@@ -266,7 +266,7 @@ class LoginHost:
         spec = plan.spec
         if not spec.sync:
             return None
-        code, facts = shared.code_to_send(
+        code, facts = job_code.to_send(
             plan, ssh_options.ConnectionSettings.of(spec.options).sync_limit
         )
         env = python_env.read(spec)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.slurm import flags, submit
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.status import NAME, by_directory, cluster_of
@@ -56,7 +56,7 @@ def plan(spec: JobSpec) -> Plan:
     """
     flags.check_warning(spec.resources, spec.signal_before)
     login, spec = login_of(spec), replace(spec, nproc_is_default=False)
-    code = None if login is not None else shared.code_of(spec)
+    code = None if login is not None else job_code.source_of(spec)
     job_id, job_dir = shared.new_directory(spec.name)
     array, env = spec.elements(), python_env.read(spec)
     pieces = _pieces(array, spec)
@@ -116,7 +116,7 @@ def plan(spec: JobSpec) -> Plan:
         ),
         notes=(
             *flags.notes(spec),
-            *shared.code_notes(spec, sent=login is not None),
+            *job_code.notes(spec, sent=login is not None),
             *(env.notes if env is not None else ()),
             *(
                 f"--{name} is not an option of sbatch: Slurm refuses it unless a plug-in has it"
@@ -240,7 +240,7 @@ def _values(
     container = container_options(spec, job_dir, workdir=workdir, code=code)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
-        **shared.code_values(code, job_dir),
+        **job_code.template_values(code, job_dir),
         "workdir": str(workdir),
         "script": str(job_dir / _SCRIPT),
         "launcher": spec.launcher,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.core import plans, python_env
 from clusterjob.core.options import flags_of_backend_option
 from clusterjob.core.render import render
@@ -98,7 +98,7 @@ def plan(spec: JobSpec) -> plans.Plan:
             for node, host in enumerate(spec.hosts)
         ),
         notes=(
-            *shared.code_notes(spec, sent=True),
+            *job_code.notes(spec, sent=True),
             *(("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else ()),
             *(env.notes if env is not None else ()),
         ),

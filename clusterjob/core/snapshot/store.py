@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clusterjob.core.snapshot import Snapshot, SnapshotEntry
+from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.core.snapshot.source import NO_SNAPSHOT, CodeSource, listed
 from clusterjob.core.snapshot.stat_cache import StatCache
 from clusterjob.errors import SubmitError
@@ -71,10 +72,14 @@ class SnapshotStore:
 
     # -- submitting --------------------------------------------------------------------------------
 
-    def take(self, source: CodeSource) -> tuple[str, Snapshot]:
+    def take(self, source: CodeSource, git: Git | None = None) -> tuple[str, Snapshot]:
         """Copy the code of a job into the store; return the snapshot's digest and its entries.
 
         `name_of` gives its name. Files that are unchanged since an earlier snapshot are not read.
+
+        Args:
+            source: the code.
+            git: asks git about the top directory; None for a new one.
 
         Raises:
             SubmitError: the code is too large, cannot be read, or cannot be written to the store.
@@ -84,7 +89,7 @@ class SnapshotStore:
             self._remove_leftovers()
             cache = StatCache(self._stat_file(source.top))
             for _ in range(_TRIES):
-                found = self._read(listed(source), cache)
+                found = self._read(listed(source, git), cache)
                 digest = _digest(found)
                 missing = self._build(name_of(digest), found)
                 if not missing:
