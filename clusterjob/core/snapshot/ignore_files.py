@@ -1,4 +1,4 @@
-"""Read the pattern files that exclude files of a directory: .gitignore and .clusterjobignore."""
+"""Read the files with patterns of ignored files: .gitignore and .clusterjobignore."""
 
 from __future__ import annotations
 
