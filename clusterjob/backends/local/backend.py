@@ -87,11 +87,10 @@ class LocalBackend:
             program = code.program(program, spec.workdir, job_dir=job_dir)
         options = spec.launch_options(lifeline=True, echo=False, program=program)
         env = python_env.read(spec)
-        source = python_env.source_on_host(env, sh(str(job_dir)), sent=False)
         values = {
             **shared.common_values(spec, job_id, job_dir=job_dir),
             **job_code.template_values(code, job_dir),
-            **python_env.values(env, spec, source=source),
+            **python_env.values(env, spec, sh(str(job_dir)), sent=False),
             "master_addr": _MASTER_ADDR,
             "lifeline": True,
             "launch_arguments": options.arguments(),

@@ -66,9 +66,8 @@ def plan(spec: JobSpec) -> Plan:
     if login is None:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
-        source = python_env.source_on_host(env, sh(str(job_dir)), sent=False)
         values = _values(spec, job_id, job_dir=job_dir, array=array, code=code)
-        values |= python_env.values(env, spec, source=source)
+        values |= python_env.values(env, spec, sh(str(job_dir)), sent=False)
         own |= {"sync_limit"}
     else:  # the host's home directory is not known yet: sbatch runs in the job's directory
         from clusterjob.backends.slurm.login_host import OPTIONS
@@ -77,9 +76,8 @@ def plan(spec: JobSpec) -> Plan:
         spec = replace(spec, program=shared.sent_program(spec))
         script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
         remote = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
-        source = python_env.source_on_host(env, '"$SLURM_SUBMIT_DIR"', sent=spec.sync)
         values = _values_there(spec, job_id, array=array)
-        values |= python_env.values(env, spec, source=source)
+        values |= python_env.values(env, spec, '"$SLURM_SUBMIT_DIR"', sent=spec.sync)
     options, unknown = flags.options(
         {key: value for key, value in spec.options.items() if key not in own}
     )

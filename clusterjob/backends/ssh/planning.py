@@ -125,11 +125,7 @@ def _values(
         options = replace(options, nproc_per_node=None)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
-        **python_env.values(
-            env,
-            spec,
-            source=python_env.source_on_host(env, '"$CLUSTERJOB_JOB_DIR"', sent=spec.sync),
-        ),
+        **python_env.values(env, spec, '"$CLUSTERJOB_JOB_DIR"', sent=spec.sync),
         "token_file": plans.token_file(Path()).name,
         "workdir": CODE if spec.sync else str(spec.workdir),
         "launch_arguments": options.arguments(),
