@@ -61,6 +61,7 @@ class LocalBackend:
         Capability.PYTHON_ENVIRONMENTS,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
+    options = ("sync_limit",)
 
     def __init__(self) -> None:
         self._lifelines: dict[str, list[int]] = {}
