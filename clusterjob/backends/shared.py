@@ -17,9 +17,8 @@ from clusterjob.core import arrays, node_zip, plans, python_env
 from clusterjob.core.records import Handle, Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
-from clusterjob.core.units import parse_size
 from clusterjob.doctor.engine import CheckFinding, ok
-from clusterjob.errors import ClusterJobError, SpecError, SubmitError
+from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import contract
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now, read_events
@@ -32,8 +31,6 @@ from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 
 if TYPE_CHECKING:
     from clusterjob.core.python_env import PythonEnv
-    from clusterjob.core.snapshot import Snapshot
-    from clusterjob.core.snapshot.source import CodeSource
     from clusterjob.remote.cleaning import JobsOnHost
     from clusterjob.remote.fetch import Request
     from clusterjob.remote.sessions import Sessions
@@ -131,51 +128,6 @@ def common_values(spec: JobSpec, job_id: str, job_dir: Path) -> dict[str, Any]:
     }
 
 
-def code_of(spec: JobSpec) -> CodeSource | None:
-    """Return the code of which a job runs a snapshot; None if it runs the current files.
-
-    Raises:
-        SpecError: the option sync_limit is not a size.
-    """
-    if not (spec.snapshot and spec.sync):
-        return None
-    from clusterjob.core import snapshot
-    from clusterjob.core.snapshot.source import CodeSource
-
-    limit = spec.options.get("sync_limit")
-    return CodeSource.of(
-        spec.workdir, spec.program, snapshot.LIMIT if limit is None else parse_size(limit)
-    )
-
-
-def code_notes(spec: JobSpec, *, sent: bool) -> tuple[str, ...]:
-    """Return a note if a job runs another version of the code than the user may expect.
-
-    Args:
-        spec: the job.
-        sent: whether the hosts run a copy that is sent to them.
-    """
-    if sent and spec.sync and not spec.snapshot:
-        return ("--no-snapshot: the hosts run a copy of the code; --no-sync uses their own files",)
-    if not sent and spec.snapshot and code_of(spec) is None:
-        from clusterjob.core.snapshot.source import is_own
-
-        if not is_own(spec.program):
-            return (f"no snapshot of {spec.workdir}, the home directory: current files are used",)
-    return ()
-
-
-def code_values(code: CodeSource | None, job_dir: Path) -> dict[str, str]:
-    """Return the variables of a template for the code of a job; empty texts without a snapshot."""
-    if code is None:
-        return {"code_dir": "", "code_tree": "", "code_origin": ""}
-    return {
-        "code_dir": str(code.directory(job_dir)),
-        "code_tree": str(job_dir / CODE),
-        "code_origin": str(code.top),
-    }
-
-
 def private_variables(plan: plans.Plan) -> dict[str, str]:
     """Return the variables that a backend adds at submission: the job's token and ``--secret``.
 
@@ -206,51 +158,6 @@ def sent_files(plan: plans.Plan) -> list[tuple[str, int, bytes]]:
         *((file.path.name, file.mode, file.data) for file in plan.files),
         *plans.carried_elsewhere(plan.job_dir),
     ]
-
-
-def keep_code(code: Snapshot, workdir: Path, job_dir: Path) -> dict[str, Any]:
-    """Write the list of the sent files and the git revision to the job directory.
-
-    Returns:
-        The data of the code for the job's handle.
-    """
-    from clusterjob.core import snapshot
-
-    code.keep(job_dir)
-    return {
-        "digest": code.digest,
-        "files": code.files,
-        "bytes": code.size,
-        "git": snapshot.keep_git(workdir, job_dir),
-    }
-
-
-def code_to_send(plan: plans.Plan, limit: int) -> tuple[Snapshot, dict[str, Any]]:
-    """Return the code that a job sends to its hosts, and its data for the job's handle.
-
-    It is the content of the working directory, or the code of an earlier job that runs again.
-
-    Args:
-        plan: the job.
-        limit: maximum bytes.
-
-    Raises:
-        SubmitError: the directory is too large or cannot be read, or the earlier code is not known.
-    """
-    from clusterjob.core import snapshot
-
-    spec = plan.spec
-    if (before := plan.sent_before) is not None:
-        code = snapshot.sent(before.folder, spec.workdir)
-        if code is None:
-            raise SubmitError(
-                f"{before.folder} does not list the code of the job any more",
-                "submit the program again to run its current code",
-            )
-        code.keep(plan.job_dir)
-        return code, dict(before.facts)
-    code = snapshot.take(spec.workdir, limit, include_secrets=spec.include_secrets)
-    return code, keep_code(code, spec.workdir, job_dir=plan.job_dir)
 
 
 def new_sessions() -> Sessions:

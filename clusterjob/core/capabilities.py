@@ -121,7 +121,8 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
         spec: the job.
         cluster: the backend's name, for the error.
         backend: the backend. Its attribute `capabilities` lists its features; a backend without
-            this attribute has none of them. Its attribute `hints` may replace the hints of errors.
+            this attribute has none of them. Its attribute `hints` may replace the hints of errors,
+            and `options` may name single options of --set that it has.
 
     Raises:
         SpecError: the job uses a missing feature; the message names the option.
@@ -129,7 +130,8 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
     supported: Collection[Capability] = getattr(backend, "capabilities", ())
     hints: Mapping[Capability, str] = getattr(backend, "hints", {})
     unknown = "N" if spec.gpus == gpu_request.IDLE else spec.gpus.count(",") + 1
-    option = next(iter(spec.options), "")
+    accepted: Collection[str] = getattr(backend, "options", ())
+    option = next((name for name in spec.options if name not in accepted), "")
     values = {
         "spec": spec,
         "cluster": cluster,
@@ -143,6 +145,8 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
         "gpus": gpu_request.shown(spec.gpus),
         "gpu_count": spec.resources.gpus_per_node or unknown,
     }
+    if not option:
+        supported = {*supported, Capability.BACKEND_OPTIONS}
     for capability, feature in _FEATURES.items():
         if capability not in supported and feature.used(spec):
             hint = hints.get(capability) or feature.hint.format(**values)

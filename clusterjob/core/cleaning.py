@@ -157,9 +157,9 @@ def _unused_snapshots(without: Collection[str], *, remove: bool) -> int:
         unused = store.unused(without=without)
     except OSError:  # there are no jobs
         return 0
-    for kept in unused:
+    for name in unused:
         with contextlib.suppress(OSError):  # it stays for the next call
-            size += store.remove(kept.name) if remove else store.size(kept.name)
+            size += store.remove(name) if remove else store.size(name)
     return size + (store.remove_files() if remove else 0)
 
 

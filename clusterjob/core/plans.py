@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import show_size
 from clusterjob.errors import OTHER_HOME, RecordError, SubmitError
-from clusterjob.node.logs.job_dir import DIFF, ENDS, LOGS, SECRETS, TOKEN
+from clusterjob.node.logs.job_dir import ENDS, LOGS, SECRETS, TOKEN
 from clusterjob.node.system import private_dirs
 from clusterjob.node.system.files import write_atomic
 
@@ -311,7 +311,7 @@ def keep_code(plan: Plan, home: Path) -> KeptCode | None:
         return None
     from concurrent.futures import ThreadPoolExecutor
 
-    from clusterjob.core.snapshot import git_state
+    from clusterjob.core.snapshot.git_revision import Git
     from clusterjob.core.snapshot.store import SnapshotStore, name_of
 
     source = plan.code
@@ -320,17 +320,15 @@ def keep_code(plan: Plan, home: Path) -> KeptCode | None:
         recorded = {k: v for k, v in (source.kept.get("git") or {}).items() if k != "diff"}
         return KeptCode({**source.kept, "git": recorded or None})
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(git_state, source.top)  # git runs meanwhile
-        digest, found = SnapshotStore(home).take(source)
-        git = asked.result()
-    diff = git.pop("diff") if git is not None else b""
-    if git is not None and diff:
-        git["diff"] = DIFF
+        git = Git(source.top)
+        asked = pool.submit(git.state)  # git runs meanwhile
+        digest, found = SnapshotStore(home).take(source, git)
+        state, diff = asked.result()
     data = {
         "digest": digest,
         "files": found.files,
         "bytes": found.size,
-        "git": git,
+        "git": state,
         "snapshot": name_of(digest),
         "root": str(source.root),
         "top": str(source.top),

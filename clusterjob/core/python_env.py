@@ -101,16 +101,23 @@ def read(spec: JobSpec) -> PythonEnv | None:
     return PythonEnv(kind, digest, source=path, size=found.st_size)
 
 
-def values(env: PythonEnv | None, spec: JobSpec, source: str) -> dict[str, Any]:
+def values(env: PythonEnv | None, spec: JobSpec, job_dir: str, *, sent: bool) -> dict[str, Any]:
     """Return the template's variables of an environment; empty without one.
 
     Args:
         env: the environment.
         spec: the job.
-        source: path of the environment's file on the nodes; may be quoted already.
+        job_dir: shell code of the job's directory on the nodes, such as ``"$CLUSTERJOB_JOB_DIR"``.
+        sent: whether the archive is in the store of files beside the job's directory.
     """
     if env is None:
         return {}
+    if env.name:
+        source: str = Quoted(f"{job_dir}/{sh(env.name)}")
+    elif sent:
+        source = Quoted(f"{job_dir}/../../store/{env.digest[:2]}/{env.digest}")
+    else:
+        source = str(env.source)
     return {
         "environment": {
             "kind": env.kind,
@@ -125,23 +132,6 @@ def values(env: PythonEnv | None, spec: JobSpec, source: str) -> dict[str, Any]:
             "imports": list(env.imports),
         }
     }
-
-
-def source_on_host(env: PythonEnv | None, job_dir: str, *, sent: bool) -> str:
-    """Return the path of the environment's file for the template.
-
-    Args:
-        env: the environment.
-        job_dir: shell code of the job's directory on the host, such as ``"$CLUSTERJOB_JOB_DIR"``.
-        sent: whether the archive is in the host's store of files.
-    """
-    if env is None:
-        return ""
-    if env.name:
-        return Quoted(f"{job_dir}/{sh(env.name)}")
-    if sent:
-        return Quoted(f"{job_dir}/../../store/{env.digest[:2]}/{env.digest}")
-    return str(env.source)
 
 
 def _format(path: Path) -> str:

@@ -280,7 +280,7 @@ class Records:
         """Remove the record of a job that could not be submitted."""
         # If the directory is not writable, the record was not written either.
         with contextlib.suppress(OSError):
-            self._path(job_id).unlink(missing_ok=True)
+            self.delete(job_id)
 
     def delete(self, job_id: str) -> None:
         """Remove the record of an ended job, or of an array's element.

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core import arrays, notifications, program_check
+from clusterjob.core import arrays, notifications, program_check, variable_names
 from clusterjob.core.arrays import Array
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
@@ -23,17 +23,7 @@ from clusterjob.node.notifications import DEFAULT_KINDS
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
 from clusterjob.node.program import Program
 
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_NAME = 128
-
-# Variables that bash sets itself or makes read-only (bash(1), "Shell Variables"): exporting one
-# fails, or the worker gets another value.
-_BASH_VARIABLES = frozenset({
-    "_", "BASH", "BASHOPTS", "BASHPID", "COMP_WORDBREAKS", "DIRSTACK", "EPOCHREALTIME",
-    "EPOCHSECONDS", "EUID", "FUNCNAME", "GROUPS", "HISTCMD", "IFS", "LINENO", "OLDPWD", "OPTIND",
-    "PIPESTATUS", "POSIXLY_CORRECT", "PPID", "PWD", "RANDOM", "SECONDS", "SHELLOPTS", "SHLVL",
-    "SRANDOM", "UID",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,9 +175,9 @@ class JobSpec:
                 f"than the heartbeat ({self.heartbeat:g} s)"
             )
         for name, value in self.env.items():
-            _check_variable(name, value)
+            variable_names.check(name, value)
         for secret in self.secret:
-            _check_variable(secret.name, "", flag="--secret")
+            variable_names.check(secret.name, "", flag="--secret")
             if secret.name in self.env or [one.name for one in self.secret].count(secret.name) > 1:
                 raise SpecError(
                     f"{secret.name} has two values",
@@ -393,22 +383,3 @@ def _at_least(flag: str, value: int | None, least: int) -> None:
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise SpecError(f"{label} is {value!r}", f"use one of {', '.join(known)}")
-
-
-def _check_variable(name: str, value: str, flag: str = "--env") -> None:
-    if not _ENV_NAME.fullmatch(name):
-        raise SpecError(
-            f"{name!r} is not a valid variable name",
-            f"use letters, digits and underscores, such as {flag} NCCL_DEBUG",
-        )
-    if "\0" in value:
-        raise SpecError(f"the value of {name} holds a NUL byte, which no environment can carry")
-    if name in _BASH_VARIABLES or name.startswith("BASH_"):
-        raise SpecError(
-            f"{name} is a variable of bash: the script on the node cannot set it",
-            f"leave it out of {flag}",
-        )
-    from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
-
-    if name in LAUNCH_VARIABLES or name.startswith("CLUSTERJOB_"):
-        raise SpecError(f"{name} is set by the launcher for each worker", f"leave it out of {flag}")

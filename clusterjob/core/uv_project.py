@@ -21,6 +21,7 @@ NAME = "uv-project.tar"
 _MAX_FILE = 16 << 20  # bytes of one file of text
 _MAX_ALL = 64 << 20  # bytes of all files together; wheels in the project count
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of a package (PEP 508)
+_HINTS = {"uv.lock": "`uv lock` writes uv.lock"}
 _REQUESTS = ("python3", PYTHON)  # interpreters that were not chosen by the user
 
 
@@ -45,8 +46,9 @@ def read(workdir: Path, python: str) -> PythonEnv:
             members[name] = content
     project = _parse(workdir, "pyproject.toml", content=members["pyproject.toml"])
     lock = _parse(workdir, "uv.lock", content=members["uv.lock"])
-    packages = lock.get("package", [])
-    packages = [each for each in packages if isinstance(each, dict)]
+    if not isinstance(lock.get("version"), int):
+        raise SpecError(f"--uv: {workdir / 'uv.lock'} has no version", _HINTS["uv.lock"])
+    packages = [each for each in lock.get("package", []) if isinstance(each, dict)]
     not_installed, imports = [], []
     for package in packages:
         source = package.get("source", {})
@@ -94,12 +96,14 @@ def _text(workdir: Path, name: str, *, needed: bool = False, limit: int = _MAX_F
             return b""
         raise SpecError(
             f"--uv: there is no {name} in {workdir}",
-            "`uv lock` writes uv.lock" if name == "uv.lock" else "--workdir names the project",
+            _HINTS.get(name, "--workdir names the project"),
         ) from error
     except OSError as error:
-        raise SpecError(f"--uv: {workdir / name} cannot be read: {error.strerror}") from error
+        raise SpecError(
+            f"--uv: {workdir / name} cannot be read: {error.strerror}", _HINTS.get(name, "")
+        ) from error
     except ValueError as error:
-        raise SpecError(f"--uv: {error}") from error
+        raise SpecError(f"--uv: {error}", _HINTS.get(name, "")) from error
 
 
 def _parse(workdir: Path, name: str, content: bytes) -> Mapping[str, Any]:
@@ -110,7 +114,9 @@ def _parse(workdir: Path, name: str, content: bytes) -> Mapping[str, Any]:
     try:
         found: dict[str, Any] = tomllib.loads(content.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SpecError(f"--uv: {workdir / name} is not valid TOML: {error}") from error
+        raise SpecError(
+            f"--uv: {workdir / name} is not valid TOML: {error}", _HINTS.get(name, "")
+        ) from error
     return found
 
 

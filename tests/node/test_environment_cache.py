@@ -208,6 +208,18 @@ def test_full_disk_is_named_and_left_empty(tmp_path: Path, form: str) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
+@needs_root
+def test_full_disk_is_named_instead_of_uvs_last_step(tmp_path: Path) -> None:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=True)
+    try:
+        preparation = Preparation.of(uv_project(tmp_path), uv=True, env_cache=str(disk))
+        assert preparation.refused() == f"the disk of {preparation.cache} is full"
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 # -- the cache -----------------------------------------------------------------------------------
 
 

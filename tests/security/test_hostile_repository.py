@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from procs import TEST_TIMEOUT
 
 from clusterjob.core import snapshot
 from clusterjob.core.snapshot import git_revision
+from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.core.snapshot.ignore_rules import Patterns
 
 
@@ -90,9 +92,9 @@ def test_git_executes_no_command_configured_by_a_clone(repository: Path, tmp_pat
     for root in (repository, module):
         plant_commands(root, mark)
     write_tree(repository, **{"a.py": "new\n", "new.py": ""})
-    state = git_revision.git_state(repository)
+    state, diff = Git(repository).state()
     assert state is not None
-    assert b"-old\n+new\n" in state["diff"]
+    assert b"-old\n+new\n" in diff
     assert {"a.py", "new.py"} <= set(state["changed"])
     assert not mark.exists(), mark.read_text()
     sent_paths(repository)
@@ -121,7 +123,7 @@ def test_git_runs_no_transport_command_for_missing_objects_of_a_clone(
             path.unlink()
     mark.unlink(missing_ok=True)
     write_tree(repository, **{"a.py": "new\n"})
-    assert git_revision.git_state(repository) is not None
+    assert Git(repository).state()[0] is not None
     assert not mark.exists()
 
 
@@ -130,30 +132,57 @@ def test_git_state_equals_output_of_git_for_ordinary_repository(repository: Path
         repository, **{"a.py": "new\n", "sub/c.py": "", ".gitignore": "*.log\n", "x.log": ""}
     )
     (repository / "data.bin").unlink()
-    state = git_revision.git_state(repository)
+    state, diff = Git(repository).state()
     assert state is not None
     assert (state["revision"], state["branch"]) == (
         git(repository, "rev-parse", "HEAD").strip(),
         "work",
     )
-    assert state["diff"].decode() == git(repository, "diff", "HEAD", "--binary", "--", ".")
+    assert diff.decode() == git(repository, "diff", "HEAD", "--binary", "--", ".")
     assert state["changed"] == [
         line[3:] for line in git(repository, "status", "--porcelain", "--", ".").splitlines()
     ]
     tree = repository.parent / "tree"
     git(repository, "worktree", "add", "-q", str(tree), "-b", "other")
     write_tree(tree, **{"sub/b.py": "new\n"})
-    part = git_revision.git_state(tree / "sub")
+    part, diff = Git(tree / "sub").state()
     assert part is not None
     assert (part["branch"], part["changed"]) == ("other", ["sub/b.py"])
-    assert b"+new" in part["diff"]
+    assert b"+new" in diff
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
 def test_git_state_of_repository_of_another_user_is_none(repository: Path) -> None:
     for path in (repository, repository / ".git"):
         os.chown(path, 65534, 65534)
-    assert git_revision.git_state(repository) is None
+    assert Git(repository).state() == (None, b"")
+
+
+@pytest.mark.parametrize("name", [".git/config", ".git/HEAD"])
+def test_git_is_asked_once_if_a_file_of_the_repository_blocks(
+    repository: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(git_revision, "_TIMEOUT", 1.0)
+    if name == ".git/config":
+        git(repository, "config", "include.path", "pipe")
+        os.mkfifo(repository / ".git" / "pipe")
+    else:
+        (repository / name).unlink()
+        os.mkfifo(repository / name)
+    started: list[Sequence[str]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda argv, **more: started.append(argv) or popen(argv, **more)
+    )
+    asked = Git(repository)
+    assert [entry.path for entry in snapshot.take(repository, git=asked).entries if entry.size]
+    assert asked.state() == (None, b"")
+    assert len(started) == 1
+    [message] = caplog.messages
+    assert "did not end within 1 s" in message
 
 
 # -- ignore patterns -------------------------------------------------------------------------------

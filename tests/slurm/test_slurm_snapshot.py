@@ -76,8 +76,8 @@ def test_held_jobs_run_submitted_script_module_and_shell_script(user: User) -> N
     assert store.unused(fresh=0.0) == []
     for job_id in ids:
         (user.directory_of(job_id) / "code").unlink(missing_ok=True)
-    [kept] = store.unused(fresh=0.0)
-    assert store.remove(kept.name) + store.remove_files(fresh=0.0) > 0
+    [name] = store.unused(fresh=0.0)
+    assert store.remove(name) + store.remove_files(fresh=0.0) > 0
     assert list(store.directory.rglob("*-444")) == []
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterjob.core import python_env
-from clusterjob.core.render import render
+from clusterjob.core.render import render, sh
 from clusterjob.core.spec import JobSpec
 from clusterjob.node.program import Program
 
@@ -187,8 +187,7 @@ class Preparation:
         assert env is not None
         if env.name:
             (self.directory / env.name).write_bytes(env.data)
-        source = str(env.source or self.directory / env.name)
-        values = python_env.values(env, self.spec, source=source)
+        values = python_env.values(env, self.spec, sh(str(self.directory)), sent=False)
         handle, name = tempfile.mkstemp(suffix=".sh", dir=self.directory)
         os.close(handle)
         path = Path(name)

@@ -101,6 +101,14 @@ def test_missing_or_broken_file_of_a_uv_project_is_named(project: Path, name: st
         uv_project.read(project, "python3")
 
 
+@pytest.mark.parametrize("content", ["", 'version = "1"\n'])
+def test_lock_without_a_version_is_refused(project: Path, content: str) -> None:
+    (project / "uv.lock").write_text(content)
+    with pytest.raises(SpecError, match=r"uv\.lock has no version") as refused:
+        uv_project.read(project, "python3")
+    assert refused.value.hint == "`uv lock` writes uv.lock"
+
+
 def test_lock_that_leads_out_of_the_working_directory_is_refused(project: Path) -> None:
     (project / "uv.lock").write_text(LOCK.replace("packages/member", "../member"))
     with pytest.raises(SpecError, match="outside of the working directory"):

@@ -18,6 +18,7 @@ from launching import write_tree
 
 from clusterjob.core import snapshot
 from clusterjob.core.snapshot import git_revision
+from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.errors import SubmitError
 from clusterjob.node.host_server import code_store
 from clusterjob.node.host_server.requests import Install, ReceiveFiles
@@ -194,17 +195,17 @@ def test_digest_depends_on_content_and_not_on_time(tmp_path: Path) -> None:
 
 
 def test_git_state_has_revision_branch_and_changes(tmp_path: Path) -> None:
-    assert snapshot.git_state(tmp_path) is None
+    assert Git(tmp_path).state() == (None, b"")
     git(tmp_path, "init", "-q", "-b", "work")
     write_tree(tmp_path, **{"a.py": "old\n"})
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "first")
     write_tree(tmp_path, **{"a.py": "new\n", "b.py": ""})
-    state = snapshot.git_state(tmp_path)
+    state, diff = Git(tmp_path).state()
     assert state is not None
     assert state["revision"] == git(tmp_path, "rev-parse", "HEAD").strip()
     assert state["branch"] == "work"
-    assert b"-old\n+new\n" in state["diff"]
+    assert b"-old\n+new\n" in diff
     assert sorted(state["changed"]) == ["a.py", "b.py"]
 
 
@@ -221,26 +222,25 @@ def test_recorded_changes_leave_out_secrets_and_end_at_limit(
     (tmp_path / "old.env").unlink()
     git(tmp_path, "mv", "-f", ".env", "renamed.txt")
     for root in (tmp_path, tmp_path / "sub"):
-        state = snapshot.git_state(root)
+        state, diff = Git(root).state()
         assert state is not None
-        shown = state["diff"].decode()
+        shown = diff.decode()
         assert (root == tmp_path) == ("a/a.py" in shown)
         assert [name for name in names[1:] if name in shown] == []
         assert state["complete"] is False
-    assert {"a.py", ".env", "renamed.txt", "sub/id_rsa"} <= set(
-        snapshot.git_state(tmp_path)["changed"]
-    )
+    state, _ = Git(tmp_path).state()
+    assert state is not None
+    assert {"a.py", ".env", "renamed.txt", "sub/id_rsa"} <= set(state["changed"])
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "second")
     (tmp_path / "a.py").write_text("x\n")
-    state = snapshot.git_state(tmp_path)
+    state, diff = Git(tmp_path).state()
     assert state is not None
-    assert (state["complete"], b"+x" in state["diff"]) == (True, True)
+    assert (state["complete"], b"+x" in diff) == (True, True)
     monkeypatch.setattr(git_revision, "_MAX_DIFF", 20)
-    kept = snapshot.keep_git(tmp_path, tmp_path)
-    assert kept is not None
-    assert kept["complete"] is False
-    assert (tmp_path / kept["diff"]).stat().st_size == 20
+    state, diff = Git(tmp_path).state()
+    assert state is not None
+    assert (state["complete"], len(diff)) == (False, 20)
 
 
 def test_file_removed_or_changed_after_snapshot_is_error(tmp_path: Path) -> None:

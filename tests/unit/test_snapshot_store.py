@@ -16,6 +16,7 @@ from launching import write_tree
 
 from clusterjob.core import snapshot
 from clusterjob.core.snapshot import source, stat_cache, store
+from clusterjob.core.snapshot.file_pool import FilePool
 from clusterjob.core.snapshot.source import CodeSource
 from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.errors import SubmitError
@@ -69,13 +70,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read: list[str] = []
-    keep = SnapshotStore._keep
+    keep = FilePool.add
 
     def counted(own: SnapshotStore, stream: object, mode: int) -> object:
         read.append(os.path.basename(stream.name))  # type: ignore[attr-defined]
         return keep(own, stream, mode)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SnapshotStore, "_keep", counted)
+    monkeypatch.setattr(FilePool, "add", counted)
     return read
 
 
@@ -221,14 +222,14 @@ def test_file_that_grows_while_it_is_read_is_no_error(
 ) -> None:
     log = project.root / "train.log"
     log.write_text("line\n")
-    keep = SnapshotStore._keep
+    keep = FilePool.add
 
     def grow(own: SnapshotStore, stream: object, *args: object, **more: object) -> object:
         with log.open("a") as out:
             out.write("line\n")
         return keep(own, stream, *args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SnapshotStore, "_keep", grow)
+    monkeypatch.setattr(FilePool, "add", grow)
     kept = (project.take() / "train.log").read_text()
     assert kept
     assert kept == "line\n" * kept.count("\n")
@@ -395,7 +396,7 @@ def test_snapshot_is_unused_once_no_job_links_to_it(project: Project) -> None:
     assert project.store.unused(fresh=0.0) == []
     (job_dir / "code").unlink()
     assert project.store.unused() == [], "a submission may be about to link to it"
-    assert [kept.name for kept in project.store.unused(fresh=0.0)] == [name]
+    assert project.store.unused(fresh=0.0) == [name]
     assert project.store.size(name) > 0
     size = project.store.size(name)
     assert project.store.remove(name) == size

@@ -232,6 +232,16 @@ def reason(seen: Seen, platform: Platform, *, cancelled: bool, detailed: bool) -
     return "; ".join(filter(None, reasons))
 
 
+def retry_reason(seen: Seen, verdict: Verdict, retries: Retries) -> str:
+    """Return the reason of the state of a job whose attempt had a verdict and is repeated."""
+    of = f" of {retries.times + 1}" if seen.attempt < retries.times else ""
+    again = (
+        f"the platform starts it again (attempt {seen.attempt + 2}{of}); "
+        f"it was {verdict.state.value.lower()}"
+    )
+    return f"{again}: {verdict.reason}" if verdict.reason else again
+
+
 def cancel_requested(record: Record) -> bool:
     """Return whether a user has cancelled a job, or the array that it belongs to."""
     return ends.cancelled(record.job_dir) or ends.cancelled(record.whole_dir)

@@ -243,14 +243,7 @@ class PlatformBackend(ABC):
             and verdict.state is not JobState.SUCCEEDED
             and known.will_retry(seen, retries)
         ):
-            of = f" of {retries.times + 1}" if seen.attempt < retries.times else ""
-            again = (
-                f"the platform starts it again (attempt {seen.attempt + 2}{of}); "
-                f"it was {verdict.state.value.lower()}"
-            )
-            return status(
-                JobState.PENDING, f"{again}: {verdict.reason}" if verdict.reason else again
-            )
+            return status(JobState.PENDING, attempts.retry_reason(seen, verdict, retries))
         return replace(shared.ended(verdict), handle=handle)
 
     def _unseen(

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from clusterjob.core import snapshot
 from clusterjob.core.plans import PlannedFile
+from clusterjob.core.snapshot.ignore_files import OWN_IGNORE
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError
 
@@ -114,7 +115,7 @@ def _code(workdir: Path, limit: int, *, include_secrets: bool) -> snapshot.Snaps
     if any(PurePosixPath(entry.path).parts[0] == OWN for entry in taken.entries):
         raise SubmitError(
             f"{workdir} contains {OWN!r}, a name that clusterjob needs for its own files",
-            f"exclude it in {snapshot.OWN_IGNORE}",
+            f"exclude it in {OWN_IGNORE}",
         )
     return snapshot.Snapshot(
         taken.root,

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.base import Leftover, Status
 from clusterjob.backends.local import gpu_assignment
 from clusterjob.core import python_env
@@ -61,6 +61,7 @@ class LocalBackend:
         Capability.PYTHON_ENVIRONMENTS,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
+    options = ("sync_limit",)
 
     def __init__(self) -> None:
         self._lifelines: dict[str, list[int]] = {}
@@ -83,16 +84,15 @@ class LocalBackend:
     def _plan(self, spec: JobSpec) -> Plan:
         spec = replace(gpu_assignment.counted(spec), nproc_is_default=False)
         job_id, job_dir = shared.new_directory(spec.name)
-        code, program = shared.code_of(spec), spec.program
+        code, program = job_code.source_of(spec), spec.program
         if code is not None:
             program = code.program(program, spec.workdir, job_dir=job_dir)
         options = spec.launch_options(lifeline=True, echo=False, program=program)
         env = python_env.read(spec)
-        source = python_env.source_on_host(env, sh(str(job_dir)), sent=False)
         values = {
             **shared.common_values(spec, job_id, job_dir=job_dir),
-            **shared.code_values(code, job_dir),
-            **python_env.values(env, spec, source=source),
+            **job_code.template_values(code, job_dir),
+            **python_env.values(env, spec, sh(str(job_dir)), sent=False),
             "master_addr": _MASTER_ADDR,
             "lifeline": True,
             "launch_arguments": options.arguments(),
@@ -121,7 +121,7 @@ class LocalBackend:
             ),
             notes=(
                 *notes,
-                *shared.code_notes(spec, sent=False),
+                *job_code.notes(spec, sent=False),
                 *(env.notes if env is not None else ()),
             ),
             code=code,

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from clusterjob.backends import shared
 from clusterjob.backends.base import FetchLimits, Leftover, Status
-from clusterjob.backends.slurm import planning, status, submit
+from clusterjob.backends.slurm import planning, scancel, status, submit
 from clusterjob.backends.slurm.accounting import Accounting, explained
-from clusterjob.backends.slurm.client import Client, SlurmOutput
+from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.queue import Queue
-from clusterjob.backends.slurm.squeue import QueueSnapshot
 from clusterjob.backends.slurm.status import NAME, Cluster
-from clusterjob.core import arrays
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Record, Records, home
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 _IN_QUEUE = "it is in Slurm's queue"
 _COMPLETING = 5.0  # seconds to wait for ended jobs that Slurm still completes
-_SCANCEL_WORDS = 1000  # maximum number of ids on one command line
 
 
 class SlurmBackend:
@@ -169,11 +166,7 @@ class SlurmBackend:
         client, queue, accounting = self._at(cluster)
         snapshot = queue.poll(urgent=any(status.has_news(record) for record in records))
         if not snapshot.error:
-            self._resend(
-                client,
-                [record for record in records if status.has_pending_cancel(record)],
-                snapshot,
-            )
+            scancel.repeat_pending(client, records, snapshot)
         found: dict[str, Status] = {}
         forgotten: dict[str, tuple[Record, Handle]] = {}
         wholes: dict[str, Record] = {}
@@ -205,19 +198,6 @@ class SlurmBackend:
                 else status.forgotten(record, handle, accounted=rows.get(key), snapshot=snapshot)
             )
         return found
-
-    def _resend(self, client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:
-        """Repeat the cancels that Slurm has not answered; keep them if it does not answer again."""
-        keys = [
-            record.handle.id
-            for record in records
-            if record.handle is not None
-            and status.is_active(snapshot, record, handle=record.handle)
-        ]
-        if keys and (answer := _scancel(client, keys)) is not None and answer.silent:
-            return
-        for record in records:
-            status.clear_pending_cancel(record)
 
     def _may_run(self, record: Record) -> bool:
         """Return whether a job may run: Slurm shows it as active, or does not answer."""
@@ -385,55 +365,9 @@ class SlurmBackend:
             handle = record.handle or status.adopt(record, snapshot, wholes=wholes)
             if handle is not None and not status.is_of_another(snapshot, record, handle=handle):
                 wanted.setdefault(cluster, {})[handle.id] = record
-        for cluster, keys in wanted.items():
-            if (answer := _scancel(self._at(cluster)[0], list(keys))) is None:
-                continue
-            if not answer.silent:
-                raise SubmitError(f"Slurm does not cancel the job: {answer.message}")
-            for record in keys.values():
-                status.note_pending_cancel(record)
-            without = [record.job_id for record in keys.values() if not status.has_agents(record)]
-            message = f"Slurm does not answer: {answer.message}"
-            if without:
-                raise SubmitError(
-                    f"{message}; job {without[0]} has no agents that could stop it",
-                    "the next `clusterjob status` repeats the cancel",
-                )
-            shared.warn(
-                f"{message}; the job's agents stop it,"
-                " and the next `clusterjob status` repeats the cancel"
-            )
+        for cluster, of_ids in wanted.items():
+            scancel.cancel(self._at(cluster)[0], of_ids)
 
 
 def _handle(ids: Sequence[str], cluster: str | None, **more: Any) -> Handle:
     return Handle(NAME, ids[0], data={"ids": ids, "cluster": cluster, "at": time.time(), **more})
-
-
-def _scancel(client: Client, keys: Sequence[str]) -> SlurmOutput | None:
-    """Cancel jobs with scancel; return its answer if it failed, else None.
-
-    A job that has already ended does not count as a failure.
-    """
-    words = _scancel_words(keys)
-    for begin in range(0, len(words), _SCANCEL_WORDS):
-        answer = client.run(["scancel", *words[begin : begin + _SCANCEL_WORDS]])
-        if (
-            answer.code != 0
-            and "Invalid job id" not in answer.err
-            and "already completing" not in answer.err
-        ):
-            return answer
-    return None
-
-
-def _scancel_words(keys: Sequence[str]) -> list[str]:
-    """Return job ids in scancel's format: the elements of one array as ``12_[0-3,7]``."""
-    words = [key for key in keys if "_" not in key]
-    elements: dict[str, list[int]] = {}
-    for key in keys:
-        base, separator, index = key.partition("_")
-        if separator:
-            elements.setdefault(base, []).append(int(index))
-    for base, indices in elements.items():
-        words += [f"{base}_[{part}]" for part in arrays.ranges_text(sorted(indices)).split(",")]
-    return words

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.slurm.mirror import ClusterMirror
 from clusterjob.backends.slurm.remote_command import RemoteCommand
 from clusterjob.core import python_env
@@ -233,11 +233,12 @@ class LoginHost:
 
         Raises:
             HostError: the host cannot be used, or has too little free space.
+            SpecError: the archive of the Python environment cannot be read any more.
             SubmitError: the directory cannot be mounted into the container.
         """
         size = sum(len(file.data) for file in plan.files)
-        if plan.spec.sync and plan.spec.env_archive is not None:
-            size += plan.spec.env_archive.stat().st_size
+        if plan.spec.sync and (env := python_env.read(plan.spec)) is not None:
+            size += env.size
         answer, _ = self.ask(Check(shared.LOG_SPACE + size, torch=False, own=False))
         if answer["errors"]:
             raise HostError(self.label, "; ".join(answer["errors"]))
@@ -266,7 +267,7 @@ class LoginHost:
         spec = plan.spec
         if not spec.sync:
             return None
-        code, facts = shared.code_to_send(
+        code, facts = job_code.to_send(
             plan, ssh_options.ConnectionSettings.of(spec.options).sync_limit
         )
         env = python_env.read(spec)

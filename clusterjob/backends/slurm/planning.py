@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.slurm import flags, submit
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.status import NAME, by_directory, cluster_of
@@ -56,7 +56,7 @@ def plan(spec: JobSpec) -> Plan:
     """
     flags.check_warning(spec.resources, spec.signal_before)
     login, spec = login_of(spec), replace(spec, nproc_is_default=False)
-    code = None if login is not None else shared.code_of(spec)
+    code = None if login is not None else job_code.source_of(spec)
     job_id, job_dir = shared.new_directory(spec.name)
     array, env = spec.elements(), python_env.read(spec)
     pieces = _pieces(array, spec)
@@ -66,9 +66,8 @@ def plan(spec: JobSpec) -> Plan:
     if login is None:
         script = str(job_dir / _SCRIPT)
         place = [f"--chdir={job_dir}", f"--output={flags.file_name(str(job_dir / 'logs'), output)}"]
-        source = python_env.source_on_host(env, sh(str(job_dir)), sent=False)
         values = _values(spec, job_id, job_dir=job_dir, array=array, code=code)
-        values |= python_env.values(env, spec, source=source)
+        values |= python_env.values(env, spec, sh(str(job_dir)), sent=False)
         own |= {"sync_limit"}
     else:  # the host's home directory is not known yet: sbatch runs in the job's directory
         from clusterjob.backends.slurm.login_host import OPTIONS
@@ -77,9 +76,8 @@ def plan(spec: JobSpec) -> Plan:
         spec = replace(spec, program=shared.sent_program(spec))
         script, place = f"./{_SCRIPT}", [f"--output=logs/{output}"]
         remote = {"host": str(login.host), "directory": f"{login.home}/jobs/{job_id}"}
-        source = python_env.source_on_host(env, '"$SLURM_SUBMIT_DIR"', sent=spec.sync)
         values = _values_there(spec, job_id, array=array)
-        values |= python_env.values(env, spec, source=source)
+        values |= python_env.values(env, spec, '"$SLURM_SUBMIT_DIR"', sent=spec.sync)
     options, unknown = flags.options(
         {key: value for key, value in spec.options.items() if key not in own}
     )
@@ -116,7 +114,7 @@ def plan(spec: JobSpec) -> Plan:
         ),
         notes=(
             *flags.notes(spec),
-            *shared.code_notes(spec, sent=login is not None),
+            *job_code.notes(spec, sent=login is not None),
             *(env.notes if env is not None else ()),
             *(
                 f"--{name} is not an option of sbatch: Slurm refuses it unless a plug-in has it"
@@ -240,7 +238,7 @@ def _values(
     container = container_options(spec, job_dir, workdir=workdir, code=code)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
-        **shared.code_values(code, job_dir),
+        **job_code.template_values(code, job_dir),
         "workdir": str(workdir),
         "script": str(job_dir / _SCRIPT),
         "launcher": spec.launcher,

@@ -16,7 +16,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.ssh import planning, status
 from clusterjob.backends.ssh.status import Job, Node
@@ -79,7 +79,7 @@ class SshBackend:
         place = planning.place_of(spec, settings)
         data, code = place.to_json(), None
         if spec.sync:
-            code, data["code"] = shared.code_to_send(plan, settings.sync_limit)
+            code, data["code"] = job_code.to_send(plan, settings.sync_limit)
         with Sending([str(host) for host in spec.hosts]) as progress:
             try:
                 data["address"] = Submission(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.core import plans, python_env
 from clusterjob.core.gpu_request import IDLE
 from clusterjob.core.options import flags_of_backend_option
@@ -99,7 +99,7 @@ def plan(spec: JobSpec) -> plans.Plan:
             for node, host in enumerate(spec.hosts)
         ),
         notes=(
-            *shared.code_notes(spec, sent=True),
+            *job_code.notes(spec, sent=True),
             *(("--mem is not enforced on bare hosts",) if spec.resources.mem is not None else ()),
             *(env.notes if env is not None else ()),
         ),
@@ -126,11 +126,7 @@ def _values(
         options = replace(options, nproc_per_node=None)
     return {
         **shared.common_values(spec, job_id, job_dir=job_dir),
-        **python_env.values(
-            env,
-            spec,
-            source=python_env.source_on_host(env, '"$CLUSTERJOB_JOB_DIR"', sent=spec.sync),
-        ),
+        **python_env.values(env, spec, '"$CLUSTERJOB_JOB_DIR"', sent=spec.sync),
         "token_file": plans.token_file(Path()).name,
         "workdir": CODE if spec.sync else str(spec.workdir),
         "launch_arguments": options.arguments(),

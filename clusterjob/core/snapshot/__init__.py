@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core.snapshot import git_revision
-from clusterjob.core.snapshot.ignore_rules import Patterns
+from clusterjob.core.snapshot import ignore_files
+from clusterjob.core.snapshot.git_revision import Git
+from clusterjob.core.snapshot.ignore_files import OWN_IGNORE, Rules
 from clusterjob.core.snapshot.secret_files import looks_secret
 from clusterjob.core.units import show_size
 from clusterjob.errors import SubmitError
@@ -26,14 +27,10 @@ from clusterjob.node.system.sanitize import sanitize
 
 LIMIT = 512 * 1024**2  # bytes; prevents sending data to every host by mistake
 MOST_ENTRIES = 100_000  # prevents sending a home directory by mistake
-OWN_IGNORE = ".clusterjobignore"
 _NEVER = frozenset({".git", ".hg", ".svn"})
 _COMPILED = "__pycache__"  # Python would replace the files in it through a link
 _CHUNK = 1 << 18
-git_state, keep_git = git_revision.git_state, git_revision.keep_git
 _MAX_NAMED = 10  # maximum number of excluded secrets in a message
-_MAX_PATTERN_BYTES = 1 << 20  # maximum bytes of one pattern file
-_MAX_PATTERN_LINES = 10_000  # maximum lines of one pattern file: each is tried on each path
 
 
 @dataclass(frozen=True)
@@ -153,11 +150,9 @@ class Snapshot:
 
 def sent_digests(folder: Path) -> dict[str, str]:
     """Return the digests of a job's sent files by path; empty if they are unknown."""
-    try:
-        rows = json.loads(zlib.decompress((folder / CODE_LIST).read_bytes()))
-    except (OSError, ValueError, zlib.error):
-        return {}
-    return {path: value for path, kind, _, _, value in rows if kind == "file"}
+    found = sent(folder, folder)
+    entries = () if found is None else found.entries
+    return {entry.path: entry.value for entry in entries if entry.kind == "file"}
 
 
 def sent(folder: Path, root: Path) -> Snapshot | None:
@@ -187,6 +182,7 @@ def take(
     root: Path,
     limit: int = LIMIT,
     include_secrets: bool = False,  # noqa: FBT001, FBT002
+    git: Git | None = None,
 ) -> Snapshot:
     """Return a snapshot of a directory, without ignored files and without secrets.
 
@@ -196,11 +192,12 @@ def take(
         root: the directory.
         limit: largest total size of its files in bytes.
         include_secrets: whether to include files that look like secrets.
+        git: asks git about the directory; None for a new one.
 
     Raises:
         SubmitError: the files exceed the limit, or a file or directory cannot be read.
     """
-    found = listed(root, include_secrets=include_secrets)
+    found = listed(root, include_secrets=include_secrets, git=git)
     if found.size > limit:
         raise too_large(root, found.entries, limit=limit)
     if found.secrets:
@@ -214,25 +211,29 @@ def take(
     return replace(found, entries=entries)
 
 
-def listed(root: Path, *, include_secrets: bool = False, linked: Linked | None = None) -> Snapshot:
+def listed(
+    root: Path,
+    *,
+    include_secrets: bool = False,
+    linked: Linked | None = None,
+    git: Git | None = None,
+) -> Snapshot:
     """Return a snapshot like `take`, without digests and without a limit of the total size.
 
     Args:
         root: the directory.
         include_secrets: whether to include files that look like secrets.
         linked: how files that are left out become links to the current ones; None for no links.
+        git: asks git about the directory; None for a new one.
 
     Raises:
         SubmitError: the directory holds too many files, or a directory cannot be read.
     """
     secrets: list[str] | None = None if include_secrets else []
     try:
-        entries = tuple(
-            itertools.islice(
-                _walk(root, "", rules=_rules_above(root), secrets=secrets, linked=linked),
-                MOST_ENTRIES + 1,
-            )
-        )
+        rules = ignore_files.above(git or Git(root))
+        found = _walk(root, "", rules=rules, secrets=secrets, linked=linked)
+        entries = tuple(itertools.islice(found, MOST_ENTRIES + 1))
     except OSError as error:
         raise unreadable(error) from error
     if len(entries) > MOST_ENTRIES:
@@ -248,29 +249,6 @@ def unreadable(error: OSError) -> SubmitError:
     return SubmitError(
         f"{error.filename} cannot be read: {error.strerror}", f"leave it out in {OWN_IGNORE}"
     )
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """The patterns of one file, and the directory that they apply to.
-
-    Attributes:
-        patterns: the patterns.
-        base: for a file below the root: path of its directory relative to the root, with a slash
-            at the end; else empty.
-        prefix: for a file above the root: path of the root relative to the file's directory, with a
-            slash at the end; else empty.
-    """
-
-    patterns: Patterns
-    base: str = ""
-    prefix: str = ""
-
-    def verdict(self, path: str, *, is_directory: bool) -> bool | None:
-        """Return whether a path is excluded; None if no pattern matches it."""
-        return self.patterns.verdict(
-            self.prefix + path[len(self.base) :], is_directory=is_directory
-        )
 
 
 @dataclass(frozen=True)
@@ -303,12 +281,12 @@ class Linked:
 def _walk(
     root: Path,
     below: str,
-    rules: list[_Rules],
+    rules: list[Rules],
     secrets: list[str] | None,
     linked: Linked | None = None,
 ) -> Iterator[SnapshotEntry]:
     directory = root / below
-    rules = [*rules, *_rules_of(directory, below)]
+    rules = [*rules, *ignore_files.of_directory(directory, below)]
     for item in sorted(os.scandir(directory), key=lambda item: item.name):
         path = below + item.name
         status = item.stat(follow_symlinks=False)
@@ -316,7 +294,7 @@ def _walk(
         if item.name in _NEVER or (linked and item.name == _COMPILED):
             continue
         is_regular = stat.S_ISREG(status.st_mode)
-        left_out = _left_out(path, rules, is_directory=is_directory)
+        left_out = ignore_files.excludes(rules, path, is_directory=is_directory)
         rules_below = rules
         if linked and is_directory and linked.leads_to_code(path):
             # The code is in a directory that the repository ignores: its patterns do not apply.
@@ -343,12 +321,6 @@ def _walk(
             yield SnapshotEntry(path, "file", mode=mode, size=status.st_size, value="")
 
 
-def _left_out(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
-    # The patterns of the nearest directory override the others.
-    verdicts = (rule.verdict(path, is_directory=is_directory) for rule in reversed(rules))
-    return next((verdict for verdict in verdicts if verdict is not None), False)
-
-
 def _hashed(root: Path, entry: SnapshotEntry) -> SnapshotEntry:
     found, size = hashlib.sha256(), 0
     with (root / entry.path).open("rb") as stream:
@@ -356,44 +328,6 @@ def _hashed(root: Path, entry: SnapshotEntry) -> SnapshotEntry:
             found.update(data)
             size += len(data)
     return replace(entry, size=size, value=found.hexdigest())
-
-
-def _rules_of(directory: Path, base: str, prefix: str = "") -> list[_Rules]:
-    paths = (directory / ".gitignore", directory / OWN_IGNORE)
-    return [_Rules(_patterns_in(path), base, prefix=prefix) for path in paths if path.is_file()]
-
-
-def _patterns_in(path: Path) -> Patterns:
-    with path.open("rb") as stream:
-        text = stream.read(_MAX_PATTERN_BYTES + 1)
-    if len(text) > _MAX_PATTERN_BYTES:
-        raise SubmitError(f"{path} holds more than {show_size(_MAX_PATTERN_BYTES)} of patterns")
-    lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if len(lines) - 1 > _MAX_PATTERN_LINES:  # - 1: the empty text after the last line break
-        raise SubmitError(f"{path} holds more than {_MAX_PATTERN_LINES:,} lines of patterns")
-    return Patterns(lines)
-
-
-def _rules_above(root: Path) -> list[_Rules]:
-    """Return the git ignore patterns of the user and of the directories above the root.
-
-    The order is: the user's patterns, then the repository's patterns from its top directory down.
-    """
-    own = git_revision.excludes_file(root)
-    top = next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), None)
-    below = root.relative_to(top).parts if top is not None else ()
-    prefix = "".join(f"{name}/" for name in below)
-    found = [_Rules(_patterns_in(own), prefix=prefix)] if own is not None else []
-    if top is None:
-        return found
-    exclude = top / ".git" / "info" / "exclude"
-    if exclude.is_file():
-        found.append(_Rules(_patterns_in(exclude), prefix=prefix))
-    for depth in range(len(below)):
-        found += _rules_of(
-            top.joinpath(*below[:depth]), "", prefix="".join(f"{name}/" for name in below[depth:])
-        )
-    return found
 
 
 def too_large(root: Path, entries: Iterable[SnapshotEntry], limit: int) -> SubmitError:

@@ -11,6 +11,7 @@ from typing import Any
 
 from clusterjob.core import snapshot
 from clusterjob.core.snapshot import Linked, Snapshot
+from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.errors import SubmitError
 from clusterjob.node.logs.job_dir import CODE
 from clusterjob.node.program import Program
@@ -112,15 +113,16 @@ def is_own(program: Program) -> bool:
     return program.kind == "module" and program.target.startswith(_OWN_MODULES)
 
 
-def listed(source: CodeSource) -> Snapshot:
-    """Return the list of a job's code.
+def listed(source: CodeSource, git: Git | None = None) -> Snapshot:
+    """Return the list of a job's code; `git` asks about its top directory.
 
     Raises:
         SubmitError: the code is too large, or a directory cannot be read.
     """
     try:
-        found = _around(source) or snapshot.listed(
-            source.top, linked=Linked(source.below, only=bool(source.below))
+        git = git or Git(source.top)
+        found = _around(source, git) or snapshot.listed(
+            source.top, linked=Linked(source.below, only=bool(source.below)), git=git
         )
         if found.size > source.limit:
             raise snapshot.too_large(source.root, found.entries, limit=source.limit)
@@ -130,12 +132,12 @@ def listed(source: CodeSource) -> Snapshot:
     return replace(found, secrets=())  # they are links
 
 
-def _around(source: CodeSource) -> Snapshot | None:
+def _around(source: CodeSource, git: Git) -> Snapshot | None:
     """Return the list of the whole repository around the code; None if it is too large."""
     if not source.below:
         return None
     try:
-        found = snapshot.listed(source.top, linked=Linked(source.below))
+        found = snapshot.listed(source.top, linked=Linked(source.below), git=git)
     except SubmitError:
         return None
     return found if len(found.entries) <= _MOST_AROUND and found.size <= source.limit else None

@@ -10,20 +10,19 @@ A job's directory has a link ``code`` to its snapshot. A snapshot without a job 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 from clusterjob.core.snapshot import Snapshot, SnapshotEntry
+from clusterjob.core.snapshot.file_pool import FilePool, is_intact
+from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.core.snapshot.source import NO_SNAPSHOT, CodeSource, listed
 from clusterjob.core.snapshot.stat_cache import StatCache
 from clusterjob.errors import SubmitError
@@ -33,29 +32,10 @@ from clusterjob.node.system import files, private_dirs
 _DIRECTORY = "snapshots"
 _NAME = re.compile(r"[0-9a-f]{20}")
 _PART = ".new-"  # begin of the name of an incomplete snapshot
-_CHUNK = 1 << 20
 _TRIES = 3  # maximum number of times to read a directory whose files change meanwhile
 # Seconds after its last submission for which a snapshot counts as used: the submission may not have
 # written the job's link yet.
 FRESH = 3600.0
-# The modification time of each kept file, 2000-01-01. A job of root can write to a read-only file,
-# which all snapshots share: another time shows it, and the file is copied again.
-_KEPT_NS = 946_684_800 * 10**9
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A snapshot in the store.
-
-    Attributes:
-        name: its name.
-        path: its directory.
-        used_at: time of the last submission that used it, in seconds since the epoch.
-    """
-
-    name: str
-    path: Path
-    used_at: float
 
 
 class SnapshotStore:
@@ -68,23 +48,28 @@ class SnapshotStore:
     def __init__(self, home: Path) -> None:
         self._home = home
         self.directory = home / _DIRECTORY
+        self._files = FilePool(self.directory / "files")
 
     # -- submitting --------------------------------------------------------------------------------
 
-    def take(self, source: CodeSource) -> tuple[str, Snapshot]:
+    def take(self, source: CodeSource, git: Git | None = None) -> tuple[str, Snapshot]:
         """Copy the code of a job into the store; return the snapshot's digest and its entries.
 
         `name_of` gives its name. Files that are unchanged since an earlier snapshot are not read.
+
+        Args:
+            source: the code.
+            git: asks git about the top directory; None for a new one.
 
         Raises:
             SubmitError: the code is too large, cannot be read, or cannot be written to the store.
         """
         try:
-            private_dirs.make(self.directory / "files")
+            private_dirs.make(self._files.directory)
             self._remove_leftovers()
             cache = StatCache(self._stat_file(source.top))
             for _ in range(_TRIES):
-                found = self._read(listed(source), cache)
+                found = self._read(listed(source, git), cache)
                 digest = _digest(found)
                 missing = self._build(name_of(digest), found)
                 if not missing:
@@ -139,46 +124,13 @@ class SnapshotStore:
                 size = entry.size if digest is None else status.st_size
                 if digest is None:
                     with open(path, "rb") as stream:
-                        digest, size = self._keep(stream, mode)
+                        digest, size = self._files.add(stream, mode)
                     if size == status.st_size:
                         cache.keep(entry.path, status, digest)
             except FileNotFoundError:
                 continue  # it was removed since the directory was listed
             entries.append(replace(entry, mode=mode, size=size, value=digest))
         return replace(listed, entries=tuple(entries))
-
-    def _keep(self, stream: BinaryIO, mode: int) -> tuple[str, int]:
-        """Copy one file into the store; return its digest and size.
-
-        The digest is that of the copy, so a file that changes meanwhile does no harm.
-        """
-        first = stream.read(_CHUNK)
-        digest = hashlib.sha256(first).hexdigest()
-        if len(first) < _CHUNK and _is_intact(self._file(digest, mode), len(first)):
-            return digest, len(first)
-        handle, temporary = tempfile.mkstemp(prefix=".", dir=self.directory / "files")
-        found, size = hashlib.sha256(), 0
-        try:
-            with os.fdopen(handle, "wb") as copy:
-                piece = first
-                while piece:
-                    found.update(piece)
-                    size += len(piece)
-                    copy.write(piece)
-                    piece = stream.read(_CHUNK)
-                copy.flush()
-                os.fchmod(copy.fileno(), mode)
-                os.utime(copy.fileno(), ns=(_KEPT_NS, _KEPT_NS))
-            kept = self._file(found.hexdigest(), mode)
-            private_dirs.make(kept.parent)
-            os.replace(temporary, kept)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return found.hexdigest(), size
-
-    def _file(self, digest: str, mode: int) -> Path:
-        return self.directory / "files" / digest[:2] / f"{digest}-{mode:o}"
 
     def _build(self, name: str, found: Snapshot) -> list[str]:
         """Make a snapshot's directory unless it is intact; return the files that the store lacks.
@@ -206,9 +158,7 @@ class SnapshotStore:
                     made.append(target)
                 elif entry.kind == "link":
                     os.symlink(_link_target(found.root, entry), target)
-                elif not _link_or_copy(
-                    self._file(entry.value, entry.mode), target, size=entry.size
-                ):
+                elif not self._files.link(entry, target):
                     missing.append(entry.path)
             if missing:
                 return missing
@@ -244,8 +194,8 @@ class SnapshotStore:
         """Return whether a snapshot is in the store."""
         return _NAME.fullmatch(name) is not None and self.path(name).is_dir()
 
-    def unused(self, fresh: float = FRESH, without: Collection[str] = ()) -> list[Kept]:
-        """Return the snapshots that no job directory links to.
+    def unused(self, fresh: float = FRESH, without: Collection[str] = ()) -> list[str]:
+        """Return the names of the snapshots that no job directory links to.
 
         Args:
             without: names of job directories that do not count.
@@ -263,9 +213,8 @@ class SnapshotStore:
         for entry in entries:
             if _NAME.fullmatch(entry.name) and entry.name not in linked:
                 with contextlib.suppress(FileNotFoundError):
-                    used_at = entry.stat(follow_symlinks=False).st_mtime
-                    if time.time() - used_at >= fresh:
-                        found.append(Kept(entry.name, Path(entry.path), used_at))
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime >= fresh:
+                        found.append(entry.name)
         return found
 
     def _linked(self, without: Collection[str] = ()) -> Iterator[str]:
@@ -311,7 +260,7 @@ class SnapshotStore:
             for each in names
         }
         _remove(aside)
-        return self._remove_files(lambda status: status.st_ino in own)
+        return self._files.remove_unlinked(lambda status: status.st_ino in own)
 
     def remove_files(self, fresh: float = FRESH) -> int:
         """Remove the files that no snapshot has; return their bytes.
@@ -319,19 +268,7 @@ class SnapshotStore:
         Args:
             fresh: seconds for which a new file is kept: a submission may be about to use it.
         """
-        return self._remove_files(lambda status: time.time() - status.st_ctime >= fresh)
-
-    def _remove_files(self, wanted: Callable[[os.stat_result], bool]) -> int:
-        freed = 0
-        for folder, _, names in os.walk(self.directory / "files"):
-            for each in names:
-                path = os.path.join(folder, each)
-                with contextlib.suppress(OSError):
-                    status = os.lstat(path)
-                    if status.st_nlink == 1 and wanted(status):
-                        os.unlink(path)
-                        freed += status.st_size
-        return freed
+        return self._files.remove_unlinked(lambda status: time.time() - status.st_ctime >= fresh)
 
 
 def name_of(digest: str) -> str:
@@ -379,38 +316,13 @@ def _with_modules(found: Snapshot) -> list[str]:
     )
 
 
-def _is_intact(path: str | Path, size: int) -> bool:
-    """Return whether a kept file exists and nobody has written to it."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return status.st_mtime_ns == _KEPT_NS and status.st_size == size
-
-
 def _is_tree_intact(tree: Path, found: Snapshot) -> bool:
     """Return whether no job has changed or removed a file of a snapshot."""
     return all(
-        _is_intact(os.path.join(tree, entry.path), entry.size)
+        is_intact(os.path.join(tree, entry.path), entry.size)
         for entry in found.entries
         if entry.kind == "file"
     )
-
-
-def _link_or_copy(kept: Path, target: str, size: int) -> bool:
-    """Make a hard link to a file of the store; return False if the store lacks it."""
-    if not _is_intact(kept, size):
-        return False
-    try:
-        os.link(kept, target)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        # Too many links, such as to an empty __init__.py, or a file system without hard links.
-        if error.errno not in (errno.EMLINK, errno.EPERM, errno.ENOTSUP, errno.EXDEV):
-            raise
-        shutil.copy2(kept, target)
-    return True
 
 
 def _remove(folder: Path) -> None:

@@ -7,12 +7,13 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.events import EventLog, now
+from clusterjob.node.logs.events import EventLog
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, outcome, ports
@@ -72,7 +73,7 @@ class Coordinator:
         self._inbox = self.membership.inbox
         self._peers = self.membership.peers
         self._started_at: str | None = None
-        self._deadline = float("inf")
+        self._deadline = inf
         self._time_limit_runs = False
         self._restarts = 0
         self._preemption = Preemption(options.warning, options.grace)
@@ -120,23 +121,15 @@ class Coordinator:
                 cancelled = await self._stop_round(end)
                 if self._may_restart(end):
                     self._restarts += 1
-                    number, why = self._restarts, end.reason
-                    self._print_line(f"restart {number} of {self._options.max_restarts}: {why}")
+                    number, most, why = self._restarts, self._options.max_restarts, end.reason
+                    self._print_line(f"restart {number} of {most}: {why}")
                     self._events.add("restart", restart=number, why=why)
                     if self._notifier is not None:
-                        self._notifier.restarts(
-                            number, self._options.max_restarts, why, failure=end.failure
-                        )
+                        self._notifier.restarts(number, most, why, failure=end.failure)
                     end = cancelled
             return self._give_verdict(end)
         except Exception as error:  # otherwise the other agents wait until their leases end
-            verdict = Verdict(
-                JobState.FAILED,
-                1,
-                reason=f"node 0 failed: {type(error).__name__}: {error}",
-                attempt=self._job.attempt,
-                ended_at=now(),
-            )
+            verdict = outcome.coordinator_failed(error, attempt=self._job.attempt)
             self.membership.broadcast(messages.End(verdict))
             raise
         finally:
@@ -247,7 +240,7 @@ class Coordinator:
     async def _wait_for_round(self) -> Outcome:
         """Wait until all workers have ended, one has failed, or the job must end."""
         current = self._round
-        while current.undone or self._preemption.suspects_due < float("inf") or self._unexplained():
+        while current.undone or current.is_unexplained() or self._preemption.suspects_due < inf:
             due = min(
                 current.root_cause.stop_due(),
                 self._preemption.suspects_due,
@@ -271,11 +264,6 @@ class Coordinator:
         if self._preemption.left:
             return self._preempted("its workers left to be queued again")
         return Outcome(JobState.SUCCEEDED)
-
-    def _unexplained(self) -> bool:
-        """Return whether every failure only names a lost peer; the nodes are then polled."""
-        root = self._round.root()
-        return root is not None and root.effect
 
     def _handle_due(self) -> Outcome | None:
         """Handle a deadline that has passed; return an outcome if it ends the round."""

@@ -64,6 +64,17 @@ def cancelled(reason: str, *, interrupt: bool) -> Outcome:
     return Outcome(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=reason, signal=number)
 
 
+def coordinator_failed(error: Exception, attempt: int) -> Verdict:
+    """Return the verdict of a job whose coordinator has a defect."""
+    return Verdict(
+        JobState.FAILED,
+        1,
+        reason=f"node 0 failed: {type(error).__name__}: {error}",
+        attempt=attempt,
+        ended_at=now(),
+    )
+
+
 def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float) -> Failure:
     """Return the failure of the node at fault when two agents have lost each other.
 

@@ -90,6 +90,11 @@ class Round:
             self.root_cause.drop_effects()
         return self.root_cause.root()
 
+    def is_unexplained(self) -> bool:
+        """Return whether every failure only names a lost peer; the nodes are then polled."""
+        root = self.root()
+        return root is not None and root.effect
+
     def name_stragglers(self) -> None:
         """Write the workers that still run into the events, and their stacks into their logs."""
         text, by_node = self.stragglers.name()
