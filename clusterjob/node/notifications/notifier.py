@@ -65,7 +65,7 @@ class Notifier:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> int | None:
-        """Start the sender, which imports apprise while the job starts.
+        """Start the sender, which imports apprise with the first event: when the workers start.
 
         Return its pid; None if it cannot be started.
         """

@@ -7,6 +7,7 @@ message for the job's log; no line contains a URL.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -104,9 +105,11 @@ def main() -> None:
     if not line:  # the agent has ended
         return
     settings = json.loads(line)
+    first = sys.stdin.buffer.readline()
+    os.nice(10)  # apprise, imported now, takes 0.2 s of CPU while the workers start
     sender = _Sender(settings)
     ended = False
-    for line in sys.stdin.buffer:
+    for line in filter(None, itertools.chain([first], sys.stdin.buffer)):
         event = Event(**json.loads(line))
         ended = ended or event.final
         sender.send(event)
