@@ -27,6 +27,8 @@ def source_of(spec: JobSpec) -> CodeSource | None:
     from clusterjob.core import snapshot
     from clusterjob.core.snapshot.source import CodeSource
 
+    if spec.earlier_code is not None and "snapshot" in spec.earlier_code.facts:
+        return CodeSource.again(spec.earlier_code)
     limit = spec.options.get("sync_limit")
     return CodeSource.of(
         spec.workdir, spec.program, snapshot.LIMIT if limit is None else parse_size(limit)
@@ -78,14 +80,14 @@ def to_send(plan: Plan, limit: int) -> tuple[Snapshot, dict[str, Any]]:
     from clusterjob.core.snapshot.git_revision import Git, write_diff
 
     spec = plan.spec
-    if (before := plan.sent_before) is not None:
-        code = snapshot.sent(before.folder, spec.workdir)
+    if (earlier := spec.earlier_code) is not None:
+        code = snapshot.sent(earlier.job_dir, spec.workdir)
         if code is None:
             raise SubmitError(
-                f"{before.folder} does not list the code of the job any more",
+                f"{earlier.job_dir} does not list the code of the job any more",
                 "submit the program again to run its current code",
             )
-        facts, diff = dict(before.facts), b""
+        facts, diff = dict(earlier.facts), b""
     else:
         git = Git(spec.workdir)
         code = snapshot.take(spec.workdir, limit, include_secrets=spec.include_secrets, git=git)

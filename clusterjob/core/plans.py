@@ -8,7 +8,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,19 +85,6 @@ class PlannedCommand:
 
 
 @dataclass(frozen=True)
-class SentCode:
-    """The code that an earlier job sent to its hosts.
-
-    Attributes:
-        folder: the directory of that job, with the list of the files.
-        facts: the data about it in the job's handle.
-    """
-
-    folder: Path
-    facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Plan:
     """The files that a submission will write and the commands that it will run.
 
@@ -113,8 +100,6 @@ class Plan:
         sends_code: whether the files of the working directory are sent too.
         code: the code of which the job runs a snapshot; None if the job runs the current files, or
             a copy on other machines.
-        sent_before: the code that an earlier job sent, if this job sends the same; None to send the
-            current files.
     """
 
     job_id: str
@@ -127,7 +112,6 @@ class Plan:
     array: Mapping[str, Any] | None = None
     sends_code: bool = False
     code: CodeSource | None = None
-    sent_before: SentCode | None = None
 
     def _code(self) -> Snapshot | None:
         """Return the current files of the code if they are sent or kept, else None."""
@@ -242,33 +226,6 @@ def write_files(plan: Plan, values: bytes = b"") -> None:
         ) from error
 
 
-def with_recorded_code(plan: Plan, recorded: Mapping[str, Any] | None) -> Plan:
-    """Return a plan that runs the recorded code of an earlier job instead of the current files.
-
-    A plan without a snapshot is returned unchanged.
-
-    Args:
-        plan: the plan of the new job.
-        recorded: `Record.code` of the earlier job.
-
-    Raises:
-        SubmitError: the earlier job had no snapshot, or its directory is another one.
-    """
-    from clusterjob.core.snapshot.source import CodeSource
-
-    if plan.code is None:
-        return plan
-    try:
-        code = CodeSource.again(recorded or {})
-    except KeyError:
-        raise SubmitError(
-            "the earlier job kept no snapshot of its code", "submit the current files instead"
-        ) from None
-    if (code.root, code.top) != (plan.code.root, plan.code.top):
-        raise SubmitError(f"the code of the earlier job was in {code.root} of {code.top}")
-    return replace(plan, code=code)
-
-
 @dataclass(frozen=True)
 class KeptCode:
     """The code of a job in the store of snapshots.
@@ -317,8 +274,9 @@ def keep_code(plan: Plan, home: Path) -> KeptCode | None:
     source = plan.code
     if source.kept is not None:
         # The file with the uncommitted changes is in the earlier job's directory.
-        recorded = {k: v for k, v in (source.kept.get("git") or {}).items() if k != "diff"}
-        return KeptCode({**source.kept, "git": recorded or None})
+        facts = source.kept.facts
+        recorded = {k: v for k, v in (facts.get("git") or {}).items() if k != "diff"}
+        return KeptCode({**facts, "git": recorded or None})
     with ThreadPoolExecutor(1) as pool:
         git = Git(source.top)
         asked = pool.submit(git.state)  # git runs meanwhile

@@ -27,8 +27,11 @@ def check(spec: JobSpec) -> None:
     """
     if not spec.sync:
         return  # the program may exist only on the machines that run the job
-    if not spec.workdir.is_dir():
+    is_sent = bool(spec.hosts or spec.login)
+    if not (is_sent and spec.earlier_code) and not spec.workdir.is_dir():
         raise SpecError(f"the working directory {str(spec.workdir)!r} does not exist")
+    if spec.earlier_code:
+        return  # the earlier job has checked its program
     if spec.program.kind == "script":
         _check_script(spec.workdir, spec.program.target)
     elif spec.program.kind == "module" and not _MODULE_NAME.fullmatch(spec.program.target):
@@ -40,7 +43,7 @@ def check(spec: JobSpec) -> None:
         raise SpecError("the command is empty", "write it after --, such as -- bash train.sh")
     python = os.path.realpath(shutil.which(spec.python) or "")
     own = spec.uv or spec.env_archive is not None  # its Python may be newer
-    runs_here = not (spec.hosts or spec.login or spec.container or own)
+    runs_here = not (is_sent or spec.container or own)
     is_this = runs_here and python == os.path.realpath(sys.executable)
     if is_this and (wrong := syntax_error(spec)):
         raise SpecError(wrong, f"no node could run it: {spec.python} is this interpreter")
@@ -51,7 +54,7 @@ def syntax_error(spec: JobSpec) -> str:
 
     The text is empty if there is no error, or if the source is not on this machine.
     """
-    if not spec.sync or not spec.program.is_python:
+    if not spec.sync or spec.earlier_code or not spec.program.is_python:
         return ""
     target = spec.program.target
     if spec.program.kind == "module":

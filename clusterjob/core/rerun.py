@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from clusterjob.core import config, jobs, polling
 from clusterjob.core.job_secrets import Secret
-from clusterjob.core.plans import Plan, PlannedFile, SentCode
+from clusterjob.core.plans import Plan, PlannedFile
 from clusterjob.core.records import Record, Records, home
-from clusterjob.core.snapshot.source import CodeSource
 from clusterjob.core.snapshot.store import SnapshotStore
+from clusterjob.core.spec import EarlierCode
 from clusterjob.errors import RecordError, UsageError
 from clusterjob.node.logs.job_dir import CALLS
 from clusterjob.node.verdict import JobState
@@ -30,7 +30,7 @@ def plan(record: Record, secrets: Sequence[Secret], *, failed: bool) -> Plan:
 
     Raises:
         UsageError: nothing has failed, or the job has no such secret.
-        SpecError: a secret has no value, or the program does not exist any more.
+        SpecError: a secret has no value, or the working directory does not exist any more.
         RecordError: the record, or a file of the job that the new one needs, is missing.
     """
     whole = record if record.index is None else Records().find(record.whole_id)
@@ -40,9 +40,10 @@ def plan(record: Record, secrets: Sequence[Secret], *, failed: bool) -> Plan:
         secret=_secrets(whole, secrets),
         after=(),
         only=only,
+        earlier_code=_earlier_code(whole),
     )
     planned = jobs.plan(spec, config.Settings(whole.cluster, whole.backend, values={}))
-    return _with_code(_with_calls(planned, whole), whole)
+    return _with_calls(planned, whole)
 
 
 def _elements(record: Record, whole: Record, *, failed: bool) -> tuple[int, ...]:
@@ -94,27 +95,20 @@ def _with_calls(plan: Plan, record: Record) -> Plan:
     return replace(plan, files=(*plan.files, *files)) if files else plan
 
 
-def _with_code(plan: Plan, record: Record) -> Plan:
-    """Let the new job run the code that the recorded job has run.
+def _earlier_code(record: Record) -> EarlierCode | None:
+    """Return the code that a job has run; None if it ran files that nobody kept.
 
     Raises:
-        RecordError: that code is not kept any more.
+        RecordError: the code is not kept any more.
     """
-    recorded = record.code
-    if recorded is None:
-        return plan
-    if plan.sends_code:
-        return replace(plan, sent_before=SentCode(record.whole_dir, recorded))
-    name = recorded.get("snapshot")
-    if plan.code is None or not isinstance(name, str):
-        return plan
-    kept = CodeSource.again(recorded)
-    if not SnapshotStore(home()).exists(name) or (kept.root, kept.top) != (
-        plan.code.root,
-        plan.code.top,
+    if record.code is None:
+        return None
+    facts = [record.code.get(name, "") for name in ("snapshot", "root", "top")]
+    if not all(isinstance(fact, str) for fact in facts) or (
+        facts[0] and not SnapshotStore(home()).exists(facts[0])
     ):
         raise RecordError(
             f"the code of job {record.job_id} is not kept any more",
             "submit the program again to run its current code",
         )
-    return replace(plan, code=kept)
+    return EarlierCode(record.whole_dir, record.code)

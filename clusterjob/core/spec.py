@@ -58,6 +58,19 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class EarlierCode:
+    """The code of an earlier job, to run it again.
+
+    Attributes:
+        job_dir: the directory of that job, with the list of the files that it sent.
+        facts: its `Record.code`.
+    """
+
+    job_dir: Path
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """A job as the user requests it, independent of any cluster.
 
@@ -89,6 +102,7 @@ class JobSpec:
         hosts: the hosts of the nodes, in order, for backends without a queue.
         gpus: GPUs of each host: their numbers, or ``auto`` for idle GPUs; empty for all.
         login: login host of the cluster; empty if this machine has the cluster's commands.
+        earlier_code: the code of an earlier job, to run instead of the current files; not recorded.
         include_secrets: also send files that look like secrets.
         sync: whether to send the working directory to the hosts or the login host; if not, it must
             exist there under the same path.
@@ -136,6 +150,7 @@ class JobSpec:
     login: str = ""
     sync: bool = True
     snapshot: bool = True
+    earlier_code: EarlierCode | None = None
     include_secrets: bool = False
     container: str = ""
     array: str = ""
@@ -319,6 +334,7 @@ class JobSpec:
     def to_json(self) -> dict[str, Any]:
         """Return the spec as plain data, for the record and for spec.json."""
         data = asdict(self)
+        del data["earlier_code"]
         if not self.only:
             del data["only"]
         return data | {

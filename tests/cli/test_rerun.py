@@ -69,9 +69,9 @@ def test_rerun_repeats_program_environment_and_asks_for_secrets_again(work: Path
     assert "two" not in saved
     listed = json.loads(command(work, "list", "--json"))["jobs"]
     assert [job["id"] for job in listed] == [second, first]
-    (work / "script.py").unlink()
-    error = command(work, "rerun", first, code=2, TOKEN="x")
-    assert "'script.py' does not exist" in error
+    work.rename(work.parent / "moved")
+    error = command(work.parent, "rerun", first, code=2, TOKEN="x")
+    assert f"the working directory '{work}' does not exist" in error
     assert len(Records().all()) == 2, "nothing is left of a rerun that is refused"
 
 
@@ -110,6 +110,21 @@ def test_rerun_runs_the_code_that_was_submitted_and_clean_frees_it(work: Path) -
     command(work, "clean", "--all", "--yes")
     assert not kept.exists()
     assert not [path for path in (snapshots / "files").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("program", [["script.py"], ["--", "bash", "script.sh"]], ids=["py", "sh"])
+def test_rerun_needs_no_current_file(work: Path, program: list[str]) -> None:
+    (work / "script.py").write_text("print('submitted')\n")
+    (work / "script.sh").write_text("python script.py || echo submitted\n")
+    first = command(work, "submit", "--cluster", "local", *program).strip()
+    command(work, "wait", first)
+    for path in work.glob("script.*"):
+        path.unlink()
+    second = command(work, "rerun", first).strip()
+    command(work, "wait", second)
+    assert command(work, "logs", second).splitlines()[-1] == "submitted"
+    work.joinpath("script.py").write_text("not Python\n")
+    command(work, "wait", command(work, "rerun", first).strip())
 
 
 def test_rerun_without_the_recorded_code_is_refused(work: Path) -> None:

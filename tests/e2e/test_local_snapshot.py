@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launching import write_tree
 from procs import TEST_TIMEOUT
 
-from clusterjob.core import job_settings, jobs, plans, polling
-from clusterjob.core.records import Record, Records
-from clusterjob.errors import SubmitError
-from clusterjob.node.program import Program
+from clusterjob.core.records import Records
 
 # Edits itself and its module, and fails once: the restart must find neither edit.
 EDITS = """
@@ -70,27 +66,3 @@ def test_run_runs_current_files(project: Path, tmp_path: Path) -> None:
     assert "edited" in done.stdout
     [record] = Records().all()
     assert record.code is None
-
-
-def test_recorded_code_of_a_job_runs_again(project: Path, tmp_path: Path) -> None:
-    (project / "train.py").write_text("import helper; print('ran', helper.V)")
-
-    def plan(root: Path) -> plans.Plan:
-        settings = job_settings.resolve({"python": options(tmp_path)[3]}, "local", directory=root)
-        spec = job_settings.make_spec(Program("script", "train.py"), settings, directory=root)
-        return jobs.plan(spec, settings)
-
-    def output(record: Record) -> str:
-        polling.wait(record)
-        return (record.job_dir / "logs" / "node0" / "rank0.out").read_text()
-
-    first = jobs.submit(plan(project), "local", detach=True)
-    assert output(first) == "ran 1\n"
-    (project / "helper.py").write_text("V = 2")
-    again = jobs.submit(plans.with_recorded_code(plan(project), first.code), "local", detach=True)
-    assert output(again) == "ran 1\n"
-    assert again.code == first.code
-    with pytest.raises(SubmitError, match="kept no snapshot"):
-        plans.with_recorded_code(plan(project), None)
-    live = replace(plan(project), code=None)
-    assert plans.with_recorded_code(live, None) is live

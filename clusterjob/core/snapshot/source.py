@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from clusterjob.core import snapshot
 from clusterjob.core.snapshot import Linked, Snapshot
@@ -15,6 +14,9 @@ from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.errors import SubmitError
 from clusterjob.node.logs.job_dir import CODE
 from clusterjob.node.program import Program
+
+if TYPE_CHECKING:
+    from clusterjob.core.spec import EarlierCode
 
 _OWN_MODULES = "clusterjob."  # modules of the node zip: Python functions as jobs
 # Maximum number of entries of a repository to copy as a whole; of a larger repository, only the
@@ -33,22 +35,18 @@ class CodeSource:
         top: top directory of the git repository around the root; else the root. Imports and paths
             that begin at ``__file__`` may leave the root, but seldom the repository.
         limit: maximum bytes of the snapshot.
-        kept: the recorded code of an earlier job, to run it again; None for a new snapshot.
+        kept: the code of an earlier job, to run it again; None for a new snapshot.
     """
 
     root: Path
     top: Path
     limit: int
-    kept: Mapping[str, Any] | None = None
+    kept: EarlierCode | None = None
 
     @classmethod
-    def again(cls, recorded: Mapping[str, Any]) -> CodeSource:
-        """Return the code of an earlier job from the data in its record, `Record.code`.
-
-        Raises:
-            KeyError: the job had no snapshot.
-        """
-        return cls(Path(recorded["root"]), Path(recorded["top"]), 0, kept=recorded)
+    def again(cls, code: EarlierCode) -> CodeSource:
+        """Return the code of an earlier job."""
+        return cls(Path(code.facts["root"]), Path(code.facts["top"]), 0, kept=code)
 
     @classmethod
     def of(cls, workdir: Path, program: Program, limit: int) -> CodeSource | None:
@@ -103,9 +101,15 @@ class CodeSource:
             )
         path = Path(os.path.realpath(os.path.join(workdir, words[index])))
         named = program.kind == "script" or os.sep in words[index] or index
-        if named and path.is_file() and path.is_relative_to(self.top):
+        if named and path.is_relative_to(self.top) and self._has_file(path):
             words[index] = str(job_dir / CODE / path.relative_to(self.top))
         return Program(program.kind, words[0], args=tuple(words[1:]))
+
+    def _has_file(self, path: Path) -> bool:
+        """Return whether a path below the top is a file of the code."""
+        if self.kept is None:
+            return path.is_file()
+        return (self.kept.job_dir / CODE / path.relative_to(self.top)).is_file()
 
 
 def is_own(program: Program) -> bool:
