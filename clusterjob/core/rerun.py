@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clusterjob.core import config, jobs, polling
+from clusterjob.core.earlier_code import EarlierCode
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.plans import Plan, PlannedFile
 from clusterjob.core.records import Record, Records, home
 from clusterjob.core.snapshot.store import SnapshotStore
-from clusterjob.core.spec import EarlierCode
 from clusterjob.errors import RecordError, UsageError
 from clusterjob.node.logs.job_dir import CALLS
 from clusterjob.node.verdict import JobState

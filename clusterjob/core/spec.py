@@ -13,6 +13,7 @@ from typing import Any
 
 from clusterjob.core import arrays, notifications, program_check, variable_names
 from clusterjob.core.arrays import Array
+from clusterjob.core.earlier_code import EarlierCode
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.notifications import NotifyPlace
@@ -55,19 +56,6 @@ class Resources:
             ("--time", self.time_limit, 1),
         ):
             _at_least(flag, value, least=least)
-
-
-@dataclass(frozen=True)
-class EarlierCode:
-    """The code of an earlier job, to run it again.
-
-    Attributes:
-        job_dir: the directory of that job, with the list of the files that it sent.
-        facts: its `Record.code`.
-    """
-
-    job_dir: Path
-    facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

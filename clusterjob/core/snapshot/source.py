@@ -6,17 +6,14 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clusterjob.core import snapshot
+from clusterjob.core.earlier_code import EarlierCode
 from clusterjob.core.snapshot import Linked, Snapshot
 from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.errors import SubmitError
 from clusterjob.node.logs.job_dir import CODE
 from clusterjob.node.program import Program
-
-if TYPE_CHECKING:
-    from clusterjob.core.spec import EarlierCode
 
 _OWN_MODULES = "clusterjob."  # modules of the node zip: Python functions as jobs
 # Maximum number of entries of a repository to copy as a whole; of a larger repository, only the
