@@ -11,17 +11,16 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from clusterjob.backends import job_code, shared
 from clusterjob.backends.base import Leftover, Status
-from clusterjob.backends.local import gpu_assignment
+from clusterjob.backends.local import agents, gpu_assignment
 from clusterjob.core import python_env
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan, PlannedCommand
@@ -30,8 +29,6 @@ from clusterjob.core.render import render, sh
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, SpecError, SubmitError
-from clusterjob.node import contract
-from clusterjob.node.environments import worker_endpoints
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
@@ -45,9 +42,6 @@ if TYPE_CHECKING:
 NAME = "local"
 _MASTER_ADDR = "127.0.0.1"
 _SCRIPT = "node.sh"
-# The workers get this variable, so that a job that a worker submits is recorded in the same
-# directory.
-_HOME = "CLUSTERJOB_HOME"
 _ENDING = 2.0  # seconds to wait for agents that have written their verdict and are about to exit
 _CANCEL_TIMEOUT = 2.0  # seconds beyond the job's grace before an agent is killed
 
@@ -133,7 +127,7 @@ class LocalBackend:
         Raises:
             SubmitError: an agent cannot be started; the agents that already run are stopped.
         """
-        agents: list[dict[str, int]] = []
+        started: list[dict[str, int]] = []
         of_nodes, reserved = gpu_assignment.reserve(plan)
         lifelines = self._lifelines.setdefault(plan.job_id, [])
         try:
@@ -141,7 +135,7 @@ class LocalBackend:
                 folder = node_directory(plan.job_dir, command.node_rank)
                 private_dirs.make(folder)
                 more = of_nodes[command.node_rank] if of_nodes else {}
-                pid, lifeline = _start(
+                pid, lifeline = agents.start(
                     replace(command, env=dict(command.env) | more),
                     folder / AGENT_LOG,
                     hidden=plan.spec.hidden_variables,
@@ -149,7 +143,7 @@ class LocalBackend:
                     locks=reserved.descriptors if reserved else (),
                 )
                 lifelines.append(lifeline)
-                agents.append(
+                started.append(
                     {
                         "node_rank": command.node_rank,
                         "pid": pid,
@@ -158,7 +152,7 @@ class LocalBackend:
                 )
         except OSError as error:
             self._cut(plan.job_id)  # the started agents see the end of their lifeline
-            processes.end_groups([agent["pid"] for agent in agents], _CANCEL_TIMEOUT)
+            processes.end_groups([agent["pid"] for agent in started], _CANCEL_TIMEOUT)
             raise SubmitError(f"an agent cannot be started: {error.strerror or error}") from error
         finally:
             if reserved is not None:
@@ -167,7 +161,7 @@ class LocalBackend:
             NAME,
             plan.job_id,
             data={
-                "agents": agents,
+                "agents": started,
                 "boot_id": processes.boot_id(),
                 "host": socket.gethostname(),
                 "job_dir": str(plan.job_dir),
@@ -207,12 +201,12 @@ class LocalBackend:
             ClusterJobError: a job runs on another host and can be cancelled only on that host.
         """
         for record in records:
-            if host := _other_host(record):
+            if host := agents.other_host(record):
                 raise ClusterJobError(f"job {record.job_id} runs on {host}", "cancel it there")
             ends.cancel(record.job_dir)
             self._cut(record.job_id)
             processes.end_groups(
-                [agent["pid"] for agent in _live_agents(record)],
+                [agent["pid"] for agent in agents.live(record)],
                 record.job.grace + _CANCEL_TIMEOUT,
             )
 
@@ -224,16 +218,16 @@ class LocalBackend:
     ) -> tuple[dict[str, Leftover], int]:
         """Keep the jobs whose agents still run; see `clusterjob.backends.base.Cleaner`."""
         until = time.monotonic() + _ENDING
-        while any(map(_live_agents, records)) and time.monotonic() < until:
+        while any(map(agents.live, records)) and time.monotonic() < until:
             time.sleep(0.05)
         return {
-            record.job_id: Leftover(kept="its agents still run" if _live_agents(record) else "")
+            record.job_id: Leftover(kept="its agents still run" if agents.live(record) else "")
             for record in records
         }, 0
 
     def interrupt_prompt(self, record: Record) -> bool:
         """Interrupt the worker that reads from this process's terminal, if there is one."""
-        readers = [processes.terminal_reader(agent["pid"]) for agent in _live_agents(record)]
+        readers = [processes.terminal_reader(agent["pid"]) for agent in agents.live(record)]
         return any(
             processes.send_signal(reader, signal.SIGINT) for reader in readers if reader is not None
         )
@@ -241,7 +235,7 @@ class LocalBackend:
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through every agent, as Ctrl-C does; stop them after the grace."""
         ends.cancel(record.job_dir)
-        for agent in _live_agents(record):
+        for agent in agents.live(record):
             processes.signal_group(agent["pid"], signal.SIGINT)
         return True
 
@@ -300,80 +294,10 @@ def _check_interpreter(spec: JobSpec) -> None:
         )
 
 
-def _start(
-    command: PlannedCommand,
-    log: Path,
-    hidden: Collection[str],
-    stdin: int | None,
-    locks: Sequence[int] = (),
-) -> tuple[int, int]:
-    """Start one agent in its own session; return its pid and the write end of its lifeline.
-
-    Args:
-        command: the command line and variables of the agent.
-        log: the file for the agent's output.
-        hidden: variables of this process that the script does not get: secrets, which the agent
-            reads from a file.
-        stdin: the descriptor that becomes rank 0's stdin; the agent's own stdin is its lifeline.
-        locks: descriptors of the job's locks on GPUs, which the agent holds.
-    """
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in worker_endpoints.LAUNCH_VARIABLES
-        and name not in hidden
-        and (name == _HOME or not name.startswith("CLUSTERJOB_"))
-    }
-    # A copy, because in the agent descriptor 0 is the lifeline.
-    copies = [] if stdin is None else [os.dup(stdin)]
-    stdin_variable = {contract.STDIN_FD: str(copies[0])} if copies else {}
-    read_end, write_end = os.pipe()
-    try:
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                command.argv,
-                stdin=read_end,
-                stdout=output,
-                stderr=output,
-                env=inherited | dict(command.env) | stdin_variable,
-                pass_fds=(*copies, *locks),
-                start_new_session=True,
-            )
-    except BaseException:
-        os.close(write_end)
-        raise
-    finally:
-        for descriptor in (read_end, *copies):
-            os.close(descriptor)
-    # With a return code, Popen does not warn that the agent still runs when this process ends.
-    process.returncode = 0
-    return process.pid, write_end
-
-
-def _live_agents(record: Record) -> list[dict[str, int]]:
-    """Return the agents of a job that run on this machine."""
-    if (
-        record.handle is None
-        or _other_host(record)
-        or record.handle.data.get("boot_id") != processes.boot_id()
-    ):
-        return []
-    agents: list[dict[str, int]] = record.handle.data["agents"]
-    processes.reap([agent["pid"] for agent in agents])
-    return [agent for agent in agents if processes.start_ticks(agent["pid"]) == agent["ticks"] != 0]
-
-
-def _other_host(record: Record) -> str:
-    """Return the host on which the job runs; empty if that is this machine."""
-    here = socket.gethostname()
-    host = here if record.handle is None else str(record.handle.data.get("host"))
-    return "" if host == here else host
-
-
 def _status(record: Record) -> Status:
     # Check the agents before reading the result: an agent that is not alive has already written its
     # verdict.
-    alive = bool(_live_agents(record))
+    alive = bool(agents.live(record))
     if (verdict := ends.read_result(record.job_dir)) is not None:
         return shared.ended(verdict)
     progress = shared.progress(record.job_dir)
@@ -387,7 +311,7 @@ def _status(record: Record) -> Status:
             progress.waiting,
             clock=time.monotonic(),
         )
-    if host := _other_host(record):
+    if host := agents.other_host(record):
         return progress.status(
             JobState.UNKNOWN, f"it runs on {host}: use `clusterjob status` there"
         )
