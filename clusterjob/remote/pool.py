@@ -42,7 +42,7 @@ class Pool:
         self._bastions: dict[
             tuple[tuple[Host, ...], str], tuple[threading.Lock, list[Connection]]
         ] = {}
-        self._targets: dict[Host, Target] = {}
+        self._jumps: dict[Host, tuple[Host, ...]] = {}  # of bastions
         self._connections: dict[Host, Connection] = {}
         self._alone: dict[Host, threading.Lock] = {}
         self._warned = False
@@ -50,9 +50,7 @@ class Pool:
 
     def resolve(self, host: Host) -> Target:
         """Return the ssh configuration of a host."""
-        if host not in self._targets:
-            self._targets[host] = ssh_config.resolve(host, self.options.ssh_config)
-        return self._targets[host]
+        return ssh_config.resolve(host, self.options.ssh_config)
 
     def connection(self, host: Host) -> Connection:
         """Return the connection to a host; connect if there is none or it broke.
@@ -105,7 +103,9 @@ class Pool:
                     "correct ProxyJump in the ssh configuration",
                 )
             met.add(first)
-            jumps = self.resolve(first).jumps
+            if first not in self._jumps:
+                self._jumps[first] = self.resolve(first).jumps
+            jumps = self._jumps[first]
 
     def _bastion(self, path: tuple[Host, ...], transport: str) -> Connection | None:
         """Return the connection to the last bastion of a path; None if the path is empty."""
