@@ -117,6 +117,21 @@ def test_agents_with_same_token_exchange_messages_both_ways() -> None:
     run(scenario)
 
 
+def test_agent_that_leaves_while_it_joins_says_why() -> None:
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            joining = asyncio.create_task(
+                protocol.join(*agent, TOKEN, "job-1", HELLO, leave=lambda: Cancel("by the user"))
+            )
+            channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
+            joining.cancel()
+            await asyncio.wait([joining])
+            agent[1].close()
+            assert await channel.receive() == Cancel("by the user")
+
+    run(scenario)
+
+
 def test_wrong_token_is_refused_by_both_ends() -> None:
     async def scenario() -> None:
         async with connection() as (agent, coordinator):

@@ -199,7 +199,7 @@ class Agent:
         requests = self._requests
         unsent: dict[asyncio.Future[Any], Any] = {
             requests.warned: messages.PreemptionWarning,
-            requests.cancelled: lambda why: messages.Cancel(why, interrupt=requests.interrupted),
+            requests.cancelled: lambda _why: self._cancellation(),
             requests.kill_now: lambda _none: messages.KillNow(),
         }
         if self._workers.stop_ordered:
@@ -254,6 +254,7 @@ class Agent:
                 hello=hello,
                 print_line=self._console.print,
                 refusal=self._node_0_refusal,
+                leave=self._cancellation,
             )
         )
         either: set[asyncio.Future[Any]] = {
@@ -271,6 +272,13 @@ class Agent:
                 self._crashes.watch(task)
         else:
             connecting.cancel()
+
+    def _cancellation(self) -> messages.Cancel | None:
+        """Return the message that the job was cancelled, if it was."""
+        requests = self._requests
+        if not requests.cancelled.done():
+            return None
+        return messages.Cancel(requests.cancelled.result(), interrupt=requests.interrupted)
 
     def _node_0_refusal(self) -> str:
         """Return why node 0 cannot start, from the shared job directory; empty if it may start."""

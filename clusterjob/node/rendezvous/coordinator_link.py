@@ -125,6 +125,7 @@ async def connect(
     hello: messages.Hello,
     print_line: Callable[[str], None],
     refusal: Callable[[], str],
+    leave: Callable[[], messages.Cancel | None],
 ) -> RemoteLink:
     """Join the coordinator; retry until it listens or --join-timeout has passed.
 
@@ -135,6 +136,7 @@ async def connect(
         hello: the first message of this agent.
         print_line: prints one line for the user.
         refusal: returns the reason why node 0 cannot start; empty without one.
+        leave: returns the job's cancellation; None before it.
 
     Raises:
         RendezvousError: the coordinator refused this agent, or was not found in time; the message
@@ -170,7 +172,9 @@ async def connect(
                 if found and time.monotonic() - begin > options.join_timeout:
                     break  # if packets are dropped, each attempt takes seconds
                 try:
-                    channel = await _try(topology.master_addr, port, job=job, hello=hello)
+                    channel = await _try(
+                        topology.master_addr, port, job=job, hello=hello, leave=leave
+                    )
                     return RemoteLink(channel, options)
                 except (
                     OSError,
@@ -199,7 +203,13 @@ async def connect(
         notifying.cancel()
 
 
-async def _try(host: str, port: int, job: JobIdentity, hello: messages.Hello) -> Channel:
+async def _try(
+    host: str,
+    port: int,
+    job: JobIdentity,
+    hello: messages.Hello,
+    leave: Callable[[], messages.Cancel | None],
+) -> Channel:
     # asyncio's own lookup runs in a thread that cannot be cancelled and would delay this agent's
     # exit.
     addresses = await asyncio.to_thread(network.addresses_of, host)
@@ -212,7 +222,9 @@ async def _try(host: str, port: int, job: JobIdentity, hello: messages.Hello) ->
             if address == addresses[-1]:
                 raise
     try:
-        return await protocol.join(reader, writer, token=job.token, job_id=job.job_id, hello=hello)
+        return await protocol.join(
+            reader, writer, token=job.token, job_id=job.job_id, hello=hello, leave=leave
+        )
     except BaseException:
         writer.close()
         raise

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from clusterjob.errors import RendezvousError
@@ -147,6 +147,7 @@ async def join(
     token: bytes,
     job_id: str,
     hello: messages.Hello,
+    leave: Callable[[], Any] = lambda: None,
 ) -> Channel:
     """Join the job through a new connection; return the channel to the coordinator.
 
@@ -156,6 +157,8 @@ async def join(
         token: the job's secret.
         job_id: the job's id.
         hello: the first message of this agent.
+        leave: returns the message to send if this call is cancelled when the coordinator may have
+            counted this agent already; None without one.
 
     Raises:
         UnauthenticatedError: the peer is not this job's coordinator.
@@ -166,7 +169,12 @@ async def join(
     async def exchange() -> tuple[Channel, Any]:
         channel = await authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
         channel.send(hello)
-        return channel, await channel.receive()
+        try:
+            return channel, await channel.receive()
+        except asyncio.CancelledError:
+            if (last := leave()) is not None:
+                channel.send(last)
+            raise
 
     channel, answer = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
     if isinstance(answer, messages.Refused):
