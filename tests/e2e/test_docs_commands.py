@@ -193,6 +193,7 @@ def test_ssh_command_of_readme_runs_on_two_hosts(
     assert ranks(shell(shell.left[0]).out, of=16)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_commands_of_ssh_page_check_hosts_and_fetch_results(shell: Shell) -> None:
     hosts, doctor, submit, fetch = shell.left
@@ -250,6 +251,7 @@ def test_first_commands_of_slurm_page_check_and_submit(shell: Shell, user: User)
     assert ranks(user.output(shell.values["job_id"]), of=16)
 
 
+@pytest.mark.slow
 def test_array_commands_of_slurm_page_start_all_elements(shell: Shell, user: User) -> None:
     for command, size, output in (
         (shell.left[0], 20, "rank 0 of 1 --epochs 3 --lr=0.1 --seed=0\n"),

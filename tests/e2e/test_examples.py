@@ -27,7 +27,8 @@ def test_digits_example_trains_as_plain_script(tmp_path: Path) -> None:
     check_training(run([sys.executable, DIGITS], tmp_path), 1)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_digits_example_trains_under_launcher(processes: int, tmp_path: Path) -> None:
     check_training(launch("fork", processes, [DIGITS], tmp_path), processes)
 

@@ -68,6 +68,7 @@ ROOT_MPI = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "given",
@@ -129,6 +130,7 @@ def test_mpich_jobs_on_one_host_get_different_ports(tmp_path: Path) -> None:
     assert len(set.union(*ports)) > 1  # all equal by chance: 1 in 144 million
 
 
+@pytest.mark.slow
 def test_bootstrap_under_torch_distributed_launch_trains_all_ranks(tmp_path: Path) -> None:
     argv = [
         "-m",

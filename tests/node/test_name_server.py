@@ -64,7 +64,7 @@ def with_resolver_options(directory: Path, extra: dict[str, str]) -> dict[str, s
     return extra | {"RES_OPTIONS": "timeout:20 attempts:3"}  # users set it like this
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_worker_reports_silent_name_server_within_seconds(
     machine: Machine, tmp_path: Path, rank: int
 ) -> None:

@@ -243,7 +243,9 @@ def test_sigusr1_during_start_preempts_job(make_job: MakeJob, moment: float) -> 
     assert job.result["reason"].startswith(f"SIGUSR1 on {HOST}: ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGTERM]
+)
 @pytest.mark.parametrize("mode", ["fork", "exec"])
 def test_signal_to_all_processes_of_job_ends_none_of_them(
     make_job: MakeJob, mode: str, number: signal.Signals
@@ -469,7 +471,8 @@ def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:
     assert (job.result["state"], job.result["restarts"]) == ("PREEMPTED", 1)
 
 
-@pytest.mark.parametrize("target", ["agent", pytest.param("all processes", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["agent", "all processes"])
 def test_workers_under_torchrun_see_warning_file(make_job: MakeJob, target: str) -> None:
     """torchrun does not pass the pipe on.
 
@@ -835,9 +838,8 @@ def test_failure_kind_is_terminated_only_for_end_by_sigterm(
 # -- real training ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGTERM]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_training_workers_leave_in_middle_of_step_after_warning(
     make_job: MakeJob, number: signal.Signals
 ) -> None:

@@ -682,6 +682,7 @@ def test_forked_ranks_draw_random_numbers_like_separate_processes(make_job: Make
             )
 
 
+@pytest.mark.slow
 def test_seeded_random_numbers_are_same_as_under_python(make_job: MakeJob) -> None:
     text = """
         import json, random

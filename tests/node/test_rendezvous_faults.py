@@ -62,6 +62,7 @@ def freeze(pids: list[int], seconds: float) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_coordinator_that_was_frozen_names_itself_as_root_cause(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all(*QUICK_LEASE, talk_script(job))

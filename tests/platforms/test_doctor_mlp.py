@@ -330,6 +330,7 @@ def test_task_without_required_options_fails(account: Account) -> None:
     assert account("--set", "queeue=train").failed == ["job", "task", "GPUs", "secrets"]
 
 
+@pytest.mark.slow
 def test_gpu_count_is_checked_against_flavor(account: Account) -> None:
     idle = account("--gpus-per-node", "2")
     assert (idle.state("GPUs"), idle.message("GPUs")) == (

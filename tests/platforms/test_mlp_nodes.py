@@ -94,6 +94,7 @@ def launch(
 ENTRY = (sys.executable, "-m", "clusterjob", "launch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "gpus"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_nodes_train_with_platform_variables_only(
     four: list[Machine], tmp_path: Path, count: int, gpus: int
@@ -148,6 +149,7 @@ def test_node_that_reads_rank_from_other_variable_is_refused(
     assert not any("it ran" in output for _, output in ran)
 
 
+@pytest.mark.slow
 def test_nodes_with_ipv6_addresses_train(four: list[Machine], tmp_path: Path) -> None:
     nodes = four[:2]
     for machine in nodes:  # leave no IPv4 route

@@ -246,6 +246,7 @@ def test_node_with_failed_setup_line_is_named_in_verdict(
     assert 'a setup line failed: [ "$MLP_ROLE_INDEX" = 0 ]' in verdict.reason
 
 
+@pytest.mark.slow
 def test_agent_of_older_attempt_cannot_join_newer_attempt(
     submit: Callable[..., Task], tmp_path: Path
 ) -> None:

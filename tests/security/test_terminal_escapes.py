@@ -198,7 +198,7 @@ output.print_message(text)
     assert_harmless(shown)
 
 
-@pytest.mark.parametrize("verb", [["run"], ["launch"]])
+@pytest.mark.parametrize("verb", [["run"], pytest.param(["launch"], marks=pytest.mark.slow)])
 def test_hostile_job_output_is_shown_without_terminal_control(
     tmp_path: Path, verb: list[str]
 ) -> None:

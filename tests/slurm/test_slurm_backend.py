@@ -397,6 +397,7 @@ def test_slurm_is_default_where_it_is_configured(user: User) -> None:
         user.patch.setenv("SLURM_CONF", str(user.slurm.conf))
 
 
+@pytest.mark.slow
 def test_job_of_script_with_non_ascii_name_is_found_by_comment(
     user_of_each_cluster: User,
 ) -> None:

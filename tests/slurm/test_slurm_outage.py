@@ -57,7 +57,10 @@ def test_srun_that_cannot_create_step_is_retried(user: User, launcher: str) -> N
 
 @pytest.mark.parametrize(
     "error",
-    ["Requested node configuration is not available", "Job/step already completing or completed"],
+    [
+        "Requested node configuration is not available",
+        pytest.param("Job/step already completing or completed", marks=pytest.mark.slow),
+    ],
 )
 def test_srun_that_is_refused_is_not_retried(user: User, error: str) -> None:
     notes = user.command_first_on_path(
@@ -70,6 +73,7 @@ def test_srun_that_is_refused_is_not_retried(user: User, error: str) -> None:
     assert notes.read_text() == "\n"
 
 
+@pytest.mark.slow
 def test_program_that_prints_step_creation_error_is_not_retried(user: User) -> None:
     text = """
         import sys

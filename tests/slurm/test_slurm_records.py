@@ -61,7 +61,7 @@ def test_job_is_lost_after_submitter_is_killed_before_sbatch(user: User) -> None
     assert user("wait", job_id, code=1).returncode == 1
 
 
-@pytest.mark.parametrize("options", [(), ("--array", "0-1")])
+@pytest.mark.parametrize("options", [(), pytest.param(("--array", "0-1"), marks=pytest.mark.slow)])
 def test_ctrl_c_during_sbatch_cancels_submitted_job(user: User, options: tuple[str, ...]) -> None:
     submitted = '"$REAL" "$@" > /dev/null\nkill -INT $PPID\nsleep 5\n'
     user.command_first_on_path(
@@ -204,6 +204,7 @@ def test_ends_of_forgotten_jobs_come_from_directory_then_accounting(
             assert "it left no verdict" in found[cancelled]["reason"]
 
 
+@pytest.mark.slow
 def test_federation_cluster_name_is_recorded_with_id(user_accounted: User) -> None:
     """`sbatch --clusters` prints ``id;cluster``."""
     user = user_accounted

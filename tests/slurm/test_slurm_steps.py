@@ -90,6 +90,7 @@ def test_agent_on_each_node_starts_all_ranks(slurm: SlurmCluster, tmp_path: Path
     ]
 
 
+@pytest.mark.slow
 def test_torchrun_inside_step_is_detected_as_torchrun(slurm: SlurmCluster, tmp_path: Path) -> None:
     ran = srun(
         slurm,

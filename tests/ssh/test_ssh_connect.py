@@ -225,6 +225,7 @@ def test_silent_or_non_ssh_server_is_given_up_within_timeout(
         assert time.monotonic() - begin < BOUND * 2
 
 
+@pytest.mark.slow
 def test_server_that_closes_connections_is_retried_then_given_up(
     ssh_network: SshNetwork, pool: Pool
 ) -> None:

@@ -492,6 +492,7 @@ def test_disagreement_ends_wait_for_rank_0(
     assert all(message in line for line in lines)
 
 
+@pytest.mark.slow
 def test_missing_rank_0_is_reported_once_and_ends_wait_at_timeout(
     tmp_path: Path,
     preloaded: Preloaded,

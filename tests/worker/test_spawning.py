@@ -339,6 +339,7 @@ TORCH_TUTORIAL = """
 """
 
 
+@pytest.mark.slow
 def test_manual_rank_with_master_addr_localhost_is_local_rank(
     tmp_path: Path, preloaded: Preloaded
 ) -> None:
