@@ -232,7 +232,6 @@ def test_launch_outside_step_on_several_nodes_is_refused() -> None:
     assert topology_of(one_per_node(1)).node_rank == 1
 
 
-@pytest.mark.slow
 def test_torchrun_inside_step_is_detected_as_torchrun() -> None:
     torchrun = {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
