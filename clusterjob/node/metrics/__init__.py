@@ -1,0 +1,1 @@
+"""Metrics of a node, its workers and its GPUs: sample, store and read them."""
