@@ -33,3 +33,4 @@ COMPLETE = "whole"  # in LOGS: exists when all logs of an ended job have been fe
 AGENT_LOG = "agent.log"
 STORE_LOG = "store.log"
 TIMELINE = "timeline"
+HEARTBEAT = "heartbeat"  # touched by workers that torchrun has started; see `ctx.heartbeat()`
