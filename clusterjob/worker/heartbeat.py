@@ -45,8 +45,6 @@ class Beating:
             number = -1 if step is None else min(max(int(step), 0), _MAX_STEP)
             report.report_alive(descriptor, self.local_rank, number)
         elif os.environ.get(contract.JOB_DIR):
-            directory = log_files.node_directory(
-                Path(os.environ[contract.JOB_DIR]), self.node_rank
-            )
+            directory = log_files.node_directory(Path(os.environ[contract.JOB_DIR]), self.node_rank)
             with contextlib.suppress(OSError):
                 (directory / job_dir.HEARTBEAT).touch(0o600)

@@ -294,7 +294,11 @@ class Agent:
         requests = self._requests
         if not requests.cancelled.done():
             return None
-        return messages.Cancel(requests.cancelled.result(), interrupt=requests.interrupted)
+        return messages.Cancel(
+            requests.cancelled.result(),
+            interrupt=requests.interrupted,
+            stacks=ends.stacks_wanted(self._job_dir) or requests.terminated,
+        )
 
     def _node_0_refusal(self) -> str:
         """Return why node 0 cannot start, from the shared job directory; empty if it may start."""

@@ -66,9 +66,7 @@ class StackReports:
         """Return the stacks of all living ranks of this node."""
         return await asyncio.to_thread(collect, self._job_id, self._node_rank, seconds)
 
-    async def save(
-        self, job_dir: Path, round_: evidence_files.Round, why: str
-    ) -> tuple[str, int]:
+    async def save(self, job_dir: Path, round_: evidence_files.Round, why: str) -> tuple[str, int]:
         """Write the stacks of this node's ranks into its logs before they are stopped.
 
         Return the path of the text and the number of ranks; ("", 0) if there is no file.

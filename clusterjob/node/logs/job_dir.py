@@ -15,6 +15,7 @@ DIFF = "code.diff"  # uncommitted changes of the code at the submission
 SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled
+CANCEL_STACKS = "cancel.stacks"  # exists if a cancel must save the stacks of the workers first
 CODE_LIST = "code.list"  # compressed list of the files of the sent code, with their digests
 ARCHIVE = "archive"  # on a host: the digest of the environment archive that the job needs
 CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`

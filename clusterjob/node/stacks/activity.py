@@ -86,6 +86,4 @@ def _io(path: str) -> int:
     A call counts when it returns, so a long write to a disk shows only in the second number.
     """
     counts = dict(line.partition(": ")[::2] for line in files.read_text(path).splitlines())
-    return sum(
-        int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes")
-    )
+    return sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
