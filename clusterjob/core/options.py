@@ -351,6 +351,9 @@ _ROWS = (
     Option("notify_on", _words, metavar="EVENTS", group="output",
         help="Events to notify about: start, end, failure, requeue, array_tasks "
         "(default: end,failure,requeue)."),
+    Option("hang_timeout", _duration, metavar="TIME", node="hang_timeout", group="restart",
+        help="Time without output, heartbeat or change of a stack after which the job hangs, such "
+        "as 10m (default: no detection)."),
     Option("join_timeout", _seconds, metavar="S", node="join_timeout", group="restart",
         help="Seconds that nodes wait for each other (default: 300)."),
     Option("heartbeat", _seconds, node="heartbeat", group="restart"),

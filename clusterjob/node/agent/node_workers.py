@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from clusterjob.node.environments import scheduler, worker_defaults, worker_endp
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
-from clusterjob.node.logs.job_dir import STORE_LOG
+from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import JobIdentity
@@ -42,6 +43,8 @@ class NodeWorkers:
     Attributes:
         stop_ordered: whether the workers of this round must stop.
         failures: describes the failures of this node and its workers.
+        alive_at: the monotonic time of the last heartbeat of a worker.
+        step: the largest step in a heartbeat of this round; -1 without one.
         sender: pid of the process that sends notifications, which outlives the workers, or None.
     """
 
@@ -67,6 +70,9 @@ class NodeWorkers:
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
         self.sender: int | None = None
+        self.alive_at = time.monotonic()
+        self.step = -1
+        self._touched = 0
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
@@ -81,7 +87,7 @@ class NodeWorkers:
         """Start a round of workers."""
         gpus = devices.visible_gpus(os.environ)
         world = replace(order.world, gpus=gpus)
-        self.stop_ordered = False
+        self.stop_ordered, self.step = False, -1
         self._status = WorkerStatus(self.failures, world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._forkserver.error:
@@ -158,6 +164,7 @@ class NodeWorkers:
             forkserver_messages.WorkerFailing: self._on_worker_failing,
             forkserver_messages.WorkerExited: self._on_worker_exited,
             forkserver_messages.WorkerWaiting: self._on_worker_waiting,
+            forkserver_messages.WorkerAlive: self._on_worker_alive,
             forkserver_messages.WorkersProbed: lambda probed: self._send_probed(
                 probed.workers, final=probed.final
             ),
@@ -196,6 +203,16 @@ class NodeWorkers:
                     final=message.final,
                 )
             )
+
+    def note_touched(self) -> None:
+        """Record heartbeats of workers that torchrun has started: they touch a file."""
+        with contextlib.suppress(OSError):
+            touched = (self.failures.directory / HEARTBEAT).stat().st_mtime_ns
+            if touched != self._touched:
+                self._touched, self.alive_at = touched, time.monotonic()
+
+    def _on_worker_alive(self, message: forkserver_messages.WorkerAlive) -> None:
+        self.alive_at, self.step = time.monotonic(), max(self.step, message.step)
 
     def _send_probed(
         self, found: Sequence[forkserver_messages.ProbedWorker], *, final: bool

@@ -149,6 +149,9 @@ class Timeline:
     """Record the sizes of a node's log files over time; the agent writes it.
 
     The directory is listed once: on a shared disk, each listing costs a round trip.
+
+    Attributes:
+        grown_at: the monotonic time at which a file was last seen to have grown, or to be new.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -156,11 +159,13 @@ class Timeline:
         self._file = Appender(directory / TIMELINE)
         self._sizes: dict[str, int] = {}  # by name
         self._listed = False
+        self.grown_at = time.monotonic()
 
     def follow(self, files: Iterable[Path]) -> None:
         """Record the sizes of those files that are log files of workers, once they exist."""
         for path in files:
-            if FILE_NAME.fullmatch(path.name):
+            if FILE_NAME.fullmatch(path.name) and path.name not in self._sizes:
+                self.grown_at = time.monotonic()
                 self._sizes.setdefault(path.name, 0)
 
     def note(self) -> None:
@@ -180,5 +185,6 @@ class Timeline:
                 self._sizes[name] = size
                 grown.append(f"{moment} {name} {size}\n")
         if grown:
+            self.grown_at = time.monotonic()
             with contextlib.suppress(OSError):
                 self._file.write("".join(grown).encode())

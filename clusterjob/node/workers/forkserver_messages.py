@@ -101,6 +101,14 @@ class WorkerWaiting:
     final: bool
 
 
+@dataclass(frozen=True)
+class WorkerAlive:
+    """A worker has called ``ctx.heartbeat()``; `step` is -1 if it gave none."""
+
+    local_rank: int
+    step: Annotated[int, Limit(2**62, minimum=-1)]
+
+
 # -- from the forkserver -------------------------------------------------------------------------
 
 
@@ -162,7 +170,7 @@ class WorkersGone:
 
 
 FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit)
-FROM_WORKER = Codec(WorkerFailing, WorkerWaiting)
+FROM_WORKER = Codec(WorkerFailing, WorkerWaiting, WorkerAlive)
 FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
@@ -172,6 +180,7 @@ FROM_FORKSERVER = Codec(
     WorkersGone,
     WorkerFailing,
     WorkerWaiting,
+    WorkerAlive,
 )
 
 
