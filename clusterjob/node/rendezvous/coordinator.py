@@ -226,6 +226,7 @@ class Coordinator:
             restart=self._restarts,
             world_size=worlds[0].world_size,
             master_port=worlds[0].master_port,
+            preload=self._options.preloads_torch,
         )
         if self._started_at is None:
             self._started_at = at
@@ -298,12 +299,9 @@ class Coordinator:
         return handle(self._peers[node_rank], message)
 
     def _on_running(self, peer: Peer, _message: messages.Running) -> None:
-        unstarted = self._round.unstarted
-        unstarted.discard(peer.node_rank)
-        if self._started_at is None or unstarted or self._time_limit_runs:
+        if not self._round.note_running(peer) or self._time_limit_runs:
             return
         self._time_limit_runs = True
-        self._events.add("running", restart=self._restarts)
         if self._options.time_limit is not None:  # importing torch does not count
             self._deadline = time.monotonic() + self._options.time_limit
 
@@ -355,6 +353,8 @@ class Coordinator:
         grace = _FAILURE_GRACE if end.failure else self._options.grace
         if end.state is JobState.SUCCEEDED:
             grace = 0.0
+        else:
+            self._events.add("stop", restart=self._restarts, why=end.reason)
         self.membership.broadcast(messages.Stop(grace, int(end.signal)))
         stalls = self.membership.stalls
         deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
