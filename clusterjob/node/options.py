@@ -156,6 +156,11 @@ class LaunchOptions:
     )
     placement: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def preloads_torch(self) -> bool:
+        """Whether the forkserver imports torch before it starts the workers."""
+        return self.launcher != "torchrun" and self.start != "exec" and self.program.is_python
+
     def arguments(self) -> list[str]:
         """Return the arguments that `parse` turns into these options, without the defaults."""
         words: list[str] = []

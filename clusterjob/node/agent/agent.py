@@ -98,6 +98,7 @@ class Agent:
 
     async def run(self) -> Verdict:
         """Run this node's part of the job until its processes have ended; return the verdict."""
+        self._workers.phases.begin()
         self._crashes = crashes.Crashes()
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._workers.receive)
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
@@ -131,6 +132,7 @@ class Agent:
             keep=self._workers.sender
         )  # background processes of the setup lines
         self._timeline.note()
+        self._workers.phases.flush()
         self._console.finish()
         self._record_end(verdict)
         self._held.close()
@@ -317,7 +319,8 @@ class Agent:
     async def _follow_output(self) -> None:
         while True:
             await asyncio.sleep(log_files.INTERVAL)
-            self._timeline.note()
+            self._workers.phases.on_output(self._timeline.note())
+            self._workers.phases.flush()
             self._console.show()
             if self._supervisor is not None and self._supervisor[1] != os.getppid():
                 name, self._supervisor = self._supervisor[0], None
