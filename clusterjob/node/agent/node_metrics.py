@@ -150,7 +150,8 @@ class NodeMetrics:
     def _durations(self) -> dict[str, Any]:
         """Return durations of this node, by its monotonic clock, in seconds.
 
-        ``wall``: of the agent; ``startup``: until its workers ran; ``restarts`` and
+        ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
+        ran; ``restarts`` and
         ``restart_seconds``: from the first end of a worker until the next round ran; ``ran``: per
         rank, from the begin of the last round to the rank's end.
         """
@@ -173,6 +174,7 @@ class NodeMetrics:
         last = len(self._rounds) - 1
         return {
             "wall": round(now - begin, 1),
+            "waited": round(self._rounds[0] - begin, 1) if running else round(now - begin, 1),
             "startup": round(running[0] - begin, 1) if running else None,
             "restarts": max(0, last),
             "restart_seconds": round(lost, 1),
