@@ -166,7 +166,7 @@ class Timeline:
         for path in files:
             if FILE_NAME.fullmatch(path.name) and path.name not in self._sizes:
                 self.grown_at = time.monotonic()
-                self._sizes.setdefault(path.name, 0)
+                self._sizes[path.name] = 0
 
     def note(self) -> list[str]:
         """Append the sizes of the files that have grown; return their names.
