@@ -1,4 +1,4 @@
-"""Apply the patches of torch and of imports, and offer stacks, in each Python process of a job.
+"""Apply the patches of torch and of imports in every Python process; offer its stacks.
 
 Forked workers inherit the hook from the forkserver. Every other Python process of a job loads a
 copy of this file as ``sitecustomize`` (`hook_directory`). So this file is short and imports only
