@@ -53,6 +53,8 @@ class JobOptions(TypedDict, total=False):
     notify: str | Sequence[str] | None
     notify_cmd: str | Sequence[str] | None
     notify_on: str | Sequence[str] | None
+    metrics: bool | None
+    metrics_port: int | None
     join_timeout: float | None
     heartbeat: float | None
     lease: float | None
