@@ -141,25 +141,6 @@ def test_job_without_metrics_gives_one_line_with_the_reason(
     assert job["efficiency"]["nodes"] == []
 
 
-def test_efficiency_of_an_array_is_the_sum_of_its_elements(
-    tmp_path: Path, plain_python: str
-) -> None:
-    (tmp_path / "train.py").write_text("import time; time.sleep(4)")
-    words = ("run", "--cluster", "local", "--array", "0-2", "--name", "three")
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", *words, "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode == 2:
-        pytest.skip(done.stderr)
-    shown = command("status", "three", directory=tmp_path).stdout
-    assert "efficiency of 3 jobs: wall " in shown
-    error = command("metrics", "three", directory=tmp_path, code=2).stderr
-    assert "is an array: each element has its own metrics" in error
-    whole = command("list", "--efficiency", directory=tmp_path).stdout.splitlines()[1]
-    assert whole.split()[0] == Records().find("three").job_id
-
-
 @pytest.mark.parametrize(
     ("words", "error"),
     [

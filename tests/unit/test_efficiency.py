@@ -77,14 +77,11 @@ def test_efficiency_sums_the_nodes(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["slowest_rank"] is None
     assert found["advice"] == []
-    assert shown.lines(found) == [
-        "efficiency: wall 1h 00m, start-up 20 s, 2 restarts cost 14 s,"
-        " 4.00 GPU-hours, 0.40 of them idle",
-        "  node 0 (gpu1): CPU 2.0 of 64 cores, peak 5.5; memory 9.7 GB peak, 5.4 GB mean;"
-        " GPU 80%, peak 99%; GPU memory 42.9 GB peak",
-        "  node 1 (gpu2): CPU 2.0 of 64 cores, peak 5.5; memory 9.7 GB peak, 5.4 GB mean;"
-        " GPU 80%, peak 99%; GPU memory 42.9 GB peak",
-    ]
+    use = "CPU 2.0 of 64 cores, peak 5.5; memory 9.7 GB peak, 5.4 GB mean; GPU 80%, peak 99%;"
+    use += " GPU memory 42.9 GB peak"
+    first = "efficiency: wall 1h 00m, start-up 20 s, 2 restarts cost 14 s, 4.00 GPU-hours,"
+    nodes = [f"  node 0 (gpu1): {use}", f"  node 1 (gpu2): {use}"]
+    assert shown.lines(found) == [f"{first} 0.40 of them idle", *nodes]
 
 
 @pytest.mark.parametrize(
@@ -203,21 +200,19 @@ def test_gap_between_samples_and_clock_jump_count_as_no_time() -> None:
 
 
 def test_array_is_summed(tmp_path: Path) -> None:
-    jobs = []
-    for number in range(3):
-        record = job(tmp_path / str(number), mem=64 * GIB)
+    jobs = [job(tmp_path / str(number), mem=64 * GIB) for number in range(4)]
+    for number, record in enumerate(jobs[:3]):
         end(record, 0, usage(memory_peak=(number + 1) * GIB, restarts=1, restart_seconds=2.0))
-        jobs.append(efficiency(record))
-    found = total([*jobs, None])
+    found = total(jobs)
     assert (found["jobs"], found["wall_seconds"], found["gpu_hours_held"]) == (3, 10_800, 6.0)
     assert (found["restarts"], found["restart_seconds"], found["cpu_mean"]) == (3, 6.0, 2.0)
     assert found["memory_peak"] == 3 * GIB
     assert found["advice"] == ["asked 64G, peak 3G: try --mem 4G"]
-    assert total([None]) is None
+    assert total(jobs[3:]) is None
     text = "\n".join(shown.lines(found))
     assert text.startswith("efficiency of 3 jobs: wall 3h 00m, start-up 37 s, 3 restarts cost 6 s,")
     assert "all nodes: CPU 2.0 of 64 cores, peak 5.5; memory 3.2 GB peak; GPU 80%" in text
-    assert averages(jobs[0])["cores"] == 64
+    assert averages(efficiency(jobs[0]))["cores"] == 64
 
 
 def test_job_without_samples_has_durations_only(tmp_path: Path) -> None:
