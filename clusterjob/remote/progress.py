@@ -39,7 +39,7 @@ class HostProgress:
     ) -> None:
         live.clear()
         if error is None and self._sent:
-            live.step(f"code sent: {self._text()}")
+            live.step(f"sent code{self._text()}")
 
     def reached(self) -> None:
         """Count one host that was reached and can run the job."""
@@ -57,7 +57,7 @@ class HostProgress:
             self._sent[node] = (sent, total)
             if moment >= self._shown_at + _INTERVAL or sent == total:
                 self._shown_at = moment
-                live.show([f"sending code: {self._text()}"])
+                live.show([f"sending code{self._text()}"])
 
     def _show_reached(self) -> None:
         live.show([self._reached_text()])
@@ -71,9 +71,9 @@ class HostProgress:
         counts = self._sent.values()
         sent, total = sum(each for each, _ in counts), sum(all_ for _, all_ in counts)
         seconds = time.monotonic() - self._begin
-        text = show_size(total) if sent == total else f"{show_size(sent)} of {show_size(total)}"
-        if len(self._labels) > 1:
-            text += f" to {len(self._sent)} host{'s' if len(self._sent) > 1 else ''}"
+        text = f" to {len(self._sent)} hosts: " if len(self._sent) > 1 else ": "
+        text += "" if sent == total else f"{show_size(sent)} of "
+        text += show_size(total)
         if seconds > _INTERVAL:
             text += f", {show_size(int(sent / seconds))}/s"
         if sent < total and len(self._sent) > 1:
