@@ -21,6 +21,7 @@ from clusterjob.cli import (
     login,
     logs,
     manage,
+    metrics,
     start,
 )
 from clusterjob.cli.help import App, Group, dashes
@@ -53,6 +54,7 @@ app.command("list")(list_jobs.list_jobs)
 app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(logs.logs)
+app.command()(metrics.metrics)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)

@@ -88,6 +88,8 @@ class LaunchOptions:
             to node 0 can then end the job. Also allows Ray without authentication.
         gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
             device=5; None for all visible ones.
+        metrics: whether to sample CPU, memory and GPUs.
+        metrics_port: port on 127.0.0.1 that serves the samples to Prometheus; 0 for none.
         placement: CLUSTERJOB_* variables from torchrun's options, such as --node-rank.
     """
 
@@ -139,6 +141,10 @@ class LaunchOptions:
     )
     insecure_no_token: bool = _option(
         False, "", "Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job."
+    )
+    metrics: bool = _option(True, "", "Take no samples of CPU, memory and GPUs.")
+    metrics_port: int = _option(
+        0, "PORT", "Port on 127.0.0.1 for Prometheus (default: none).", _at_least(0)
     )
     placement: Mapping[str, str] = field(default_factory=dict)
 

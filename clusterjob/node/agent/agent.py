@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError
+from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.environments.topology import Topology
@@ -82,6 +83,16 @@ class Agent:
             console=console,
             send=self._send,
         )
+        self._metrics = NodeMetrics(
+            topology,
+            options,
+            job_id=job.job_id,
+            attempt=job.attempt,
+            job_dir=job_dir,
+            forkserver=forkserver.pid,
+            timeline=self._timeline,
+            print_line=console.print,
+        )
 
     # -- from join to verdict ----------------------------------------------------------------------
 
@@ -95,6 +106,7 @@ class Agent:
             self._requests.poll_job_dir()  # node 0's coordinator informs the other nodes
         if self._notifier is not None:
             self._workers.sender = await self._notifier.start()
+        await self._metrics.serve()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
         try:
@@ -173,6 +185,7 @@ class Agent:
             torchrun=self._options.launcher == "torchrun",
         ):
             self._timeline.follow(files)
+        self._metrics.begin_round(order.world)
         self._workers.start(order)
 
     async def _next_order(self) -> Any:
@@ -323,7 +336,7 @@ class Agent:
             ends.write(
                 self._job_dir,
                 self._topology.node_rank,
-                end=verdict.to_json() | {"host": self._host},
+                end=verdict.to_json() | {"host": self._host, "usage": self._metrics.end()},
             )
             if self._topology.node_rank == 0 and not ends.has_result(
                 self._job_dir, self._job.attempt

@@ -149,9 +149,13 @@ class Timeline:
     """Record the sizes of a node's log files over time; the agent writes it.
 
     The directory is listed once: on a shared disk, each listing costs a round trip.
+
+    Attributes:
+        grown_at: the monotonic time at which the last output was seen.
     """
 
     def __init__(self, directory: Path) -> None:
+        self.grown_at = time.monotonic()
         self._directory = directory
         self._file = Appender(directory / TIMELINE)
         self._sizes: dict[str, int] = {}  # by name
@@ -180,5 +184,6 @@ class Timeline:
                 self._sizes[name] = size
                 grown.append(f"{moment} {name} {size}\n")
         if grown:
+            self.grown_at = time.monotonic()
             with contextlib.suppress(OSError):
                 self._file.write("".join(grown).encode())
