@@ -1,4 +1,4 @@
-"""Apply `torch_patches` and `snapshot_imports` in every Python process of a job.
+"""Apply `torch_patches`, `snapshot_imports` and `offer` in every Python process of a job.
 
 Forked workers inherit the hook from the forkserver. Every other Python process of a job loads a
 copy of this file as ``sitecustomize`` (`hook_directory`). So this file is short and imports only
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # In the same directory as the copy of this file.
 PATCHES_FILE = "clusterjob_torch_patches.py"
 SNAPSHOT_FILE = "clusterjob_snapshot_imports.py"
+STACKS_FILE = "clusterjob_stacks.py"
 _CHANGED = {
     "torch.distributed.distributed_c10d": "keep_groups",
     "torch.distributed.rendezvous": "choose_store",
@@ -118,6 +119,14 @@ def _use_snapshot():
         imports.install(os.environ)
 
 
+def _offer_stacks():
+    # type: () -> None
+    # The processes below a rank have RANK too; they offer their stacks without harm.
+    stacks = _load(STACKS_FILE) if "RANK" in os.environ else None
+    if stacks is not None:
+        stacks.offer()
+
+
 def _run_hidden_sitecustomize():
     # type: () -> None
     """Import the sitecustomize that this file hides, as Python's site module would do."""
@@ -136,6 +145,7 @@ if __name__ == "sitecustomize":
     _HERE = os.path.dirname(os.path.abspath(__file__))
     if sys.version_info >= (3, 7):  # every torch version that needs the patches requires 3.7
         _use_snapshot()
+        _offer_stacks()
         if "CLUSTERJOB_TASK_RANK" not in os.environ:  # set with --launcher srun
             install()
     _run_hidden_sitecustomize()

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from clusterjob.node.stacks import offer
 from clusterjob.node.workers import hook, snapshot_imports, torch_patches
 
 _NAME = "python"
@@ -14,6 +15,7 @@ _NAME = "python"
 _FILES = {
     hook.PATCHES_FILE: torch_patches,
     hook.SNAPSHOT_FILE: snapshot_imports,
+    hook.STACKS_FILE: offer,
     "sitecustomize.py": hook,
 }
 
