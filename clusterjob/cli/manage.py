@@ -78,6 +78,10 @@ def cancel(
     ] = False,
     state: States = None,
     name: Name = None,
+    stacks: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--stacks", help="Save the stacks of the workers in the logs (default: no)."),
+    ] = False,
     yes: Yes = False,  # noqa: FBT002
 ) -> int:
     """Cancel jobs on all of their nodes.
@@ -114,6 +118,7 @@ def cancel(
     errors: dict[str, ClusterJobError] = {}
     done = jobs.cancel(
         wanted,
+        stacks=stacks,
         on_error=None
         if ids and len(ids) == 1
         else lambda record, error: errors.update({record.job_id: error}),
