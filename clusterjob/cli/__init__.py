@@ -22,6 +22,7 @@ from clusterjob.cli import (
     logs,
     manage,
     metrics,
+    report,
     start,
 )
 from clusterjob.cli.help import App, Group, dashes
@@ -58,6 +59,8 @@ app.command()(metrics.metrics)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)
+app.command()(report.report)
+app.command()(report.trace)
 app.command()(start.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)

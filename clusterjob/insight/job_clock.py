@@ -9,14 +9,18 @@ the queue between them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from clusterjob.node.logs.phases import Phase, PhaseBegin
+from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 
 _GAP = 0.02  # between two attempts, as a part of the first one's duration
 _SMALLEST_GAP = 1.0  # seconds
 _MAX_ATTEMPTS = 1000
+_MAX_BEGINS = 100_000  # begins of phases to read of a node
+MAX_RANK = 1 << 16
 
 # Monotonic times of events that all nodes see, by kind (0: the group begins to form, 1: the workers
 # start) and restart.
@@ -152,4 +156,18 @@ def with_attempts(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             open_from = len(found)
         if name == "ended":
             attempt += 1
+    return found
+
+
+def read_phases_of(job_dir: Path, nodes: Iterable[int]) -> dict[int, list[PhaseBegin]]:
+    """Return the begins of phases by node; a node without any is left out."""
+    found = {}
+    for node in nodes:
+        begins = [
+            begin
+            for begin in itertools.islice(read_phases(job_dir, node), _MAX_BEGINS)
+            if 0 <= begin.monotonic < 1e12 and (begin.rank is None or 0 <= begin.rank < MAX_RANK)
+        ]
+        if begins:
+            found[node] = begins
     return found

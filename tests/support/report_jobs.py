@@ -67,6 +67,8 @@ class WrittenJob:
                 "evidence": {"nnodes": "SLURM_NNODES", "node_rank": "SLURM_NODEID"},
                 "ignored": [{"variable": "RANK", "why": "of another job"}], "conflicts": [],
             }  # fmt: skip
+            if self.ended:
+                ends.write(self.job_dir, node, {"attempt": 0, "usage": self._usage(node)})
             environment_log.add(self.job_dir, node, detected, attempt=0)
         self._events()
         self._stacks()
@@ -143,7 +145,9 @@ class WrittenJob:
         log = PhaseLog(self.job_dir, node)
         base = self._base(node)
 
-        def add(phase: Phase, at: float, rank: int | None = None, restart: int = 0, detail="") -> None:
+        def add(
+            phase: Phase, at: float, rank: int | None = None, restart: int = 0, detail=""
+        ) -> None:
             begin = PhaseBegin(
                 phase, rank, restart=restart, attempt=0, time=1.7e9 + at, monotonic=base + at,
                 detail=detail,
@@ -232,6 +236,19 @@ class WrittenJob:
             )
         writer.close()
 
+    def _usage(self, node: int) -> dict[str, object]:
+        gpu = {
+            "seconds": self.seconds, "idle": self.seconds / 10, "mean": 83.0, "peak": 95.0,
+            "memory": 60 * GIB,
+        }  # fmt: skip
+        return {
+            "wall": self.seconds, "waited": 4.0, "startup": 12.0, "restarts": self.restarts,
+            "restart_seconds": 9.0 * self.restarts, "host": f"gpu{node}", "cores": 64,
+            "memory": 512 * GIB, "seconds": self.seconds, "cpu_seconds": self.seconds * 9,
+            "cpu_peak": 11.5, "memory_mean": 40 * GIB, "memory_peak": 45 * GIB, "ranks": {},
+            "gpus": [gpu] * self.per_node if self.gpus else [],
+        }  # fmt: skip
+
     def _logs(self, node: int) -> None:
         directory = node_directory(self.job_dir, node)
         for rank in range(node * self.per_node, (node + 1) * self.per_node):
@@ -278,7 +295,7 @@ class WrittenJob:
                     {
                         "name": "MainThread",
                         "frames": frames(
-                            f"decode {HOSTILE.split(' ')[0]} next main"
+                            f"decode {HOSTILE[:25]} next main"
                             if rank == self.failed
                             else "all_reduce backward step main"
                         ),

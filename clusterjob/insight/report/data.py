@@ -9,6 +9,7 @@ from typing import Any
 from clusterjob.core.records import Record
 from clusterjob.insight.report.measured import Key
 from clusterjob.insight.report.series import Series
+from clusterjob.insight.report.stack_groups import Stacks
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.verdict import Verdict
 
@@ -49,7 +50,7 @@ class Rank:
     """One worker.
 
     Attributes:
-        rank, node: the worker.
+        rank, node: the worker; for the row of a node without workers, -1 - its rank.
         spans: its phases, in order.
         failed: whether it is the root cause; its phases and values are marked.
         message: its failure, one line; empty without one.
@@ -63,15 +64,10 @@ class Rank:
     message: str = ""
     consequence: bool = False
 
-
-@dataclass(frozen=True)
-class Texts:
-    """Equal text of several ranks: their last lines, or their stacks."""
-
-    label: str
-    text: str
-    ranks: tuple[int, ...] = ()
-    note: str = ""
+    @property
+    def name(self) -> str:
+        """The name of its row."""
+        return f"rank {self.rank}" if self.rank >= 0 else f"node {self.node}"
 
 
 @dataclass(frozen=True)
@@ -89,8 +85,7 @@ class ReportData:
         series: the metrics of each node, and of its ranks and GPUs.
         attempts: the begin of each attempt, in seconds.
         efficiency: the result of `clusterjob.insight.efficiency.efficiency`; None without one.
-        last_lines, stacks: grouped texts, the most interesting first.
-        stacks_note: why and when the stacks were taken.
+        stacks: the stacks of the ranks.
         environments: what each group of equal nodes has recorded of its environment.
         script, diff: the rendered script and the uncommitted changes; empty without them.
         notes: what the report lacks, and why; one line each.
@@ -108,9 +103,7 @@ class ReportData:
     series: Mapping[int, Mapping[Key, Series]] = field(default_factory=dict)
     attempts: Mapping[int, float] = field(default_factory=dict)
     efficiency: Mapping[str, Any] | None = None
-    last_lines: Sequence[Texts] = ()
-    stacks: Sequence[Texts] = ()
-    stacks_note: str = ""
+    stacks: Stacks | None = None
     environments: Sequence[Mapping[str, Any]] = ()
     script: Sequence[tuple[str, str]] = ()
     diff: str = ""

@@ -4,58 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Record
-from clusterjob.insight.job_clock import JobClock, with_attempts
+from clusterjob.insight.efficiency import efficiency
+from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
 from clusterjob.insight.report import measured, texts, workers
 from clusterjob.insight.report.data import Node, ReportData
-from clusterjob.node.logs import events
+from clusterjob.insight.report.stack_groups import Stacks, recorded
+from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.metrics import segments
 from clusterjob.node.system.sanitize import sanitize
 
 _MAX_NODES = 4096
+_MAX_READ = 8  # nodes without an end record, for whose efficiency all samples are read
 
 
-def gather(
-    record: Record, status: Status, *, live: Sequence[texts.Stack] = (), detail: float = 1.0
-) -> ReportData:
-    """Return what a report shows of a job, which may still run.
+def gather(record: Record, status: Status, live: Stacks | None = None) -> ReportData:
+    """Return what a report shows of a job, which may still run; the texts are added later.
 
     Args:
         record: the job; its logs are on this machine.
         status: its status.
         live: the stacks of a running job; by default those that were recorded at its stop.
-        detail: a smaller number shortens the texts.
     """
     job_dir = record.job_dir
     nodes = sorted({*range(min(record.nodes, _MAX_NODES)), *segments.nodes(job_dir)})[:_MAX_NODES]
-    phases = workers.read_all_phases(job_dir, nodes)
+    phases = read_phases_of(job_dir, nodes)
     metrics = measured.Measured()
     metrics.find(job_dir, nodes)
     told = with_attempts(events.read_events(job_dir / EVENTS))
     clock = JobClock(
         phases, told, {one.attempt: one.last for one in metrics.extents if one.node == 0}
     )
-    ends: dict[tuple[int, int], float] = {}  # the last time that is known of a node and attempt
+    lasts: dict[tuple[int, int], float] = {}  # the last time that is known of a node and attempt
     for one in metrics.extents:
-        ends[one.node, one.attempt] = clock.place(one.node, one.attempt, one.last)
+        lasts[one.node, one.attempt] = clock.place(one.node, one.attempt, one.last)
     for node, begins in phases.items():
         for begin in begins:
             time = clock.place(node, begin.attempt, begin.monotonic)
-            ends[node, begin.attempt] = max(time, ends.get((node, begin.attempt), 0.0))
+            lasts[node, begin.attempt] = max(time, lasts.get((node, begin.attempt), 0.0))
     marks, left_out = workers.marks_of(told, clock)
-    end = max([0.0, *ends.values(), *(mark.time for mark in marks)])
-    if not status.state.final and ends:  # open phases last until now
-        last = max(attempt for _, attempt in ends)
-        ends |= {key: end for key in ends if key[1] == last}
+    end = max([0.0, *lasts.values(), *(mark.time for mark in marks)])
+    if not status.state.final and lasts:  # open phases last until now
+        last = max(attempt for _, attempt in lasts)
+        lasts |= {key: end for key in lasts if key[1] == last}
     spans = {
         node: workers.spans_of(
             node,
             begins,
             clock,
-            until={attempt: time for (owner, attempt), time in ends.items() if owner == node},
+            until={attempt: time for (owner, attempt), time in lasts.items() if owner == node},
         )
         for node, begins in phases.items()
     }
@@ -66,7 +67,6 @@ def gather(
         for node, series in metrics.series.items()
     }
     ranks = workers.ranks_of(job_dir, nodes, spans, status.verdict, sampled)
-    recorded = live or texts.recorded_stacks(job_dir, nodes)
     hosts = _hosts(told)
     data = ReportData(
         record,
@@ -90,16 +90,22 @@ def gather(
         marks=marks,
         series=metrics.series,
         attempts={attempt: clock.begin(attempt) for attempt in clock.attempts},
-        last_lines=texts.last_lines_of(job_dir, ranks, int(400_000 * detail)),
-        stacks=texts.stack_groups(recorded, int(250_000 * detail)),
-        stacks_note=_stacks_note(recorded, live=bool(live)),
+        stacks=live or recorded(job_dir, nodes),
         environments=texts.environments(job_dir, nodes),
         script=texts.scripts(dict.fromkeys((job_dir, record.whole_dir))),
         diff=texts.diff(record.whole_dir),
+        efficiency=_efficiency(record, status),
         started_at=status.started_at,
         restarts=status.verdict.restarts if status.verdict else status.restarts,
     )
     return replace(data, notes=_notes(data, clock, left_out=left_out))
+
+
+def _efficiency(record: Record, status: Status) -> dict[str, Any] | None:
+    """Return the efficiency; None if it would take long, because most nodes wrote no end."""
+    attempt = status.verdict.attempt if status.verdict is not None else 0
+    known = sum("usage" in end for end in ends.written(record.job_dir, attempt))
+    return efficiency(record, live=True) if record.nodes - known <= _MAX_READ else None
 
 
 def _hosts(told: Sequence[dict[str, object]]) -> dict[int, str]:
@@ -109,13 +115,6 @@ def _hosts(told: Sequence[dict[str, object]]) -> dict[int, str]:
         if event["event"] == "joined" and type(node) is int and isinstance(host, str):
             found[node] = host
     return found
-
-
-def _stacks_note(recorded: Sequence[texts.Stack], *, live: bool) -> str:
-    if live:
-        return "taken for this report"
-    parts = [recorded[0].get("time"), recorded[0].get("why")] if recorded else []
-    return sanitize(": ".join(str(part) for part in parts if part))[:300]
 
 
 def _notes(data: ReportData, clock: JobClock, *, left_out: int) -> list[str]:

@@ -14,6 +14,7 @@ from clusterjob.insight.report.measured import NODE
 from clusterjob.insight.report.series import COLUMNS, Series
 from clusterjob.insight.report.timeline import places, row_height, row_labels, shown_ranks
 
+FRAME = svg.WIDE
 _LEVELS = 32  # colours; fewer make the image smaller
 _TOP = 6
 # Points of viridis, which is readable without colour vision and in grey.
@@ -110,18 +111,18 @@ def _picture(
     bottom = _TOP + total
     picture = "".join(
         [
-            svg.open_svg(
+            FRAME.open(
                 bottom + 22,
                 f"{title} of {len(ranks)} ranks over time",
                 f"One row per rank, grouped by node; from dark (0) to light"
                 f" ({svg.quantity(high, unit)}). The table of ranks has the mean and the peak.",
                 name,
             ),
-            svg.axis(data.end, _TOP, bottom),
+            FRAME.axis(data.end, _TOP, bottom),
             _image(image, total),
             row_labels(ranks, hosts, tops, height, _TOP),
             *(
-                f'<rect class="outline" x="{svg.LEFT - 1}" width="{svg.PLOT + 2}" '
+                f'<rect class="outline" x="{FRAME.left - 1}" width="{FRAME.plot + 2}" '
                 f'y="{svg.number(_TOP + tops[rank.rank] - 1)}" height="{svg.number(height + 2)}"/>'
                 for rank in ranks
                 if rank.failed
@@ -136,7 +137,7 @@ def _picture(
 
 def _image(data: str, height: float) -> str:
     return (
-        f'<image class="heat" x="{svg.LEFT}" y="{_TOP}" width="{svg.PLOT}" '
+        f'<image class="heat" x="{FRAME.left}" y="{_TOP}" width="{FRAME.plot}" '
         f'height="{svg.number(height)}" preserveAspectRatio="none" '
         f'href="data:image/png;base64,{data}"/>'
     )

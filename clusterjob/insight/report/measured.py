@@ -1,75 +1,23 @@
-"""Read the samples of all nodes into series over the job's time.
-
-`clusterjob.node.metrics.segments` yields each sample as checked objects. A report of 256 ranks and
-24 hours has 50,000 samples with 800,000 values of workers and GPUs, for which that takes ten times
-as long as msgspec.
-"""
+"""Read the samples of all nodes into series over the job's time."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
 
-import msgspec
-
+from clusterjob.insight import sample_lines
 from clusterjob.insight.report.series import COLUMNS, Series
-from clusterjob.node.logs.log_files import node_directory, open_regular
-from clusterjob.node.metrics import lines, segments
 from clusterjob.node.metrics.samples import NodeFacts
 
 NODE = -1  # the number in the key of a value that belongs to the node
 _LONG = 3 * 3600.0  # seconds of a job for which the thinned samples are fine enough
 _LARGEST_GAP = 150.0  # seconds between two samples that are drawn as connected
-_MAX_LINE, _MAX_FILE = 1 << 18, 64 << 20  # bytes to read of a line, of a file
 _MAX_WORKERS, _MAX_GPUS = 512, 16  # of a node; the others are not shown
 
 Key = tuple[str, int]  # a metric, and the rank or the GPU; `NODE` for the node
-
-# Lines of `clusterjob.node.metrics.lines`: values in the order of `Sample`, `WorkerSample` and
-# `GpuSample`. Values that follow are ignored.
-_Number = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
-_Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-
-
-class _Times(msgspec.Struct, array_like=True, gc=False):
-    time: float
-    monotonic: _Number
-
-
-class _Worker(msgspec.Struct, array_like=True, gc=False):
-    rank: _Rank
-    cpu: _Number
-    rss: _Number
-    pss: _Number | None
-    read: _Number
-    written: _Number
-
-
-class _Gpu(msgspec.Struct, array_like=True, gc=False):
-    use: _Number | None
-    memory: _Number | None
-
-
-class _Sample(_Times, array_like=True, gc=False):
-    restart: int
-    quiet: float
-    cpu: _Number
-    memory: _Number
-    load: _Number
-    received: _Number
-    sent: _Number
-    read: _Number
-    written: _Number
-    workers: list[_Worker]
-    gpus: list[_Gpu]
-
-
-_TIMES, _SAMPLES = msgspec.json.Decoder(_Times), msgspec.json.Decoder(_Sample)
 
 
 @dataclass
@@ -100,7 +48,7 @@ class Measured:
         """Find the facts and the times of all samples."""
         for node in nodes:
             known: dict[int, NodeSamples] = {}
-            for facts, sample in _read(job_dir, node, _TIMES, with_segments=True):
+            for facts, sample in sample_lines.times(job_dir, node):
                 self.facts[node] = facts
                 extent = known.setdefault(
                     facts.attempt,
@@ -120,7 +68,7 @@ class Measured:
         """
         for node in sorted({extent.node for extent in self.extents}):
             longest = max(one.last - one.first for one in self.extents if one.node == node)
-            samples = _read(job_dir, node, _SAMPLES, with_segments=longest < _LONG)
+            samples = sample_lines.samples(job_dir, node, with_segments=longest < _LONG)
             self.series[node] = series = {}
             for (first, last, keys), group in itertools.groupby(
                 _placed(samples, functools.partial(place, node), end), key=lambda item: item[0]
@@ -138,7 +86,9 @@ _Place = tuple[int, int, tuple[Key, ...]]
 
 
 def _placed(
-    samples: Iterable[tuple[NodeFacts, Any]], place: Callable[[int, float], float], end: float
+    samples: Iterable[tuple[NodeFacts, sample_lines.Sample]],
+    place: Callable[[int, float], float],
+    end: float,
 ) -> Iterator[tuple[_Place, list[float]]]:
     """Yield the columns and the keys of each sample, and its values in the order of the keys."""
     previous, attempt = float("-inf"), -1
@@ -189,50 +139,3 @@ def _keys(
     for rank in ranks:
         keys += [("rank cpu", rank), ("rank memory", rank), ("rank disk", rank)]
     return tuple(keys)
-
-
-def _read(
-    job_dir: Path, node: int, decoder: msgspec.json.Decoder[Any], *, with_segments: bool
-) -> Iterator[tuple[NodeFacts, Any]]:
-    """Yield a node's samples with their facts; malformed lines are skipped.
-
-    The thinned samples of a time that a segment covers are left out.
-
-    Args:
-        job_dir: the job's directory.
-        node: the node.
-        decoder: makes a sample of a line.
-        with_segments: whether to read the segments too, where they exist.
-    """
-    directory = node_directory(job_dir, node)
-    ends: dict[int, float] = {}  # the last thinned time of each attempt
-    begins: dict[int, float] = {}  # the first time of a segment
-    parts = [directory / f"metrics.{number}" for number in segments.segment_numbers(directory)]
-    if with_segments:
-        for path in parts:
-            first = next(_samples(path, _TIMES), None)
-            if first is not None:
-                begins.setdefault(first[0].attempt, first[1].monotonic)
-    for facts, sample in _samples(directory / segments.THINNED, decoder):
-        if sample.monotonic < begins.get(facts.attempt, float("inf")):
-            yield facts, sample
-        ends[facts.attempt] = sample.monotonic
-    for path in parts:
-        for facts, sample in _samples(path, decoder):
-            if with_segments or sample.monotonic > ends.get(facts.attempt, float("-inf")):
-                yield facts, sample
-
-
-def _samples(path: Path, decoder: msgspec.json.Decoder[Any]) -> Iterator[tuple[NodeFacts, Any]]:
-    facts: NodeFacts | None = None
-    with contextlib.suppress(OSError), open_regular(path) as stream:
-        left = _MAX_FILE
-        while left > 0 and (line := stream.readline(_MAX_LINE)):
-            left -= len(line)
-            if line.startswith(b"{"):
-                with contextlib.suppress(ValueError):
-                    found = lines.parse(line)
-                    facts = found if isinstance(found, NodeFacts) else facts
-            elif facts is not None:
-                with contextlib.suppress(msgspec.MsgspecError, ValueError):
-                    yield facts, decoder.decode(line)

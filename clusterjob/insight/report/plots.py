@@ -11,8 +11,9 @@ from clusterjob.insight.report.data import ReportData
 from clusterjob.insight.report.measured import NODE
 from clusterjob.insight.report.series import COLUMNS, Series
 
+FRAME = svg.HALF
 _COLUMNS, _SMALL_STEP = COLUMNS, 6
-_HEIGHT, _TOP, _SMALL_HEIGHT, _SMALL_WIDTH = 150, 10, 24, 140
+_HEIGHT, _TOP, _SMALL_HEIGHT, _SMALL_WIDTH = 130, 16, 24, 140
 _MAX_LINES = 6  # nodes with a line of their own; with more, a band shows their range
 _MAX_NODES = 512  # in the table
 
@@ -91,26 +92,26 @@ def _plot(metric: Metric, found: dict[int, Series], data: ReportData, failed: se
         body.append(_line([median(column) if column else None for column in known], top, "line l0"))
         legend += [("l0", f"median of {len(others)} nodes"), ("b0", "lowest mean to highest peak")]
     for node in bad[:2]:
-        body.append(_line(found[node].means, top, "line lbad"))
+        body.insert(0, _line(found[node].means, top, "line lbad"))  # below equal lines
         legend.append(("lbad", f"node {node}, with the failed rank"))
     if (time := failure_time(data)) is not None:
-        x = svg.number(svg.x_of(time, data.end))
+        x = svg.number(FRAME.x_of(time, data.end))
         body.append(
-            f'<path class="failed" d="M{x} {_TOP}V{_HEIGHT}"/>'
-            f'<text class="lab bad" x="{x}" y="{_TOP + 10}" dx="-4" text-anchor="end">'
+            f'<path class="fail-line" d="M{x} {_TOP}V{_HEIGHT}"/>'
+            f'<text class="lab bad" x="{x}" y="{_TOP - 5}" dx="4" text-anchor="end">'
             f"{svg.escape(failure_label(data))} ✕</text>"
         )
     name = "plot-" + metric.key.replace(" ", "-")
     picture = "".join(
         [
-            svg.open_svg(
+            FRAME.open(
                 _HEIGHT + 22,
                 f"{metric.title} over time",
                 f"Highest value {svg.quantity(highest, metric.unit)}. The table of nodes has the"
                 " mean and the peak of each node.",
                 name,
             ),
-            svg.axis(data.end, _TOP, _HEIGHT),
+            FRAME.axis(data.end, _TOP, _HEIGHT),
             _scale(top, metric.unit),
             *body,
             "</svg>",
@@ -139,8 +140,8 @@ def _scale(top: float, unit: str) -> str:
     for part in (0.0, 0.5, 1.0):
         y = _y(top * part, top)
         parts.append(
-            f'<path class="grid" d="M{svg.LEFT} {svg.number(y)}H{svg.WIDTH - svg.RIGHT}"/>'
-            f'<text class="tick" x="{svg.LEFT - 6}" y="{svg.number(y + 4)}" text-anchor="end">'
+            f'<path class="grid" d="M{FRAME.left} {svg.number(y)}H{FRAME.width - FRAME.right}"/>'
+            f'<text class="tick" x="{FRAME.left - 6}" y="{svg.number(y + 4)}" text-anchor="end">'
             f"{svg.quantity(top * part, unit)}</text>"
         )
     return "".join(parts)
@@ -162,11 +163,11 @@ def _points(values: Sequence[float | None]) -> Iterable[tuple[int, list[float]]]
 
 
 def _line(values: Sequence[float | None], top: float, css: str) -> str:
-    step = svg.PLOT / len(values)
+    step = FRAME.plot / len(values)
     parts = []
     for first, run in _points(values):
         points = [
-            f"{svg.number(svg.LEFT + (first + i + 0.5) * step)} {svg.number(_y(value, top))}"
+            f"{svg.number(FRAME.left + (first + i + 0.5) * step)} {svg.number(_y(value, top))}"
             for i, value in enumerate(run)
         ]
         parts.append("M" + "L".join(points if len(run) > 1 else points * 2))
@@ -174,10 +175,10 @@ def _line(values: Sequence[float | None], top: float, css: str) -> str:
 
 
 def _band(lows: Sequence[float | None], highs: Sequence[float | None], top: float, css: str) -> str:
-    step = svg.PLOT / len(lows)
+    step = FRAME.plot / len(lows)
     parts = []
     for first, run in _points(lows):
-        xs = [svg.number(svg.LEFT + (first + i + 0.5) * step) for i in range(len(run))]
+        xs = [svg.number(FRAME.left + (first + i + 0.5) * step) for i in range(len(run))]
         ups = [_y(highs[first + i] or low, top) for i, low in enumerate(run)]
         there = [f"{x} {svg.number(y)}" for x, y in zip(xs, ups, strict=True)]
         back = [

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from clusterjob.core.units import show_size
 from clusterjob.node.system.sanitize import sanitize
 
-WIDTH = 1000  # of each picture, in its own units
-LEFT, RIGHT = 112, 12  # margins with labels
-PLOT = WIDTH - LEFT - RIGHT
 _STEPS = (
     1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
     172800, 604800,
@@ -27,11 +25,6 @@ def number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def x_of(time: float, end: float) -> float:
-    """Return the coordinate of a time on the axis from 0 to `end`."""
-    return LEFT + PLOT * min(1.0, max(0.0, time / end))
-
-
 def clock(seconds: float) -> str:
     """Show a time on the job's axis: 0:05, 12:30, 1:02:03 or 1d 02:03:04."""
     total = int(seconds)
@@ -41,34 +34,52 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{total % 60:02}" if hours else f"{minutes}:{total % 60:02}"
 
 
-def ticks(end: float) -> Iterator[float]:
-    """Yield the times of 4 to 9 labels on an axis from 0 to `end`."""
-    step = next((float(step) for step in _STEPS if end / step <= 8), end / 8)
-    for index in range(int(end / step) + 1):
-        yield index * step
+class Frame(NamedTuple):
+    """The size of a picture in its own units: its width and the margins for labels."""
 
+    width: int
+    left: int
+    right: int
 
-def axis(end: float, top: float, bottom: float) -> str:
-    """Return the vertical lines of the time axis with their labels below."""
-    parts = []
-    for time in ticks(end):
-        x = number(x_of(time, end))
-        anchor = "end" if x_of(time, end) > WIDTH - RIGHT - 20 else "middle"
-        parts.append(
-            f'<path class="grid" d="M{x} {number(top)}V{number(bottom)}"/>'
-            f'<text class="tick" x="{x}" y="{number(bottom + 14)}" text-anchor="{anchor}">'
-            f"{clock(time)}</text>"
+    @property
+    def plot(self) -> int:
+        """The width between the margins."""
+        return self.width - self.left - self.right
+
+    def x_of(self, time: float, end: float) -> float:
+        """Return the coordinate of a time on the axis from 0 to `end`."""
+        return self.left + self.plot * min(1.0, max(0.0, time / end))
+
+    def axis(self, end: float, top: float, bottom: float) -> str:
+        """Return the vertical lines of the time axis with their labels below."""
+        parts = []
+        for time in self._ticks(end):
+            x = self.x_of(time, end)
+            anchor = "end" if x > self.width - self.right - 20 else "middle"
+            parts.append(
+                f'<path class="grid" d="M{number(x)} {number(top)}V{number(bottom)}"/>'
+                f'<text class="tick" x="{number(x)}" y="{number(bottom + 15)}"'
+                f' text-anchor="{anchor}">{clock(time)}</text>'
+            )
+        return "".join(parts)
+
+    def _ticks(self, end: float) -> Iterator[float]:
+        """Yield the times of the labels on the axis: about one per 100 units."""
+        most = self.plot / 100
+        step = next((float(step) for step in _STEPS if end / step <= most), end / most)
+        for index in range(int(end / step) + 1):
+            yield index * step
+
+    def open(self, height: float, title: str, description: str, name: str) -> str:
+        """Return the start tag of a picture with its name for screen readers."""
+        return (
+            f'<svg viewBox="0 0 {self.width} {number(height)}" role="img" '
+            f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{escape(title)}</title>'
+            f'<desc id="{name}-d">{escape(description)}</desc>'
         )
-    return "".join(parts)
 
 
-def open_svg(height: float, title: str, description: str, name: str) -> str:
-    """Return the start tag of a picture with its name for screen readers."""
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {number(height)}" role="img" '
-        f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{escape(title)}</title>'
-        f'<desc id="{name}-d">{escape(description)}</desc>'
-    )
+WIDE, HALF = Frame(1000, 112, 12), Frame(540, 78, 8)
 
 
 def quantity(value: float | None, unit: str) -> str:
@@ -77,6 +88,8 @@ def quantity(value: float | None, unit: str) -> str:
         return "–"
     if unit == "%":
         return f"{value:.0f} %"
+    if value < 1:
+        return "0"
     return show_size(int(value)) + ("/s" if unit == "B/s" else "")
 
 

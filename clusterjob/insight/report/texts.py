@@ -1,15 +1,15 @@
-"""Read the texts of a report within limits: last lines, stacks, environments, script and diff."""
+"""Read the texts of a report within limits: last lines, environments, script and diff."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.insight.report.data import Rank, Texts
 from clusterjob.node.logs import environment_log
 from clusterjob.node.logs.folding import ranges
 from clusterjob.node.logs.job_dir import DIFF
@@ -22,49 +22,55 @@ from clusterjob.node.logs.log_files import (
 )
 from clusterjob.node.system.sanitize import sanitize
 
-_LINES, _LINES_OF_FAILED = 12, 60  # last lines of each stream of a rank
+_LINES, _LINES_OF_FAILED = 12, 30  # last lines of each stream of a rank
 _SHORTEST, _LONGEST = 240, 12_000  # characters of one text
 _RANK_LABEL = re.compile(r"^\[rank\d+\]: ?", re.ASCII)  # torch's label of a traceback
-_STACKS = re.compile(
-    r"stacks(?:\.attempt(?P<attempt>\d{1,9}))?(?:\.restart(?P<restart>\d{1,9}))?\.json", re.ASCII
-)
-_MAX_STACKS = 64 << 20  # bytes of a file with stacks
-_FRAMES, _THREADS, _GROUPS = 40, 8, 64  # most frames, threads of a rank, groups
 _SCRIPTS = ("*.sh", "task.yaml")
 _MAX_SCRIPT, _MAX_DIFF = 60_000, 160_000  # bytes
 
-Stack = Mapping[str, Any]  # the JSON of `clusterjob stacks --json`
+
+@dataclass(frozen=True)
+class Texts:
+    """Equal text of several ranks: their last lines, or their stacks."""
+
+    label: str
+    text: str
+    ranks: tuple[int, ...] = ()
+    note: str = ""
 
 
-def last_lines_of(job_dir: Path, ranks: Sequence[Rank], budget: int) -> list[Texts]:
-    """Return the last lines of all ranks, equal ones once; the failed rank is first.
+def last_lines_of(
+    job_dir: Path, nodes: Iterable[int], failed: Sequence[int], budget: int
+) -> list[Texts]:
+    """Return the last lines of all ranks, equal ones once, failed ranks first.
 
     Args:
         job_dir: the job's directory.
-        ranks: the ranks.
+        nodes: the nodes.
+        failed: the ranks that failed, the root cause first.
         budget: about how many characters all texts may have.
     """
     files: dict[int, dict[str, Path]] = {}
-    for node in sorted({rank.node for rank in ranks}):
+    for node in nodes:
         directory = node_directory(job_dir, node)
         for name in file_names(directory):  # in the order of starts: the last one stays
             match = FILE_NAME.fullmatch(name)
             if match is not None and match["rank"]:
                 files.setdefault(int(match["rank"]), {})[match["stream"]] = directory / name
+    root = failed[0] if failed else -1
     groups: dict[tuple[bool, str], list[int]] = {}
-    for rank in ranks:
-        count = _LINES_OF_FAILED if rank.failed else _LINES
+    for rank in sorted(files):
+        count = _LINES_OF_FAILED if rank == root else _LINES
         parts = []
         for stream, title in (("out", "stdout"), ("err", "stderr")):
-            path = files.get(rank.rank, {}).get(stream)
+            path = files[rank].get(stream)
             lines = _tail(path, count, budget=budget // 40) if path is not None else ()
             if lines:
                 parts.append("\n".join([f"-- {title}", *lines]))
         if parts:
-            groups.setdefault((rank.failed, "\n".join(parts)), []).append(rank.rank)
-    failed = {rank.rank for rank in ranks if rank.message}
+            groups.setdefault((rank == root, "\n".join(parts)), []).append(rank)
     ordered = sorted(
-        groups.items(), key=lambda item: (not item[0][0], not failed & {*item[1]}, item[1])
+        groups.items(), key=lambda item: (not item[0][0], not {*failed} & {*item[1]}, item[1])
     )
     share = max(_SHORTEST, budget // max(1, len(ordered)))
     return [
@@ -94,83 +100,6 @@ def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return "… " + text[-limit:].partition("\n")[2]
-
-
-# -- stacks ----------------------------------------------------------------------------------------
-
-
-def recorded_stacks(job_dir: Path, nodes: Iterable[int]) -> list[Stack]:
-    """Return the latest stacks that were recorded: of all ranks, or else of each node."""
-    newest: list[tuple[tuple[int, int], int, Stack]] = []
-    for node in nodes:
-        directory = node_directory(job_dir, node)
-        found = [
-            ((int(match["attempt"] or 0), int(match["restart"] or 0)), name)
-            for name in file_names(directory)
-            if (match := _STACKS.fullmatch(name)) is not None
-        ]
-        if found:
-            place, name = max(found)
-            stacks = _read_json(directory / name)
-            newest += [] if stacks is None else [(place, node, stacks)]
-    if not newest:
-        return []
-    last = max(place for place, _, _ in newest)
-    return [stacks for place, _, stacks in newest if place == last]
-
-
-def _read_json(path: Path) -> Stack | None:
-    try:
-        with open_regular(path) as stream:
-            value = json.loads(stream.read(_MAX_STACKS))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def stack_groups(found: Iterable[Stack], budget: int) -> list[Texts]:
-    """Return the stacks of ranks as text, equal ones once, the smallest group first.
-
-    Args:
-        found: stacks as ``clusterjob stacks --json`` prints them; invalid parts are skipped.
-        budget: about how many characters all texts may have.
-    """
-    groups: dict[str, list[int]] = {}
-    states: dict[str, set[str]] = {}
-    for stacks in found:
-        for rank in _dicts(stacks.get("ranks")):
-            number = rank.get("rank")
-            if type(number) is not int or number < 0:
-                continue
-            text = "\n\n".join(_threads(rank)) or "(no answer)"
-            groups.setdefault(text, []).append(number)
-            states.setdefault(text, set()).add(sanitize(str(rank.get("state", "")))[:80])
-    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))[:_GROUPS]
-    share = max(2000, budget // max(1, len(ordered)))
-    return [
-        Texts(
-            label(sorted({*numbers})),
-            text[:share] + ("\n…" if len(text) > share else ""),
-            tuple(sorted({*numbers})),
-            note=", ".join(sorted(states[text] - {""}))[:200],
-        )
-        for text, numbers in ordered
-    ]
-
-
-def _threads(rank: Mapping[str, Any]) -> Iterator[str]:
-    for thread in _dicts(rank.get("threads"))[:_THREADS]:
-        frames = _dicts(thread.get("frames"))
-        lines = [
-            sanitize(
-                f"  {str(frame.get('function', '?'))[:120]} "
-                f"({str(frame.get('file', '?'))[-200:]}:{frame.get('line') or '?'})"
-            )
-            for frame in frames[:_FRAMES]
-        ]
-        if len(frames) > _FRAMES:
-            lines.append(f"  … {len(frames) - _FRAMES} more frames")
-        yield "\n".join([sanitize(str(thread.get("name", "thread"))[:80]), *lines])
 
 
 def _dicts(value: object) -> list[Mapping[str, Any]]:

@@ -8,13 +8,13 @@ from clusterjob.core.times import show_duration
 from clusterjob.insight.report import svg
 from clusterjob.insight.report.data import Mark, Rank, ReportData, Span
 
+FRAME = svg.WIDE
 MAX_ROWS = 512
 PHASES = ("setup", "import", "rendezvous", "init", "running", "stop")
 # What is drawn later covers what is drawn earlier: short phases must stay visible.
 _DRAWN = ("running", "setup", "import", "init", "rendezvous", "stop")
 _TOP = 34  # the row with the numbers of the events
 _MAX_RUNS = 24_000  # of all rows; with more, the columns become wider
-_MAX_LABELS = 40  # numbers of events
 
 
 def shown_ranks(data: ReportData) -> list[Rank]:
@@ -62,21 +62,21 @@ def row_labels(
         middle = tops[rank.rank] + height / 2
         if rank.failed:
             parts.append(
-                f'<text class="lab bad" x="{svg.LEFT - 6}" y="{svg.number(y + middle + 4)}"'
+                f'<text class="lab bad" x="{FRAME.left - 6}" y="{svg.number(y + middle + 4)}"'
                 f' text-anchor="end">rank {rank.rank} ✕</text>'
             )
             continue
-        near = any(abs(middle - other) < 11 for other in failed)
+        near = any(abs(middle - other) < 13 for other in failed)
         text = ""
         if height >= 12:
-            text = f"rank {rank.rank}"
+            text = rank.name
         elif rank.node not in named:
             text = f"node {rank.node} {hosts.get(rank.node, '')}"[:18]
         if text and middle - last >= 11 and not near:
             named.add(rank.node)
             last = middle
             parts.append(
-                f'<text class="lab" x="{svg.LEFT - 6}" y="{svg.number(y + middle + 4)}"'
+                f'<text class="lab" x="{FRAME.left - 6}" y="{svg.number(y + middle + 4)}"'
                 f' text-anchor="end">{svg.escape(text)}</text>'
             )
     return "".join(parts)
@@ -85,6 +85,12 @@ def row_labels(
 def draw(data: ReportData) -> str:
     """Return the picture; empty if no rank has a phase."""
     ranks = [rank for rank in shown_ranks(data) if rank.spans]
+    started = {rank.node for rank in ranks}
+    ranks += [  # a node whose workers have not started has a row of its own
+        Rank(-1 - node.rank, node.rank, node.spans)
+        for node in data.nodes[:MAX_ROWS]
+        if node.spans and node.rank not in started
+    ]
     if not ranks or data.end <= 0:
         return ""
     height = row_height(len(ranks))
@@ -92,7 +98,7 @@ def draw(data: ReportData) -> str:
     hosts = {node.rank: node.host for node in data.nodes}
     bottom = _TOP + total
     paths: dict[str, list[str]] = {phase: [] for phase in _DRAWN}
-    columns = svg.PLOT
+    columns = FRAME.plot
     while True:
         runs = {rank.rank: _runs(rank.spans, data.end, columns) for rank in ranks}
         if sum(map(len, runs.values())) <= _MAX_RUNS or columns <= 50:
@@ -101,19 +107,19 @@ def draw(data: ReportData) -> str:
     for rank in ranks:
         middle = svg.number(_TOP + tops[rank.rank] + height / 2)
         for phase, first, count in runs[rank.rank]:
-            x = svg.LEFT + first * svg.PLOT / columns
-            wide = svg.number(count * svg.PLOT / columns)
+            x = FRAME.left + first * FRAME.plot / columns
+            wide = svg.number(count * FRAME.plot / columns)
             paths[phase].append(f"M{svg.number(x)} {middle}h{wide}")
     thick = svg.number(height - (2 if height >= 12 else 0.4))
     parts = [
-        svg.open_svg(
+        FRAME.open(
             bottom + 22,
             f"Timeline of {len(ranks)} ranks",
             "One row per rank, grouped by node: its phases over time. The table below has the"
             " same data.",
             "timeline",
         ),
-        svg.axis(data.end, _TOP - 6, bottom),
+        FRAME.axis(data.end, _TOP - 6, bottom),
         *(
             f'<path class="p-{phase}" stroke-width="{thick}" d="{"".join(pieces)}"/>'
             for phase, pieces in paths.items()
@@ -160,7 +166,7 @@ def _failures(ranks: Sequence[Rank], end: float, tops: Mapping[int, float], heig
     parts = []
     for rank in ranks:
         if rank.message and not rank.consequence:
-            x, y = svg.x_of(rank.spans[-1].begin, end), _TOP + tops[rank.rank] + height / 2
+            x, y = FRAME.x_of(rank.spans[-1].begin, end), _TOP + tops[rank.rank] + height / 2
             r = 6 if rank.failed else 3
             parts.append(
                 f'<path class="cross" d="M{svg.number(x - r)} {svg.number(y - r)}l{2 * r} {2 * r}'
@@ -172,11 +178,12 @@ def _failures(ranks: Sequence[Rank], end: float, tops: Mapping[int, float], heig
 def _marks(marks: Sequence[Mark], end: float, bottom: float) -> str:
     """Return a vertical line with a number for each event; numbers that overlap are left out."""
     parts = []
-    last = -100.0
+    line = last = -100.0
     for index, mark in enumerate(marks, 1):
-        x = svg.x_of(mark.time, end)
-        if x - last < 2 and index > _MAX_LABELS:
+        x = FRAME.x_of(mark.time, end)
+        if x - line < 2:  # the table has all events
             continue
+        line = x
         title = svg.escape(f"{index}. {mark.name} at {svg.clock(mark.time)}: {mark.text}")
         parts.append(
             f'<g class="mark"><title>{title}</title>'
@@ -197,7 +204,7 @@ def _titles(
 ) -> str:
     """Return a transparent rectangle over each row, whose title a pointer shows."""
     return "".join(
-        f'<rect class="hit" x="{svg.LEFT}" width="{svg.PLOT}" height="{svg.number(height)}" '
+        f'<rect class="hit" x="{FRAME.left}" width="{FRAME.plot}" height="{svg.number(height)}" '
         f'y="{svg.number(_TOP + tops[rank.rank])}"><title>{svg.escape(summary(rank, hosts))}'
         "</title></rect>"
         for rank in ranks
@@ -206,7 +213,7 @@ def _titles(
 
 def summary(rank: Rank, hosts: Mapping[int, str]) -> str:
     """Return one line about a rank: where it ran, the seconds of its phases, how it ended."""
-    where = f"rank {rank.rank}, node {rank.node} {hosts.get(rank.node, '')}".rstrip()
+    where = f"{rank.name}, node {rank.node} {hosts.get(rank.node, '')}".rstrip()
     parts = [f"{phase} {show_duration(seconds)}" for phase, seconds in times(rank).items()]
     how = rank.message or (rank.spans[-1].detail if rank.spans else "")
     return f"{where}: {', '.join(parts)}{'; ' + how[:160] if how else ''}"

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.insight.job_clock import JobClock
+from clusterjob.insight.job_clock import MAX_RANK, JobClock
 from clusterjob.insight.report.data import Mark, Rank, Span
 from clusterjob.node.logs.log_files import FILE_NAME, file_names, node_directory
-from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
+from clusterjob.node.logs.phases import Phase, PhaseBegin
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, Verdict
 
-_MAX_BEGINS = 100_000  # begins of phases to read of a node
+_OF_NODE = ("setup", "import", "rendezvous")  # phases of a node before its workers start
 _MAX_MARKS = 200
 _MAX_TEXT = 300  # characters of an event's text
-_MAX_RANK = 1 << 16
 # Events of which each node or connection writes one: a timeline with them would hide the others.
 _MANY = ("joined", "unauthenticated", "missing", "stragglers", "exec", "ranks")
 _UNSHOWN = ("time", "monotonic", "event", "attempt", "pid", "port", "bound", "master_port")
-
-
-def read_all_phases(job_dir: Path, nodes: Iterable[int]) -> dict[int, list[PhaseBegin]]:
-    """Return the begins of phases by node; a node without any is left out."""
-    found = {}
-    for node in nodes:
-        begins = [
-            begin
-            for begin in itertools.islice(read_phases(job_dir, node), _MAX_BEGINS)
-            if 0 <= begin.monotonic < 1e12 and (begin.rank is None or 0 <= begin.rank < _MAX_RANK)
-        ]
-        if begins:
-            found[node] = begins
-    return found
 
 
 def spans_of(
@@ -95,27 +80,40 @@ def ranks_of(
         own = {rank for rank in spans.get(node, {}) if rank is not None} | {*sampled.get(node, ())}
         for name in file_names(node_directory(job_dir, node)):
             match = FILE_NAME.fullmatch(name)
-            if match is not None and match["rank"] and int(match["rank"]) < _MAX_RANK:
+            if match is not None and match["rank"] and int(match["rank"]) < MAX_RANK:
                 own.add(int(match["rank"]))
         for rank in own:
             node_of.setdefault(rank, node)
     failures: dict[int, Failure] = {}
     root = verdict.failure if verdict is not None else None
     for failure in (root, *(verdict.consequences if verdict is not None else ())):
-        if failure is not None and failure.rank is not None and 0 <= failure.rank < _MAX_RANK:
+        if failure is not None and failure.rank is not None and 0 <= failure.rank < MAX_RANK:
             failures.setdefault(failure.rank, failure)
             node_of.setdefault(failure.rank, failure.node_rank)
     return [
         Rank(
             rank,
             node,
-            spans=spans.get(node, {}).get(rank, ()),
+            spans=_with_start(spans.get(node, {}).get(None, ()), spans.get(node, {}).get(rank, ())),
             failed=root is not None and rank == root.rank,
             message=sanitize(failures[rank].message) if rank in failures else "",
             consequence=rank in failures and failures[rank].effect,
         )
         for rank, node in sorted(node_of.items())
     ]
+
+
+def _with_start(node: Sequence[Span], rank: Sequence[Span]) -> list[Span]:
+    """Return the phases of a rank, after those of its node before each attempt's first worker."""
+    first: dict[int, float] = {}
+    for span in rank:
+        first.setdefault(span.attempt, span.begin)
+    before = [
+        replace(span, end=min(span.end, first[span.attempt]))
+        for span in node
+        if span.phase in _OF_NODE and span.begin < first.get(span.attempt, 0.0)
+    ]
+    return sorted([*before, *rank], key=lambda span: span.begin)
 
 
 def marks_of(events: Sequence[Mapping[str, Any]], clock: JobClock) -> tuple[list[Mark], int]:
