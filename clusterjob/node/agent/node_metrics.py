@@ -18,7 +18,7 @@ from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.system import devices, files, processes
+from clusterjob.node.system import devices, processes
 
 
 class NodeMetrics:

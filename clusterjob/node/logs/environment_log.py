@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterjob import __version__
 from clusterjob.node.logs.events import read_events
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system.files import Appender
@@ -50,7 +49,7 @@ def add(job_dir: Path, node_rank: int, detected: dict[str, Any], *, attempt: int
 def versions() -> dict[str, str]:
     """Return the versions of this node's programs, without an import of torch."""
     found = {
-        "clusterjob": __version__,
+        "clusterjob": sys.modules["clusterjob"].__version__,
         "Python": f"{sys.version.split()[0]} ({sys.executable})",
         "kernel": f"{os.uname().sysname} {os.uname().release} {os.uname().machine}",
     }
