@@ -22,6 +22,7 @@ from clusterjob.cli import (
     logs,
     manage,
     metrics,
+    report,
     stacks,
     start,
 )
@@ -60,6 +61,8 @@ app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)
 app.command()(stacks.stacks)
+app.command()(report.report)
+app.command()(report.trace)
 app.command()(start.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)
