@@ -21,6 +21,7 @@ from clusterjob.cli import (
     login,
     logs,
     manage,
+    metrics,
     start,
     top,
 )
@@ -55,6 +56,7 @@ app.command()(top.top)
 app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(logs.logs)
+app.command()(metrics.metrics)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)

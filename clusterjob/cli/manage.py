@@ -21,7 +21,7 @@ OptionalIds = Annotated[
 
 def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
     """Show the status of jobs."""
-    from clusterjob.cli import job_table, output
+    from clusterjob.cli import efficiency, job_table, output
     from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
@@ -29,13 +29,17 @@ def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT0
     wanted = [Records().find(text) for text in ids or ()]
     pairs = polling.statuses(wanted) if ids else polling.unfinished()
     if as_json:
-        output.print_json({"jobs": [output.job_json(record, now) for record, now in pairs]})
+        used = efficiency.of_jobs(pairs)
+        shown = [output.job_json(*pair, one) for pair, one in zip(pairs, used, strict=True)]
+        output.print_json({"jobs": shown})
     elif not pairs:
         output.print_message("no job is running; `clusterjob list` shows those that have ended")
     else:
         job_table.print_jobs([row_of(record, now) for record, now in pairs], together=not ids)
         if ids:
             output.print_verdicts(pairs)
+        if len(wanted) == 1 and pairs:
+            efficiency.print_below(wanted[0], pairs)
     return 0
 
 
@@ -74,6 +78,10 @@ def cancel(
     ] = False,
     state: States = None,
     name: Name = None,
+    stacks: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--stacks", help="Save the stacks of the workers in the logs (default: no)."),
+    ] = False,
     yes: Yes = False,  # noqa: FBT002
 ) -> int:
     """Cancel jobs on all of their nodes.
@@ -110,6 +118,7 @@ def cancel(
     errors: dict[str, ClusterJobError] = {}
     done = jobs.cancel(
         wanted,
+        stacks=stacks,
         on_error=None
         if ids and len(ids) == 1
         else lambda record, error: errors.update({record.job_id: error}),

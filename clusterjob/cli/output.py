@@ -52,7 +52,9 @@ def print_verdict(record: Record, verdict: Verdict) -> None:
     )
 
 
-def job_json(record: Record, status: Status) -> dict[str, Any]:
+def job_json(
+    record: Record, status: Status, efficiency: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the object that ``status --json`` prints for one job."""
     from clusterjob.core.listing import row_of
 
@@ -79,6 +81,7 @@ def job_json(record: Record, status: Status) -> dict[str, Any]:
         "failure": {key: failure[key] for key in shown} if failure else None,
         "job_dir": str(record.job_dir),
         "code": record.code,
+        "efficiency": efficiency,
     }
 
 

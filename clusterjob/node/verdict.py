@@ -56,6 +56,7 @@ class FailureKind(str, Enum):
     PREEMPTED = "preempted"  # the worker left after a preemption warning
     SIGNAL = "signal"  # another signal ended the worker
     EXIT_CODE = "exit_code"  # the worker chose a non-zero exit code
+    HANG = "hang"  # no worker showed a sign of life for the time of --hang-timeout
     NODE_LOST = "node_lost"  # the agent of a node is gone or silent
     LAUNCH = "launch"  # a node cannot start or run its workers
 
@@ -210,6 +211,9 @@ class Verdict:
         attempt: the number of the job's attempt, from 0.
         started_at, ended_at: RFC 3339, UTC, by the coordinator's clock; started_at is None if the
             workers never started.
+        evidence: the file with the stacks that were saved before the stop, relative to the job
+            directory; empty if there is none.
+        evidence_ranks: the number of ranks in it.
     """
 
     state: JobState
@@ -221,6 +225,8 @@ class Verdict:
     attempt: int = 0
     started_at: str | None = None
     ended_at: str | None = None
+    evidence: str = ""
+    evidence_ranks: int = 0
 
     @classmethod
     def from_json(cls, data: Any) -> Verdict:
@@ -252,6 +258,8 @@ class Verdict:
             attempt=_optional(_number, fields, "attempt") or 0,
             started_at=_optional(_text, fields, "started_at"),
             ended_at=_optional(_text, fields, "ended_at"),
+            evidence=_optional(_text, fields, "evidence") or "",
+            evidence_ranks=_optional(_number, fields, "evidence_ranks") or 0,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -288,6 +296,9 @@ class Verdict:
         ]
         if len(own) > _MAX_REASONS:
             lines.append(f"  and {len(own) - _MAX_REASONS} more reasons")
+        if self.evidence:
+            ranks = f"{self.evidence_ranks} rank{'' if self.evidence_ranks == 1 else 's'}"
+            lines.append(f"  stacks of {ranks}: {self.evidence}")
         return "\n".join(sanitize(line) for line in lines)
 
 

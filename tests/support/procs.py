@@ -303,7 +303,7 @@ class Job:
         return [
             f"{path.parent.name}/{path.name}"
             for path in files
-            if path.name not in ("timeline", "store.log")
+            if path.name not in ("timeline", "store.log", "phases.jsonl")
         ]
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:

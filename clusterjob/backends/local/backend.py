@@ -205,9 +205,10 @@ class LocalBackend:
                 raise ClusterJobError(f"job {record.job_id} runs on {host}", "cancel it there")
             ends.cancel(record.job_dir)
             self._cut(record.job_id)
+            saving = ends.STACKS_SECONDS if ends.stacks_wanted(record.job_dir) else 0.0
             processes.end_groups(
                 [agent["pid"] for agent in agents.live(record)],
-                record.job.grace + _CANCEL_TIMEOUT,
+                record.job.grace + saving + _CANCEL_TIMEOUT,
             )
 
     def clean(

@@ -358,7 +358,15 @@ class SlurmBackend:
             if (login := status.cluster_of(record).login) is not None:
                 distant.setdefault(login, []).append(record)
         for login, group in distant.items():
-            self._logins.host(login).request_cancel([record.directory_name for record in group])
+            for stacks in (False, True):
+                names = [
+                    record.directory_name
+                    for record in group
+                    if ends.stacks_wanted(record.job_dir) is stacks
+                ]
+                if names:
+                    self._logins.host(login).request_cancel(names, stacks=stacks)
+        scancel.wait_for_stacks(records)
         for record in records:
             cluster = status.cluster_of(record)
             snapshot = self._at(cluster)[1].poll(urgent=True)

@@ -211,17 +211,20 @@ class LoginHost:
         """Fetch results; see `clusterjob.remote.fetch.Fetch`."""
         return Fetch(self.session(), request).run()
 
-    def request_cancel(self, names: Sequence[str], *, interrupt: bool = False) -> None:
+    def request_cancel(
+        self, names: Sequence[str], *, interrupt: bool = False, stacks: bool = False
+    ) -> None:
         """Write cancel requests into job directories on the cluster.
 
         Args:
             names: the names of the directories.
             interrupt: whether the workers get SIGINT first.
+            stacks: whether their stacks are saved before.
 
         Raises:
             HostError: the host does not answer.
         """
-        self.ask(RequestStop(tuple(names), interrupt=interrupt))
+        self.ask(RequestStop(tuple(names), interrupt=interrupt, stacks=stacks))
 
     # -- submitting --------------------------------------------------------------------------------
 

@@ -161,10 +161,11 @@ class SshBackend:
 
         ends.cancel(record.job_dir)
         place, grace = self._job(record).place, record.job.grace
+        stacks = ends.stacks_wanted(record.job_dir)
         outcome = for_each(
             range(len(place.hosts)),
             lambda node: self._sessions.session(place, node).ask(
-                Cancel(record.job_id, node, grace=grace, interrupt=interrupt),
+                Cancel(record.job_id, node, grace=grace, interrupt=interrupt, stacks=stacks),
                 timeout=grace + _CANCEL_TIMEOUT,
             ),
         )
