@@ -271,9 +271,14 @@ class Top(App[None]):
         rank, node, what = self._selected()
 
         def compute() -> str:
-            from clusterjob.insight import stacks
+            from clusterjob.insight.stacks import of_job
+            from clusterjob.node.stacks import grouping
 
-            return stacks.text_of(job.record, rank=rank, node=node)
+            wanted = None if rank is not None else node
+            found = of_job(job.record, node=wanted, rank=rank, native=False)
+            lines = grouping.text(found.stacks, all_threads=rank is not None)
+            notes = (found.saved, *found.warnings, *found.errors)
+            return "\n".join([*lines, "", *filter(None, notes)])
 
         self.push_screen(TextScreen(f"stacks of {what}", compute))
 
