@@ -25,6 +25,7 @@ from clusterjob.cli import (
     report,
     stacks,
     start,
+    top,
 )
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.inside import CommandAfterId
@@ -53,6 +54,7 @@ app.command(
 )(start.launch)
 app.command()(manage.status)
 app.command("list")(list_jobs.list_jobs)
+app.command()(top.top)
 app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(logs.logs)
