@@ -21,6 +21,7 @@ from clusterjob.cli import (
     login,
     logs,
     manage,
+    stacks,
     start,
 )
 from clusterjob.cli.help import App, Group, dashes
@@ -56,6 +57,7 @@ app.command()(logs.logs)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)
+app.command()(stacks.stacks)
 app.command()(start.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)

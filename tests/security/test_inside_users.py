@@ -21,9 +21,9 @@ from clusterjob.backends.slurm import step
 from clusterjob.core.inside import connection
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError
+from clusterjob.node import job_processes
 from clusterjob.node.inside import search, streams
 from clusterjob.node.inside.streams import Stream
-from clusterjob.node import job_processes
 
 # The interpreter may be in a directory of root: modules are imported before the change of user.
 AS_NOBODY = """
