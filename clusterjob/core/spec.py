@@ -108,6 +108,7 @@ class JobSpec:
         notify_cmd: shell commands that node 0 runs for each notification.
         notify_on: events to notify about; see `clusterjob.node.notifications`.
         hang_timeout: seconds without progress after which the job hangs; None for no detection.
+        metrics, metrics_port: samples of the nodes; see `clusterjob.node.options.LaunchOptions`.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
@@ -152,6 +153,8 @@ class JobSpec:
     notify_cmd: tuple[str, ...] = ()
     notify_on: tuple[str, ...] = DEFAULT_KINDS
     hang_timeout: int | None = None
+    metrics: bool = True
+    metrics_port: int = 0
     join_timeout: float = LaunchOptions.join_timeout
     heartbeat: float = LaunchOptions.heartbeat
     lease: float = LaunchOptions.lease
@@ -174,6 +177,7 @@ class JobSpec:
                     f"{label.replace('_', ' ')} is {getattr(self, label)}: "
                     "must be more than 0 and less than 1e9 seconds"
                 )
+        _check_metrics(self.metrics_port, on=self.metrics)
         if self.lease <= self.heartbeat:
             raise SpecError(
                 f"the lease ({self.lease:g} s) must be longer "
@@ -397,3 +401,10 @@ def _at_least(flag: str, value: int | None, least: int) -> None:
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise SpecError(f"{label} is {value!r}", f"use one of {', '.join(known)}")
+
+
+def _check_metrics(port: int, *, on: bool) -> None:
+    if not 0 <= port < 1 << 16:
+        raise SpecError(f"--metrics-port {port}: must be from 1 to 65535")
+    if port and not on:
+        raise SpecError("--metrics-port and --no-metrics exclude each other")

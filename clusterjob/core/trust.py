@@ -31,6 +31,7 @@ HARMLESS = frozenset({
     "max_restarts", "start", "launcher", "require_gpus", "gpus", "sync", "snapshot", "account",
     "partition", "nodelist", "exclude", "reservation", "array", "after", "requeue",
     "signal_before", "hang_timeout", "join_timeout", "heartbeat", "lease", "grace", "notify_on",
+    "metrics", "metrics_port",
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing to another machine or cluster
 _NAMED_FILES = ("template", "hostfile")

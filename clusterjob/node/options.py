@@ -96,6 +96,8 @@ class LaunchOptions:
             to node 0 can then end the job. Also allows Ray without authentication.
         gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
             device=5; None for all visible ones.
+        metrics: whether to sample CPU, memory and GPUs.
+        metrics_port: port on 127.0.0.1 that serves the samples to Prometheus; 0 for none.
         placement: CLUSTERJOB_* variables from torchrun's options, such as --node-rank.
     """
 
@@ -154,7 +156,16 @@ class LaunchOptions:
     insecure_no_token: bool = _option(
         False, "", "Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job."
     )
+    metrics: bool = _option(True, "", "Take no samples of CPU, memory and GPUs.")
+    metrics_port: int = _option(
+        0, "PORT", "Port on 127.0.0.1 for Prometheus (default: none).", _at_least(0)
+    )
     placement: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def preloads_torch(self) -> bool:
+        """Whether the forkserver imports torch before it starts the workers."""
+        return self.launcher != "torchrun" and self.start != "exec" and self.program.is_python
 
     def arguments(self) -> list[str]:
         """Return the arguments that `parse` turns into these options, without the defaults."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError
+from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.environments import scheduler, worker_endpoints
@@ -93,11 +94,22 @@ class Agent:
             watch=lambda task: self._crashes.watch(task),  # noqa: PLW0108 - made in run()
         )
         self._restart = 0  # the round
+        self._metrics = NodeMetrics(
+            topology,
+            options,
+            job_id=job.job_id,
+            attempt=job.attempt,
+            job_dir=job_dir,
+            forkserver=forkserver.pid,
+            timeline=self._timeline,
+            print_line=console.print,
+        )
 
     # -- from join to verdict ----------------------------------------------------------------------
 
     async def run(self) -> Verdict:
         """Run this node's part of the job until its processes have ended; return the verdict."""
+        self._workers.phases.begin()
         self._crashes = crashes.Crashes()
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._workers.receive)
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
@@ -106,6 +118,7 @@ class Agent:
             self._requests.poll_job_dir()  # node 0's coordinator informs the other nodes
         if self._notifier is not None:
             self._workers.sender = await self._notifier.start()
+        await self._metrics.serve()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
         try:
@@ -131,6 +144,7 @@ class Agent:
             keep=self._workers.sender
         )  # background processes of the setup lines
         self._timeline.note()
+        self._workers.phases.flush()
         self._console.finish()
         self._record_end(verdict)
         self._held.close()
@@ -189,6 +203,7 @@ class Agent:
             torchrun=self._options.launcher == "torchrun",
         ):
             self._timeline.follow(files)
+        self._metrics.begin_round(order.world)
         self._workers.start(order)
 
     async def _next_order(self) -> Any:
@@ -317,7 +332,8 @@ class Agent:
     async def _follow_output(self) -> None:
         while True:
             await asyncio.sleep(log_files.INTERVAL)
-            self._timeline.note()
+            self._workers.phases.on_output(self._timeline.note())
+            self._workers.phases.flush()
             self._console.show()
             if self._supervisor is not None and self._supervisor[1] != os.getppid():
                 name, self._supervisor = self._supervisor[0], None
@@ -353,7 +369,7 @@ class Agent:
             ends.write(
                 self._job_dir,
                 self._topology.node_rank,
-                end=verdict.to_json() | {"host": self._host},
+                end=verdict.to_json() | {"host": self._host, "usage": self._metrics.end()},
             )
             if self._topology.node_rank == 0 and not ends.has_result(
                 self._job_dir, self._job.attempt

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract
+from clusterjob.node.agent.phase_recorder import PhaseRecorder
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
@@ -46,6 +47,7 @@ class NodeWorkers:
         alive_at: the monotonic time of the last heartbeat of a worker.
         step: the largest step in a heartbeat of this round; -1 without one.
         sender: pid of the process that sends notifications, which outlives the workers, or None.
+        phases: records the phases of the node and its ranks.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class NodeWorkers:
         self.alive_at = time.monotonic()
         self.step = -1
         self._touched = 0
+        self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, send=send)
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
@@ -110,11 +113,12 @@ class NodeWorkers:
         self._send_exec_reason()
         store = order.store if isinstance(order, messages.StartWithStore) else None
         if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
-            self._send(messages.Running())
+            self._on_started()
 
     def stop(self, grace: float, number: int = signal.SIGTERM) -> None:
         """Stop the workers: a signal, then SIGKILL after `grace` seconds."""
         self.stop_ordered = True
+        self.phases.stop()
         if self._forkserver.ready and not self._forkserver.gone:
             self._forkserver.send(forkserver_messages.StopWorkers(grace, int(number)))
             return
@@ -155,6 +159,13 @@ class NodeWorkers:
         else:
             self._send_early_exits()
 
+    def _on_started(self) -> None:
+        """Report that the workers have been started."""
+        assert self._status is not None
+        world = self._status.world
+        self.phases.start(world, is_python=self._options.program.is_python)
+        self._send(messages.Running())
+
     # -- messages of the forkserver ----------------------------------------------------------------
 
     def receive(self) -> None:
@@ -165,6 +176,7 @@ class NodeWorkers:
             forkserver_messages.WorkerExited: self._on_worker_exited,
             forkserver_messages.WorkerWaiting: self._on_worker_waiting,
             forkserver_messages.WorkerAlive: self._on_worker_alive,
+            forkserver_messages.WorkerPhase: self.phases.on_worker_phase,
             forkserver_messages.WorkersProbed: lambda probed: self._send_probed(
                 probed.workers, final=probed.final
             ),
@@ -180,7 +192,9 @@ class NodeWorkers:
 
     def _on_ready(self, message: forkserver_messages.Ready) -> None:
         if self._forkserver.mark_ready():
-            self._send(messages.Running())
+            self._on_started()
+        else:
+            self.phases.imported()
         if message.why and self._options.start == "fork":
             self._forkserver_failed(f"--start fork is impossible: {message.why}")
         elif message.why:
@@ -275,6 +289,7 @@ class NodeWorkers:
         self._running.discard(local_rank)
         code, signal_name = processes.exit_code_of(message.status)
         self._status.ended[local_rank] = how(code, signal_name)
+        self.phases.ended(local_rank, how(code, signal_name))
         if code == 0 and self._options.launcher == "agent":
             self._status.exits[local_rank] = message.monotonic
             self._send(messages.Succeeded(local_rank))
@@ -288,6 +303,7 @@ class NodeWorkers:
             )
             self._send_failure(failure, message.monotonic, exited=True)
         if not self._running:
+            self.phases.all_ended()
             self._send(messages.Done())
 
     def node_failed(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Entry point of the program that runs commands and relays inside a job, and reads its stacks.
+"""Entry point of the program that runs commands, relays and stack requests inside a job.
 
 It reads one line of JSON, the request, from stdin and answers with one line: `streams.MARKER` and
 a JSON object. Then stdin and stdout carry the frames of `streams`. It ends, with all processes

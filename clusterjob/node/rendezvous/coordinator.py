@@ -227,6 +227,7 @@ class Coordinator:
             restart=self._restarts,
             world_size=worlds[0].world_size,
             master_port=worlds[0].master_port,
+            preload=self._options.preloads_torch,
         )
         if self._started_at is None:
             self._started_at = at
@@ -302,14 +303,9 @@ class Coordinator:
         return handle(self._peers[node_rank], message)
 
     def _on_running(self, peer: Peer, _message: messages.Running) -> None:
-        unstarted = self._round.unstarted
-        unstarted.discard(peer.node_rank)
-        if not unstarted:
-            self._round.hang.start()
-        if self._started_at is None or unstarted or self._time_limit_runs:
+        if not self._round.note_running(peer) or self._time_limit_runs:
             return
         self._time_limit_runs = True
-        self._events.add("running", restart=self._restarts)
         if self._options.time_limit is not None:  # importing torch does not count
             self._deadline = time.monotonic() + self._options.time_limit
 
@@ -366,6 +362,8 @@ class Coordinator:
             print_line=self._print_line,
         )
         end = await stop.save_evidence(end)
+        if end.state is not JobState.SUCCEEDED:
+            self._events.add("stop", restart=self._restarts, why=end.reason)
         await stop.stop(end)
         return end, stop.cancelled
 

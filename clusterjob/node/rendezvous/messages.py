@@ -113,6 +113,21 @@ class Succeeded:
 
 
 @dataclass(frozen=True)
+class RankCounts:
+    """How far the ranks of the node are; an agent sends it at most ten times a second.
+
+    Attributes:
+        restart: the round.
+        joined: the ranks that have begun the rendezvous of a process group.
+        formed: the ranks that have formed it.
+    """
+
+    restart: Rank
+    joined: Annotated[int, Limit(1 << 12)]
+    formed: Annotated[int, Limit(1 << 12)]
+
+
+@dataclass(frozen=True)
 class Failing:
     """A worker or the node has failed; the worker may still be exiting.
 
@@ -329,6 +344,7 @@ FROM_AGENT = Codec(
     PreemptionWarning,
     CoordinatorLost,
     Succeeded,
+    RankCounts,
     Failing,
     RanksMissing,
     RanksProbed,

@@ -22,6 +22,7 @@ from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.missing_ranks import MissingRanks, Stragglers
 from clusterjob.node.rendezvous.preemption import Preemption
+from clusterjob.node.rendezvous.rank_counter import RankCounter
 from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.verdict import Failure
@@ -52,7 +53,6 @@ class Round:
         stragglers: the workers that still run after the others succeeded.
         evidence: the stacks that are saved before the round is stopped.
         hang: detects that the workers hang.
-        unstarted: the nodes whose workers are not all started, by their reports.
         undone: the nodes whose workers have not all ended.
         unstopped: the nodes whose workers are not all stopped.
         handlers: the function for each message that belongs to the round.
@@ -88,8 +88,9 @@ class Round:
         )
         self.hang = HangDetection(options.hang_timeout, membership.peers)
         self._ended: set[tuple[int, int]] = set()  # node_rank and local rank of ended workers
+        self._rank_counts = RankCounter(restart, world_size, events=events)
         self._unpolled: set[int] | None = None  # nodes that still have to answer the poll
-        self.unstarted = set(membership.peers)
+        self._unstarted = set(membership.peers)
         self.undone = set(membership.peers)
         self.unstopped = set(membership.peers)
         preemption.begin_round()
@@ -97,6 +98,7 @@ class Round:
             messages.Done: lambda peer, _done: self.undone.discard(peer.node_rank),
             messages.Stopped: lambda peer, _stopped: self.unstopped.discard(peer.node_rank),
             messages.Succeeded: self._on_succeeded,
+            messages.RankCounts: self._rank_counts.receive,
             messages.Failing: self._on_failing,
             messages.RanksMissing: self._on_ranks_missing,
             messages.RanksProbed: self._on_ranks_probed,
@@ -104,6 +106,17 @@ class Round:
             messages.ProgressReported: self.hang.receive,
             **self.evidence.handlers,
         }
+
+    def note_running(self, peer: Peer) -> bool:
+        """Record that all workers of a node were started; return whether it was the last node."""
+        if not self._worlds or peer.node_rank not in self._unstarted:
+            return False
+        self._unstarted.discard(peer.node_rank)
+        if self._unstarted:
+            return False
+        self.hang.start()
+        self._events.add("running", restart=self._restart)
+        return True
 
     def root(self) -> Failure | None:
         """Return the root cause; ignore effects if a worker left because of a preemption."""
@@ -184,6 +197,7 @@ class Round:
         """Ask the agents for the state of the ranks that a worker waits for."""
         if message.restart != self._restart:
             return
+        self._rank_counts.write()
         by_node = self._missing_ranks.ask(peer.node_rank, message)
         if message.final and by_node:
             self.root_cause.wait_for_cause(time.monotonic() + _ANSWER_TIMEOUT, _PROBE)

@@ -82,7 +82,7 @@ class StackRequest:
                 return False
             return self._ask()
         except OSError:  # the process has ended
-            self.done = True
+            self._finish()
             return True
 
     def answer(self) -> tuple[ThreadStack, ...]:
@@ -105,10 +105,16 @@ class StackRequest:
 
     def close(self) -> None:
         """Close the request."""
-        for descriptor in (self._file, self._directory):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._file = self._directory = None
+        self._finish()
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
+    def _finish(self) -> None:
+        """End the request, so that the next one can lock the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
         self.done = True
 
     def _lock(self) -> bool:
@@ -147,7 +153,8 @@ class StackRequest:
                 self._late.discard(tid)  # its answer may be mixed with another one: ask again
                 self._waiting.append(tid)
         if not self._waiting:
-            self.done = not self._late
+            if not self._late:
+                self._finish()
             return self.done
         assert self._file is not None
         os.ftruncate(self._file, 0)

@@ -109,6 +109,20 @@ class WorkerAlive:
     step: Annotated[int, Limit(2**62, minimum=-1)]
 
 
+@dataclass(frozen=True)
+class WorkerPhase:
+    """A phase of a worker begins; `rank_phases.tell` writes this message.
+
+    Attributes:
+        phase: a value of `clusterjob.node.logs.phases.Phase`.
+        monotonic: the time of its begin, by the monotonic clock of the node.
+    """
+
+    local_rank: int
+    phase: Annotated[str, Limit(20)]
+    monotonic: float
+
+
 # -- from the forkserver -------------------------------------------------------------------------
 
 
@@ -170,7 +184,7 @@ class WorkersGone:
 
 
 FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit)
-FROM_WORKER = Codec(WorkerFailing, WorkerWaiting, WorkerAlive)
+FROM_WORKER = Codec(WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase)
 FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
@@ -181,6 +195,7 @@ FROM_FORKSERVER = Codec(
     WorkerFailing,
     WorkerWaiting,
     WorkerAlive,
+    WorkerPhase,
 )
 
 
