@@ -8,13 +8,14 @@ A worker moves between two samples if one of these holds:
 2. **Its main thread has read or written something**, or torch's thread that takes batches from a
    DataLoader has: a batch arrives, a checkpoint is written. Other threads do not count, because a
    monitor reads files all the time.
-3. **The processes below it work**: a compiler, the workers of a DataLoader. They work from a tenth
-   of a core, or 1 MB/s, on; less is a monitor.
+3. **The processes below it work**: a compiler, the workers of a DataLoader. They use a tenth of a
+   core, or read and write 1 MB/s, or run in two samples in a row, as on a busy machine. A monitor
+   uses less.
 4. **Another thread works**: in this sample and in the one before, it was in two different
    functions, and in neither of them for half of the samples. A thread with a usual place, such as
    a monitor that wakes up once per second, only waits there.
-5. **It cannot show its stack**, as a program that is not Python, and its main thread uses a tenth
-   of a core. A worker that is stopped, or waits for a file system, uses none.
+5. **It cannot show its stack**, as a program that is not Python, and its main thread works by
+   the same measures. A worker that is stopped, or waits for a file system, does not.
 
 A main thread that spins in one call, such as a wait for a GPU, stands still. So does a long call
 that computes. Such a program has to print a line or call ``ctx.heartbeat()`` now and then.
@@ -73,11 +74,13 @@ class Progress:
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._before: dict[int, Activity] = {}
+        self._last: dict[int, Activity] = {}  # that of the sample before
         self._after: dict[int, Activity] = {}
         self._read_at = 0.0
 
     def begin(self) -> None:
         """Read the workers' counters; call this before each sample, which changes them."""
+        self._last = self._before
         self._before = activity.read(rank.pid for rank in self._ranks.values())
         self._elapsed = time.monotonic() - self._read_at
 
@@ -122,12 +125,12 @@ class Progress:
         old, new = self._after.get(pid), self._before.get(pid)
         if old is None or new is None or self._elapsed <= 0:
             return False
-        return (
-            new.io > old.io
-            or new.below_cpu - old.below_cpu > _WORKING_CPU * self._elapsed
-            or new.below_io - old.below_io > _WORKING_IO * self._elapsed
-            or (not answered and new.cpu - old.cpu > _WORKING_CPU * self._elapsed)
-        )
+        last = self._last.get(pid, old)
+        cpu, io = _WORKING_CPU * self._elapsed, _WORKING_IO * self._elapsed
+        below = new.below_cpu - old.below_cpu > cpu or new.below_io - old.below_io > io
+        below |= new.below_runs and last.below_runs
+        own = not answered and (new.cpu - old.cpu > cpu or (new.runs and last.runs))
+        return new.io > old.io or below or own
 
 
 def _functions(thread: ThreadStack) -> Functions:
