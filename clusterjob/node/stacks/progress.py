@@ -14,8 +14,9 @@ A worker moves between two samples if one of these holds:
 4. **Another thread works**: in this sample and in the one before, it was in two different
    functions, and in neither of them for half of the samples. A thread with a usual place, such as
    a monitor that wakes up once per second, only waits there.
-5. **It cannot show its stack**, as a program that is not Python, and its main thread works by
-   the same measures. A worker that is stopped, or waits for a file system, does not.
+5. **Its stack does not show its work**, and its main thread works by the same measures: a program
+   that is not Python, or the import of an extension module. A worker that is stopped, or waits for
+   a file system, does not work.
 
 A main thread that spins in one call, such as a wait for a GPU, stands still. So does a long call
 that computes. Such a program has to print a line or call ``ctx.heartbeat()`` now and then.
@@ -36,6 +37,7 @@ from clusterjob.node.stacks.frames import RankStack, ThreadStack
 Functions = tuple[tuple[str, str], ...]
 _WORKING_CPU = 0.1  # of one core
 _WORKING_IO = 1e6  # bytes per second
+_IMPORT = "<frozen importlib"  # the file of frames in which an extension module is loaded
 _MIN_SAMPLES = 4  # samples after which a thread has a usual place
 _MAX_PLACES = 256  # different places of a thread that are counted
 
@@ -107,7 +109,7 @@ class Progress:
             self._ranks[stack.rank] = rank = _Rank(stack.pid)
             moved = True
         else:
-            moved = self._used(rank.pid, answered=stack.answered)
+            moved = self._used(rank.pid, hidden=_is_hidden(stack))
         for index, thread in enumerate(stack.threads):
             place = _functions(thread)
             if index == 0:
@@ -120,8 +122,13 @@ class Progress:
                 moved |= known.works(place)
         return moved
 
-    def _used(self, pid: int, *, answered: bool) -> bool:
-        """Return whether a worker has read or written, or the processes below it have worked."""
+    def _used(self, pid: int, *, hidden: bool) -> bool:
+        """Return whether a worker has read or written, or the processes below it have worked.
+
+        Args:
+            pid: the worker.
+            hidden: whether its stack does not show whether it works.
+        """
         old, new = self._after.get(pid), self._before.get(pid)
         if old is None or new is None or self._elapsed <= 0:
             return False
@@ -129,8 +136,13 @@ class Progress:
         cpu, io = _WORKING_CPU * self._elapsed, _WORKING_IO * self._elapsed
         below = new.below_cpu - old.below_cpu > cpu or new.below_io - old.below_io > io
         below |= new.below_runs and last.below_runs
-        own = not answered and (new.cpu - old.cpu > cpu or (new.runs and last.runs))
+        own = hidden and (new.cpu - old.cpu > cpu or (new.runs and last.runs))
         return new.io > old.io or below or own
+
+
+def _is_hidden(stack: RankStack) -> bool:
+    main = stack.threads[0].frames if stack.answered and stack.threads else ()
+    return not main or main[0].file.startswith(_IMPORT)
 
 
 def _functions(thread: ThreadStack) -> Functions:

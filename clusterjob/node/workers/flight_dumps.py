@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 from typing import Any
 
@@ -29,9 +30,9 @@ def watch(module: Any) -> None:
         return result
 
     module.init_process_group = init_process_group
-    package = __import__("sys").modules.get("torch.distributed")
+    package = sys.modules.get("torch.distributed")
     if package is not None and package.__dict__.get("init_process_group") is form:
-        package.init_process_group = init_process_group
+        package.init_process_group = init_process_group  # type: ignore[attr-defined]
 
 
 def _start(module: Any) -> None:
