@@ -138,7 +138,7 @@ class _Phases:
             self.progress = JobProgress(JobPhase.NODES, 1, self._nodes)
         elif kind == "joined":
             self._joined.add(_count(event, "node_rank"))
-            if self.progress is None or self.progress.phase is JobPhase.NODES:
+            if self.progress is not None and self.progress.phase is JobPhase.NODES:
                 self.progress = JobProgress(JobPhase.NODES, len(self._joined), self._nodes)
         elif kind == "started":
             self._world_size = _count(event, "world_size")
@@ -157,6 +157,8 @@ class _Phases:
             why = event.get("why")
             detail = why[:_MAX_DETAIL] if isinstance(why, str) else ""
             self.progress = JobProgress(JobPhase.STOP, detail=detail)
+        elif kind == "ended":  # the job may be queued again
+            self.progress = None
 
 
 def _clock(event: Mapping[str, Any]) -> float | None:
