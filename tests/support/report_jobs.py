@@ -315,3 +315,17 @@ _TRACEBACK = f"""Traceback (most recent call last):
   File "train.py", line 30, in main
     raise ValueError("loss is nan {HOSTILE}")
 ValueError: loss is nan"""
+
+
+def page_of(job: WrittenJob) -> str:
+    """Write a job and return its report."""
+    from clusterjob.backends.base import Status
+    from clusterjob.backends.shared import ended
+    from clusterjob.insight.report import page, values
+    from clusterjob.insight.report.gather import gather
+
+    record = job.write()
+    verdict = record.verdict
+    now = Status(JobState.RUNNING) if verdict is None else ended(verdict)
+    data = gather(record, now)
+    return page.render(lambda detail: values.of_job(data, detail))

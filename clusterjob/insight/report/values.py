@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterjob import __version__
 from clusterjob.backends.base import Status
 from clusterjob.core.arrays import ranges_text
 from clusterjob.core.listing import row_of
@@ -128,7 +128,7 @@ def _common(record: Record, state: str, *, snapshot: bool) -> dict[str, Any]:
         "icon": icon,
         "snapshot": snapshot,
         "taken_at": events.now(),
-        "version": __version__,
+        "version": sys.modules["clusterjob"].__version__,
         "footnote": "",
         "revision": sanitize(str(git.get("revision") or ""))[:80],
         "branch": sanitize(str(git.get("branch") or ""))[:200],
