@@ -323,9 +323,10 @@ def page_of(job: WrittenJob) -> str:
     from clusterjob.backends.shared import ended
     from clusterjob.insight.report import page, values
     from clusterjob.insight.report.gather import gather
+    from clusterjob.insight.report.make import stacks_of
 
     record = job.write()
     verdict = record.verdict
     now = Status(JobState.RUNNING) if verdict is None else ended(verdict)
-    data = gather(record, now)
+    data = gather(record, now, stacks_of(record) if verdict is not None else None)
     return page.render(lambda detail: values.of_job(data, detail))

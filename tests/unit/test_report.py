@@ -17,7 +17,7 @@ from clusterjob.backends.shared import ended
 from clusterjob.core.records import Record, Records
 from clusterjob.insight.report import page, values
 from clusterjob.insight.report.gather import gather
-from clusterjob.insight.report.make import make
+from clusterjob.insight.report.make import make, stacks_of
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import PHASES
@@ -56,7 +56,7 @@ class Outline(HTMLParser):
 
 def report_of(record: Record) -> str:
     assert record.verdict is not None
-    data = gather(record, ended(record.verdict))
+    data = gather(record, ended(record.verdict), stacks_of(record))
     return page.render(lambda detail: values.of_job(data, detail))
 
 
@@ -77,7 +77,7 @@ def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
         "GPU-hours",
         "rank 1 failed ✕",
         "is in decode (train.py:40)",
-        "10:00: a hang",
+        "a hang",
         "SLURM_NNODES",
         "torch",
         "Revision 0123456789abcdef0123456789abcdef01234567",
