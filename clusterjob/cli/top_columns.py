@@ -318,7 +318,7 @@ def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
             steady=True,
             descending=True,
         ),
-        Column("LAST LINE", lambda rank: rank.line, priority=2, width=20, wide=True),
+        Column("LAST LINE", lambda rank: rank.line, priority=2, width=26, wide=True),
     ]
 
 

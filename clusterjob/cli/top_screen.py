@@ -75,7 +75,7 @@ class Top(App[None]):
         """A new snapshot is there."""
 
     def __init__(self, wanted: Sequence[Record] | None) -> None:
-        super().__init__()
+        super().__init__(ansi_color=True)
         self.crash: Exception | None = None
         self._failed: set[int] = set()
         self._paused = False

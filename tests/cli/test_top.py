@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,9 +54,7 @@ def real_job(tmp_path: Path) -> Iterator[str]:
     """A job of two ranks that runs until it is cancelled."""
     require_tmux()
     script = tmp_path / "train.py"
-    script.write_text("import textwrap\nexec(textwrap.dedent('''" + LOOPING + "'''))\n")
-    lines = LOOPING.replace("\n    ", "\n").lstrip()
-    script.write_text(lines)
+    script.write_text(textwrap.dedent(LOOPING))
     job_id = clusterjob(
         "submit", "--cluster", "local", "--nproc-per-node", "2", str(script)
     ).strip()
@@ -97,7 +96,7 @@ def test_top_shows_two_real_ranks_and_obeys_keys(
 
         screen.type("Enter")  # from the job to its ranks
         screen.type("Down")
-        screen.wait_for("▶    1")
+        screen.wait_for("▶   1")
         screen.type("l")
         text = screen.wait_for(f"log of rank 1 of {real_job}", "of rank 1")
         assert "of rank 0" not in text
@@ -158,7 +157,7 @@ def test_top_shows_256_ranks_at_little_cost(
         assert "GPU TREND" in screen.screen
         assert any(bar in screen.screen for bar in "▃▄▅▆▇█")
         screen.type("Tab", "Tab", "End")
-        screen.wait_for("▶  255")
+        screen.wait_for("▶ 255")
         # Sort by CPU, the largest value first, then the smallest first: rank 3 of 7 is idle.
         wait_until(lambda: _sorted_by(screen, "CPU%▼"), TEST_TIMEOUT)
         screen.type("r", "Home")
@@ -270,7 +269,7 @@ def test_top_of_unknown_job_is_refused() -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "there is no job 'nothing'" in done.stderr
 
 

@@ -43,7 +43,12 @@ class Tmux:
     def _tmux(self, *words: str) -> str:
         command = ["tmux", "-L", self._name, *words]
         return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=TEST_TIMEOUT
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=TEST_TIMEOUT,
+            env=dict(os.environ),  # without the size that readline adds to the C environment
         ).stdout
 
     def __enter__(self) -> Tmux:
