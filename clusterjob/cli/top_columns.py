@@ -9,7 +9,7 @@ from rich.text import Text
 from clusterjob.cli.top_table import Column
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.times import show_age, show_duration
-from clusterjob.insight.live import JobNow, Snapshot
+from clusterjob.insight.live_jobs import JobNow, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.node.system.sanitize import sanitize
 

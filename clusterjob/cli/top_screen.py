@@ -24,7 +24,7 @@ from clusterjob.cli.top_dialogs import HelpScreen, LogScreen, Question, TextScre
 from clusterjob.cli.top_table import LiveTable
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.records import Record
-from clusterjob.insight.live import JobNow, Live, Snapshot
+from clusterjob.insight.live_jobs import JobNow, Live, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.node.logs.log_reader import LogReader
 
