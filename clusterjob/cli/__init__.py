@@ -22,6 +22,8 @@ from clusterjob.cli import (
     logs,
     manage,
     metrics,
+    report,
+    stacks,
     start,
     top,
 )
@@ -60,6 +62,9 @@ app.command()(metrics.metrics)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)
+app.command()(stacks.stacks)
+app.command()(report.report)
+app.command()(report.trace)
 app.command()(start.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)

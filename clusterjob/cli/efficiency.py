@@ -24,19 +24,26 @@ def of_jobs(jobs: Sequence[tuple[Record, Status]]) -> list[dict[str, Any] | None
     """Return the efficiency of each job; also of running ones, if they have few nodes."""
     from clusterjob.insight.efficiency import efficiency
 
-    live = sum(record.nodes for record, now in jobs if now.verdict is None) <= _LIVE
+    live = _live(jobs)
     return [
         None if now.state is JobState.PENDING else efficiency(record, live=live)
         for record, now in jobs
     ]
 
 
+def _live(jobs: Sequence[tuple[Record, Status]]) -> bool:
+    return sum(record.nodes for record, now in jobs if now.verdict is None) <= _LIVE
+
+
 def print_below(wanted: Record, jobs: Sequence[tuple[Record, Status]]) -> None:
     """Print the efficiency of one job or array below its status; print nothing without samples."""
     from clusterjob.insight.efficiency import total
 
-    found = of_jobs(jobs)
-    for line in lines(total(found) if wanted.array is not None else found[0]):
+    if wanted.array is None:
+        (found,) = of_jobs(jobs)
+    else:
+        found = total([record for record, _ in jobs], live=_live(jobs))
+    for line in lines(found):
         print(sanitize(line))
 
 
@@ -107,7 +114,7 @@ def print_table(rows: Sequence[ListRow], columns: Sequence[str]) -> None:
         elif record.array is None:
             found = efficiency(record)
         else:
-            found = total([efficiency(element) for element in records.elements(record)])
+            found = total(records.elements(record))
         result.append((*row[1:], *_cells(found)))
     tables.print_table(result, fit=True)
 

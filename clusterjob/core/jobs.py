@@ -304,6 +304,12 @@ def interrupt_prompt(record: Record) -> bool:
     return isinstance(backend, Foreground) and backend.interrupt_prompt(record)
 
 
+def reads_terminal(record: Record) -> bool:
+    """Return whether a worker of the job reads from this process's terminal, as at a prompt."""
+    backend = base.instance(record.backend)
+    return isinstance(backend, Foreground) and backend.reads_terminal(record)
+
+
 def interrupt(record: Record) -> bool:
     """Interrupt a job's workers as Ctrl-C does; return False if it can only be cancelled."""
     backend = base.instance(record.backend)

@@ -87,8 +87,10 @@ def efficiency(record: Record, *, live: bool = False) -> dict[str, Any] | None:
         live: whether to read the samples of nodes that have not ended, which takes longer.
     """
     usages = _usages(record, live=live or record.end is not None)
-    if not usages:
-        return None
+    return _of_usages(record, usages) if usages else None
+
+
+def _of_usages(record: Record, usages: dict[int, _NodeUsage]) -> dict[str, Any]:
     nodes = [_node(rank, usage) for rank, usage in usages.items() if usage.seconds]
     startups = [usage.startup for usage in usages.values() if usage.startup is not None]
     held = sum(len(usage.gpus) * usage.wall for usage in usages.values())
@@ -109,15 +111,18 @@ def efficiency(record: Record, *, live: bool = False) -> dict[str, Any] | None:
     }
 
 
-def total(jobs: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the sums of several jobs, such as an array's elements; None without one.
+def total(records: Sequence[Record], *, live: bool = False) -> dict[str, Any] | None:
+    """Return the sums of several jobs, such as an array's elements; None if none has a usage.
 
-    ``jobs`` is the number of jobs that are known. There are no nodes; ``cpu_mean``, ``gpu_mean``,
-    ``memory_peak`` and ``cpu_peak`` are those of all nodes.
+    ``jobs`` is the number of jobs with a usage. There are no nodes; ``cores``, ``cpu_mean``,
+    ``cpu_peak``, ``memory_peak``, ``gpu_mean``, ``gpu_peak`` and ``gpu_memory_peak`` are those over
+    all nodes.
     """
-    known = [job for job in jobs if job is not None]
-    if not known:
+    used = [(one, _usages(one, live=live or one.end is not None)) for one in records]
+    used = [(one, usages) for one, usages in used if usages]
+    if not used:
         return None
+    known = [_of_usages(one, usages) for one, usages in used]
     summed = ("wall_seconds", "startup_seconds", "gpu_hours_held", "gpu_hours_idle", "restarts")
     sums: dict[str, Any] = {
         name: round(sum(job[name] or 0 for job in known), 3)
@@ -125,8 +130,9 @@ def total(jobs: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     }
     if all(job["gpu_hours_idle"] is None for job in known):
         sums["gpu_hours_idle"] = None
+    advice = _advice(used[0][0], [usage for _, usages in used for usage in usages.values()])
     nodes = [(job["wall_seconds"], node) for job in known for node in job["nodes"]]
-    return {"jobs": len(known), **sums, **_over_nodes(nodes), "advice": _common(known)}
+    return {"jobs": len(known), **sums, **_over_nodes(nodes), "advice": advice}
 
 
 def averages(found: dict[str, Any]) -> dict[str, Any]:
@@ -154,12 +160,6 @@ def _over_nodes(nodes: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]
         "gpu_peak": peak("gpu_peak"),
         "gpu_memory_peak": peak("gpu_memory_peak"),
     }
-
-
-def _common(jobs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the advice that fits every job: equal in all of them."""
-    first = jobs[0]["advice"]
-    return [text for text in first if all(text in job["advice"] for job in jobs)]
 
 
 # -- the nodes' usage ------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
+from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 
 _T = TypeVar("_T")
@@ -285,7 +286,7 @@ class Verdict:
             lines += [f"  | {line}" for line in self.failure.last_lines]
         effects = [item for item in self.consequences if item.effect]
         if effects:
-            lines.append(f"  failed after it, as a consequence: {_names(effects)}")
+            lines.append(f"  {_count(effects)} failed as a consequence: {_names(effects)}")
         own: dict[str, list[Failure]] = {}
         for item in self.consequences:
             if not item.effect:
@@ -302,7 +303,15 @@ class Verdict:
         return "\n".join(sanitize(line) for line in lines)
 
 
+def _count(failures: Sequence[Failure]) -> str:
+    """Return the number of failures, as ``7 ranks`` or ``7 ranks and 1 node``."""
+    ranks = sum(item.rank is not None for item in failures)
+    counts = [(ranks, "rank"), (len(failures) - ranks, "node")]
+    return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in counts if n)
+
+
 def _names(failures: Iterable[Failure]) -> str:
-    return ", ".join(
-        str(item.rank) if item.rank is not None else f"node {item.node_rank}" for item in failures
-    )
+    """Return the ranks as ranges, then the nodes: ``0-2, 4-7, node 3``."""
+    numbers = sorted({item.rank for item in failures if item.rank is not None})
+    nodes = [f"node {item.node_rank}" for item in failures if item.rank is None]
+    return ", ".join((*ranges(numbers), *nodes))

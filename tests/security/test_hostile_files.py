@@ -15,7 +15,7 @@ from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.core import polling
 from clusterjob.core.listing import Listing
@@ -144,7 +144,7 @@ def test_events_of_any_content_give_valid_progress(
 ) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + garbage)
-    started_at, restarts, waiting, started = shared.progress(tmp_path)
+    started_at, restarts, waiting, started = job_progress.progress(tmp_path)
     assert started is None or started >= 0
     assert (started_at is None or isinstance(started_at, str), type(restarts), type(waiting)) == (
         True,

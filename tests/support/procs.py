@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from clusterjob.node.logs.log_files import FILE_NAME
+
 MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend does not pass those to agents
 T = TypeVar("T")
 SAVER = """
@@ -303,7 +305,7 @@ class Job:
         return [
             f"{path.parent.name}/{path.name}"
             for path in files
-            if path.name not in ("timeline", "store.log", "phases.jsonl")
+            if FILE_NAME.fullmatch(path.name)
         ]
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:

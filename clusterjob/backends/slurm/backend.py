@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.slurm import planning, scancel, status, submit
 from clusterjob.backends.slurm.accounting import Accounting, explained
@@ -329,7 +329,7 @@ class SlurmBackend:
         """
         if (
             record.job.launcher == "srun"
-            or shared.progress(record.job_dir).started_at is None
+            or job_progress.progress(record.job_dir).started_at is None
             # With a result, the attempt has ended, and the job is queued again.
             or ends.read_result(record.job_dir) is not None
         ):

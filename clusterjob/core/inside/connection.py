@@ -41,6 +41,7 @@ class _Answer:
     rank: int | None = None
     host: str = ""
     outside: bool = False
+    stacks: bool = False
 
 
 class InsideConnection:
@@ -54,6 +55,7 @@ class InsideConnection:
 
     Attributes:
         streams: its streams.
+        has_stacks: whether the stacks of the ranks follow.
         code: the exit code of the command, after `ended`; None if the command did not end itself.
         ended: whether the program has sent its last frame.
         job_ended: whether it ended because the job did.
@@ -63,6 +65,7 @@ class InsideConnection:
     def __init__(self, record: Record, node: int, link: ByteLink, answer: _Answer) -> None:
         self.record, self.node = record, node
         self.rank, self.host, self.outside = answer.rank, sanitize(answer.host), answer.outside
+        self.has_stacks = answer.stacks
         self.code: int | None = None
         self.ended = self.job_ended = False
         self.on_reset: Callable[[str], None] = lambda _: None

@@ -1,4 +1,4 @@
-"""Record the phases of a node and its ranks, and count the ranks that join for the coordinator.
+"""Record the phases of a node and its ranks; count the joined ranks for the coordinator.
 
 The phases of a rank that runs:
 

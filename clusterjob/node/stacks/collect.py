@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from clusterjob.node import job_processes
-from clusterjob.node.stacks import kernel
+from clusterjob.node.stacks import kernel, py_spy
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.stacks.request import POLL_SECONDS, StackRequest
 from clusterjob.node.system import processes
 
 _MAX_RANKS = 256
+_PY_SPY_SECONDS = 0.5  # at the end of the timeout, for ranks that do not answer
 _SHORT_POLL = 0.0005  # seconds; the pause grows up to `POLL_SECONDS`
 
 
-def collect(job_id: str, node_rank: int, timeout: float) -> list[RankStack]:
+def collect(
+    job_id: str,
+    node_rank: int,
+    timeout: float,
+    *,
+    rank: int | None = None,
+    native: bool = False,
+    warn: Callable[[str], None] = lambda _: None,
+) -> list[RankStack]:
     """Return the stacks of the living ranks of a node, in the order of ranks.
 
     Args:
@@ -25,9 +35,13 @@ def collect(job_id: str, node_rank: int, timeout: float) -> list[RankStack]:
         node_rank: the node; several nodes of a job may be on this machine.
         timeout: timeout for all ranks, in seconds. A rank that does not answer in time is
             returned with its kernel state.
+        rank: the only rank to ask; None for all.
+        native: whether to add the frames of C and C++; this stops the ranks for a moment.
+        warn: called with one line if the native frames cannot be had.
     """
-    found = job_processes.on_node(job_id, node_rank)
-    return of_ranks(living(found), node_rank, timeout)
+    ranks = living(job_processes.on_node(job_id, node_rank))
+    asked = [each for each in ranks if rank in (None, each[0])]
+    return of_ranks(asked, node_rank, timeout, native=native, warn=warn)
 
 
 def living(found: job_processes.NodeProcesses) -> list[tuple[int, int]]:
@@ -42,13 +56,22 @@ def living(found: job_processes.NodeProcesses) -> list[tuple[int, int]]:
     return pids[:_MAX_RANKS]
 
 
-def of_ranks(ranks: Iterable[tuple[int, int]], node_rank: int, timeout: float) -> list[RankStack]:
+def of_ranks(
+    ranks: Iterable[tuple[int, int]],
+    node_rank: int,
+    timeout: float,
+    *,
+    native: bool = False,
+    warn: Callable[[str], None] = lambda _: None,
+) -> list[RankStack]:
     """Return the stacks of some processes of this machine.
 
     Args:
         ranks: (rank, pid) of each.
         node_rank: the node's rank.
         timeout: timeout for all ranks, in seconds.
+        native: as in `collect`.
+        warn: as in `collect`.
     """
     end = time.monotonic() + timeout
     asked = []
@@ -56,27 +79,41 @@ def of_ranks(ranks: Iterable[tuple[int, int]], node_rank: int, timeout: float) -
         request = _request(pid)
         state = kernel.state(request.pid)
         # A stopped process would answer when it continues, and an ended one never.
-        if state.startswith((*kernel.STOPPED, "has ended")):
+        if state.startswith((*kernel.STOPPED, kernel.ENDED)):
             request.close()
         asked.append((rank, request, state))
-    _wait([request for _, request, _ in asked], end)
+    _wait([request for _, request, _ in asked], end - min(_PY_SPY_SECONDS, timeout / 4))
     host = socket.gethostname()
     stacks = []
     for rank, request, state in asked:
         threads = request.answer()
         answered = bool(threads and threads[0].frames)
+        state = state if answered else kernel.state(request.pid)  # noqa: PLW2901
         stacks.append(
             RankStack(
-                rank,
-                node_rank,
-                host,
-                request.pid,
-                state=state if answered else kernel.state(request.pid),
-                answered=answered,
-                threads=threads,
+                rank, node_rank, host, request.pid, state=state, answered=answered, threads=threads
             )
         )
-    return stacks
+    return _with_py_spy(stacks, end, native=native, warn=warn)
+
+
+def _with_py_spy(
+    stacks: list[RankStack], end: float, *, native: bool, warn: Callable[[str], None]
+) -> list[RankStack]:
+    """Ask py-spy for the ranks that have not answered, or for native frames of all ranks."""
+    pids = [
+        each.pid for each in stacks if (native or not each.answered) and each.state != kernel.ENDED
+    ]
+    dumps = py_spy.dump(pids, end, native=native)
+    for error in dict.fromkeys(each.error for each in dumps.values() if native and each.error):
+        warn(f"no native frames: {error}")
+    read = {pid: each.threads for pid, each in dumps.items() if each.threads}
+    return [
+        dataclasses.replace(each, answered=True, threads=read[each.pid])
+        if each.pid in read and read[each.pid][0].frames
+        else each
+        for each in stacks
+    ]
 
 
 def _request(pid: int) -> StackRequest:

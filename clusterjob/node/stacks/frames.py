@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ class Frame:
 
     Attributes:
         file: the path of the source file, as the interpreter knows it.
-        line: the line number; None if the interpreter does not know it.
+        line: the line number; None if it is not known, as in C and C++.
         function: the name of the function.
     """
 
@@ -71,8 +72,9 @@ class RankStack:
 # A line of faulthandler; its file names are cut off after 500 characters.
 _FRAME = re.compile(r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-_MAX_FRAMES = 200
-_MAX_TEXT = 600
+MAX_THREADS = 100
+MAX_FRAMES = 200
+MAX_TEXT = 600  # characters of a name
 # Files of the interpreter, of installed packages, and of clusterjob.
 _LIBRARY = re.compile(
     r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
@@ -83,20 +85,30 @@ _LIBRARY = re.compile(
 def parse_thread(name: str, text: str) -> ThreadStack:
     """Return the stack that faulthandler has written; clusterjob's own frames are left out."""
     found: list[Frame] = []
-    for line in text.splitlines()[: 2 * _MAX_FRAMES]:
+    for line in text.splitlines()[: 2 * MAX_FRAMES]:
         match = _FRAME.fullmatch(line)
-        if match is None or len(found) == _MAX_FRAMES:
+        if match is None or len(found) == MAX_FRAMES:
             continue
         number = match["line"]
         frame = Frame(
-            _unescaped(match["file"] or "???")[:_MAX_TEXT],
+            _unescaped(match["file"] or "???")[:MAX_TEXT],
             int(number) if number.isascii() and number.isdecimal() and len(number) < 10 else None,
-            _unescaped(match["name"])[:_MAX_TEXT],
+            _unescaped(match["name"])[:MAX_TEXT],
         )
-        if frame.function == "run_as_main" and frame.file.endswith("node/program.py"):
-            break
         found.append(frame)
-    return ThreadStack(name, tuple(found))
+    return ThreadStack(name, of_program(found))
+
+
+def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Return the frames without those of the forkserver, which are outside of the program."""
+    return tuple(
+        itertools.takewhile(
+            lambda frame: (
+                not (frame.function == "run_as_main" and frame.file.endswith("node/program.py"))
+            ),
+            frames,
+        )
+    )
 
 
 def _unescaped(text: str) -> str:
@@ -110,8 +122,8 @@ def _unescaped(text: str) -> str:
 
 
 def is_of_program(frame: Frame) -> bool:
-    """Return whether a frame is in a file of the program itself, not in a library."""
-    return _LIBRARY.search(frame.file) is None
+    """Return whether a frame is in a Python file of the program itself, not in a library."""
+    return frame.line is not None and _LIBRARY.search(frame.file) is None
 
 
 def position_text(frames: Sequence[Frame]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterjob.node.stacks import waits
@@ -48,15 +48,24 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
         wait = waits.find(frames)
         key: Any = stack.state
         if wait is not None:
-            key = (wait.function, *frames[wait.depth + 1 :])
+            key = (wait.function, *_comparable(frames[wait.depth + 1 :]))
         elif frames:
-            key = frames
+            key = _comparable(frames)
         found.setdefault(key, []).append(stack)
     groups = [
         Group(tuple(each.rank for each in equal), _main_frames(equal[0]), equal[0].state)
         for equal in found.values()
     ]
     return sorted(groups, key=lambda each: (len(each.ranks), each.ranks))
+
+
+def _comparable(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Return the Python frames: addresses of native functions differ between processes."""
+    return tuple(
+        replace(frame, function=waits.short_name(frame))
+        for frame in frames
+        if frame.line is not None
+    )
 
 
 def _main_frames(stack: RankStack) -> tuple[Frame, ...]:
@@ -111,7 +120,10 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
     if wait is not None:
         return ("waits in", "wait in"), wait.function + (where if place else "")
     frame = own or each.frames[0]
-    return ("is in", "are in"), f"{frame.function} ({place_text(frame)})"
+    inner = each.frames[: each.frames.index(frame)]
+    importing = any(each.file.startswith("<frozen importlib") for each in inner)
+    verbs = ("imports in", "import in") if importing else ("is in", "are in")
+    return verbs, f"{frame.function} ({place_text(frame)})"
 
 
 def program_frame(frames: Iterable[Frame]) -> Frame | None:

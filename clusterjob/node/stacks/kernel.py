@@ -11,13 +11,14 @@ _STATES = {
     "T": "is stopped", "t": "is being traced", "Z": "has ended", "X": "has ended",
 }  # fmt: skip
 STOPPED = ("is stopped", "is being traced")
+ENDED = "has ended"
 
 
 def state(pid: int) -> str:
     """Return the state of a process's main thread, such as ``sleeps (hrtimer_nanosleep)``."""
     fields = processes.stat_fields(pid)
-    text = "has ended" if fields is None else _STATES.get(fields[0], "is about to end")
-    if text == "has ended":
+    text = ENDED if fields is None else _STATES.get(fields[0], "is about to end")
+    if text == ENDED:
         return text
     try:
         channel = Path(f"/proc/{pid}/wchan").read_text().strip()

@@ -14,8 +14,6 @@ works while a thread sleeps, waits for a lock or holds the interpreter in native
 loaded already or contains, so that it takes less than a millisecond.
 """
 
-from __future__ import annotations
-
 import _signal  # type: ignore[import-not-found]  # `signal` takes a millisecond
 import os
 

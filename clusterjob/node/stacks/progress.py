@@ -95,13 +95,16 @@ class Progress:
         self._ranks = {rank: known for rank, known in self._ranks.items() if rank in found}
         self._after = activity.read(rank.pid for rank in self._ranks.values())
         self._read_at = time.monotonic()
-        return any(news) and not first
+        # Without a rank, such as before torchrun has started its workers, nothing stands still.
+        return not first and (any(news) or not found)
 
     def _record(self, stack: RankStack) -> bool:
         rank = self._ranks.get(stack.rank)
         if rank is None or rank.pid != stack.pid:
-            rank = self._ranks[stack.rank] = _Rank(stack.pid)
-        moved = self._used(rank.pid, answered=stack.answered)
+            self._ranks[stack.rank] = rank = _Rank(stack.pid)
+            moved = True
+        else:
+            moved = self._used(rank.pid, answered=stack.answered)
         for index, thread in enumerate(stack.threads):
             place = _functions(thread)
             if index == 0:

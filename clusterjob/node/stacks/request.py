@@ -3,8 +3,9 @@
 The process must have called `offer`. Each of its threads is asked in turn, the main thread first,
 and writes its own stack. Threads of native libraries write nothing.
 
-The kernel shows when an answer is complete: the signal is neither pending (the thread has not begun
-to write) nor blocked (it is writing).
+The kernel shows when an answer is complete: the file is not empty, and the thread does not block
+the signal any more, as it does while it writes. A thread that sleeps with an empty file, and for
+which the signal is not pending, has no Python stack.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from clusterjob.node.stacks import frames, offer
-from clusterjob.node.stacks.frames import ThreadStack
+from clusterjob.node.stacks.frames import MAX_THREADS, ThreadStack
 
 # Seconds for a process to answer; with a free core a thread needs less than a millisecond.
 ANSWER_SECONDS = 1.5
@@ -28,6 +29,7 @@ POLL_SECONDS = 0.01  # between two calls of `StackRequest.step` without progress
 _SLICE = 0.05  # seconds after which the other threads are asked before a thread that is silent
 _MAX_BYTES = 1 << 18
 _MAX_ASKED = 1000  # threads
+_HEADER = "Stack (most recent call first):"
 _BIT = 1 << (offer.SIGNAL - 1)
 # The number of the system call tgkill(2), by CPU architecture; C libraries may lack the function.
 _TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241, "riscv64": 131}
@@ -35,10 +37,11 @@ _TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241, "riscv64
 
 @dataclass(frozen=True)
 class _Signals:
-    """Whether the signal is pending for a thread, and whether the thread blocks it."""
+    """Whether the signal is pending for a thread, whether it blocks it, and whether it sleeps."""
 
     pending: bool
     blocked: bool
+    sleeps: bool
 
 
 class StackRequest:
@@ -67,6 +70,7 @@ class StackRequest:
         self._asked: int | None = None  # the thread that has been asked
         self._asked_at = 0.0
         self._late: set[int] = set()  # threads that have been asked and have not begun to answer
+        self._blocked: set[int] = set()  # threads that have blocked the signal
         self._found: dict[int, str] = {}
 
     def step(self) -> bool:
@@ -78,7 +82,7 @@ class StackRequest:
                 return False
             return self._ask()
         except OSError:  # the process has ended
-            self.done = True
+            self._finish()
             return True
 
     def answer(self) -> tuple[ThreadStack, ...]:
@@ -88,7 +92,7 @@ class StackRequest:
         """
         main = self._comm(self.pid)
         threads = []
-        for tid in sorted(self._found, key=lambda tid: (tid != self.pid, tid)):
+        for tid in sorted(self._found, key=lambda tid: (tid != self.pid, tid))[:MAX_THREADS]:
             comm = self._comm(tid)
             name = comm if comm != main and comm else f"thread {tid}"
             threads.append(
@@ -101,10 +105,16 @@ class StackRequest:
 
     def close(self) -> None:
         """Close the request."""
-        for descriptor in (self._file, self._directory):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._file = self._directory = None
+        self._finish()
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
+    def _finish(self) -> None:
+        """End the request, so that the next one can lock the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
         self.done = True
 
     def _lock(self) -> bool:
@@ -129,7 +139,7 @@ class StackRequest:
             signals = self._signals(tid)
             if signals is not None and signals.pending:  # of an earlier request
                 self._late.add(tid)
-            elif signals is not None and not signals.blocked:
+            elif signals is not None:
                 self._waiting.append(tid)
         return True
 
@@ -143,51 +153,69 @@ class StackRequest:
                 self._late.discard(tid)  # its answer may be mixed with another one: ask again
                 self._waiting.append(tid)
         if not self._waiting:
-            self.done = not self._late
+            if not self._late:
+                self._finish()
             return self.done
         assert self._file is not None
         os.ftruncate(self._file, 0)
-        self._asked, self._asked_at = self._waiting.popleft(), time.monotonic()
-        if not _signal_thread(self.pid, self._asked):
-            self._asked = None
+        tid = self._waiting.popleft()
+        signals = self._signals(tid)
+        if signals is None or not signals.blocked:
+            self._asked, self._asked_at = tid, time.monotonic()
+            if not _signal_thread(self.pid, tid):
+                self._asked = None
+        elif tid not in self._blocked:  # also for a moment, while it creates a thread: try again
+            self._blocked.add(tid)
+            self._waiting.append(tid)
         return True
 
     def _collect(self, tid: int) -> bool:
         """Return whether the thread has answered, has ended, or is late."""
         assert self._file is not None
+        begun = os.fstat(self._file).st_size > 0  # before the signals: see above
         signals = self._signals(tid)
-        if signals is not None and signals.pending:
-            if time.monotonic() < self._asked_at + _SLICE or not self._waiting:
+        in_time = time.monotonic() < self._asked_at + _SLICE
+        if signals is None:
+            pass
+        elif signals.pending or (tid == self.pid and not begun and not signals.sleeps):
+            if in_time or not self._waiting:
                 return False
             self._late.add(tid)
-        elif signals is not None:
-            if signals.blocked:
-                return False
+        elif signals.blocked or not (begun or signals.sleeps or not in_time):
+            return False
+        elif begun:
             text = os.pread(self._file, _MAX_BYTES, 0).decode(errors="replace")
             others = (self._signals(late) for late in self._late)
-            if any(each is not None and not each.pending for each in others):
-                self._waiting.append(tid)
-            elif text:
+            if _is_one_stack(text) and all(each is None or each.pending for each in others):
                 self._found[tid] = text
+            else:  # another thread has written too
+                self._waiting.append(tid)
+        elif os.fstat(self._file).st_size:  # written in the meantime
+            return False
         self._asked = None
         return True
 
     def _signals(self, tid: int) -> _Signals | None:
         """Return the state of the signal in a thread; None if the thread has ended."""
-        masks = {}
-        for line in self._read(f"task/{tid}/status").splitlines():
-            name, _, value = line.partition(":")
-            if name in ("SigPnd", "SigBlk"):
-                masks[name] = int(value, 16)
-        if len(masks) < 2:
+        lines = (line.partition(":") for line in self._read(f"task/{tid}/status").splitlines())
+        values = {name: value.split()[0] for name, _, value in lines if value.strip()}
+        if "SigBlk" not in values or values["State"] in "ZX":
             return None
-        return _Signals(bool(masks["SigPnd"] & _BIT), blocked=bool(masks["SigBlk"] & _BIT))
+        return _Signals(
+            bool(int(values["SigPnd"], 16) & _BIT),
+            blocked=bool(int(values["SigBlk"], 16) & _BIT),
+            sleeps=values["State"] in "SD",
+        )
 
     def _comm(self, tid: int) -> str:
         return self._read(f"task/{tid}/comm").strip()
 
     def _read(self, path: str) -> str:
         return "" if self._directory is None else _read_at(self._directory, path)
+
+
+def _is_one_stack(text: str) -> bool:
+    return text.startswith(_HEADER) and text.count(_HEADER) == 1
 
 
 def _open_offer(directory: int) -> int | None:
@@ -204,7 +232,11 @@ def _open_offer(directory: int) -> int | None:
         for name in os.listdir(opened):
             with contextlib.suppress(FileNotFoundError):
                 link = os.readlink(name, dir_fd=opened).rpartition("/")[2]
-                if link.startswith((offer.FILE, f"memfd:{offer.FILE}")):
+                # The file is in no directory: another file of this name must not be truncated.
+                if (
+                    link.startswith((offer.FILE, f"memfd:{offer.FILE}"))
+                    and os.stat(name, dir_fd=opened).st_nlink == 0
+                ):
                     return os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=opened)
     finally:
         os.close(opened)

@@ -61,15 +61,22 @@ def find(frames: Sequence[Frame]) -> Wait | None:
     """
     found = None
     for depth, frame in enumerate(frames):
+        if frame.line is None:  # C and C++
+            continue
         file = next(filter(frame.file.endswith, _FILES), None)
         if file is None and found is not None and _BETWEEN.search(frame.file):
             continue
         if file is None or is_of_program(frame):
             break
-        name, waits = frame.function, _WAITS[file]
+        name, waits = short_name(frame), _WAITS[file]
         if name in waits or ("*" in waits and not name.startswith("_")):
             found = Wait(_label(file, name), depth)
     return found
+
+
+def short_name(frame: Frame) -> str:
+    """Return a function's name without that of its class, which only py-spy knows."""
+    return frame.function.rpartition(".")[2]
 
 
 def _label(file: str, function: str) -> str:

@@ -1,4 +1,4 @@
-"""Report the phases of a rank to its agent: its rendezvous, and the init of its process group.
+"""Report the phases of a rank to its agent: rendezvous, init, running.
 
 `hook` applies `report_phases` in every Python process of a job that imports torch.distributed; in a
 process that was not forked by the forkserver from a copy of this file. So this file imports no
