@@ -24,7 +24,7 @@ from clusterjob.cli.top_dialogs import HelpScreen, LogScreen, Question, TextScre
 from clusterjob.cli.top_table import LiveTable
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.records import Record
-from clusterjob.insight.live_jobs import JobNow, Live, Snapshot
+from clusterjob.insight.live_jobs import JobNow, JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.node.logs.log_reader import LogReader
 
@@ -35,7 +35,7 @@ class Top(App[None]):
     """The live screen.
 
     Args:
-        wanted: the jobs to show; see `Live`.
+        wanted: the jobs to show; see `JobPoller`.
     """
 
     CSS = """
@@ -68,6 +68,7 @@ class Top(App[None]):
         Binding("t", "stacks", "Stacks"),
         Binding("c", "cancel", "Cancel"),
         Binding("space", "pause", "Pause", show=False),
+        Binding("enter", "open", "Open", show=False),
         Binding("escape", "end_filter", "End the filter", show=False),
     ]
 
@@ -79,7 +80,7 @@ class Top(App[None]):
         self.crash: Exception | None = None
         self._failed: set[int] = set()
         self._paused = False
-        self._live = Live(wanted, self._tell)
+        self._live = JobPoller(wanted, self._tell)
         self._job_table: LiveTable[ListRow] = LiveTable(
             JOB_COLUMNS, lambda row: row.job_id, id="jobs", sort=False
         )
@@ -174,12 +175,9 @@ class Top(App[None]):
             self._live.choose(row.job_id)
             self._draw(self._live.snapshot)
 
-    def on_live_table_opened(self, message: LiveTable.Opened) -> None:
-        """Go from a job to its ranks; open the log of a node or a rank."""
-        if message.table is self._job_table:
-            self._rank_table.focus()
-        else:
-            self.action_log()
+    def on_live_table_opened(self) -> None:
+        """Open a row that was clicked twice."""
+        self.action_open()
 
     # -- keys --------------------------------------------------------------------------------------
 
@@ -196,7 +194,18 @@ class Top(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Take the keys of the main screen away from the screens above it."""
-        own = ("keys", "filter", "sort", "reverse", "log", "stacks", "cancel", "pause", "leave")
+        own = (
+            "keys",
+            "filter",
+            "sort",
+            "reverse",
+            "log",
+            "stacks",
+            "cancel",
+            "pause",
+            "open",
+            "leave",
+        )
         if len(self.screen_stack) > 1 and action in own:
             return action == "leave"
         return super().check_action(action, parameters)
@@ -208,6 +217,13 @@ class Top(App[None]):
     def action_keys(self) -> None:
         """Show the keys."""
         self.push_screen(HelpScreen())
+
+    def action_open(self) -> None:
+        """Go from a job to its ranks; open the log of a node or a rank."""
+        if self._table is self._job_table:
+            self.screen.set_focus(self._rank_table)
+        else:
+            self.action_log()
 
     def action_sort(self, step: int) -> None:
         """Sort the table by another column."""

@@ -303,9 +303,7 @@ class Job:
         """Return the names of the workers' log files, node by node."""
         files = sorted((self.dir / "logs").glob("node*/*"))
         return [
-            f"{path.parent.name}/{path.name}"
-            for path in files
-            if FILE_NAME.fullmatch(path.name)
+            f"{path.parent.name}/{path.name}" for path in files if FILE_NAME.fullmatch(path.name)
         ]
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
