@@ -28,6 +28,9 @@ from clusterjob.insight.live_jobs import JobNow, JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.node.logs.log_reader import LogReader
 
+_OF_MAIN_SCREEN = {
+    "keys", "filter", "sort", "reverse", "log", "stacks", "cancel", "pause", "open", "end_filter",
+}  # fmt: skip
 _SHARE = 4  # the tables of jobs and of nodes each have at most this part of the screen
 
 
@@ -46,7 +49,6 @@ class Top(App[None]):
     #summary { margin-top: 1; }
     #ranks { height: 1fr; min-height: 2; }
     #filter { height: 1; border: none; padding: 0; display: none; }
-    #filter.open { display: block; }
     RichLog { background: ansi_default; overflow-y: auto; }
     VerticalScroll { background: ansi_default; }
     ModalScreen { align: center middle; background: ansi_default; }
@@ -194,20 +196,8 @@ class Top(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Take the keys of the main screen away from the screens above it."""
-        own = (
-            "keys",
-            "filter",
-            "sort",
-            "reverse",
-            "log",
-            "stacks",
-            "cancel",
-            "pause",
-            "open",
-            "leave",
-        )
-        if len(self.screen_stack) > 1 and action in own:
-            return action == "leave"
+        if len(self.screen_stack) > 1 and action in _OF_MAIN_SCREEN:
+            return False
         return super().check_action(action, parameters)
 
     def action_leave(self) -> None:
@@ -242,9 +232,9 @@ class Top(App[None]):
         """Ask for the text that rows must have."""
         field = self.query_one("#filter", Input)
         self._filtered = self._table
-        field.add_class("open")
+        field.display = True
         field.value = self._filtered.filter_text
-        field.focus()
+        self.screen.set_focus(field)  # at once: the next keys are for it
 
     def action_end_filter(self) -> None:
         """Show all rows again."""
@@ -266,8 +256,8 @@ class Top(App[None]):
         self._close_filter()
 
     def _close_filter(self) -> None:
-        self.query_one("#filter", Input).remove_class("open")
-        self._filtered.focus()
+        self.query_one("#filter", Input).display = False
+        self.screen.set_focus(self._filtered)
 
     def action_log(self) -> None:
         """Show the log of the selected rank, node or job."""
