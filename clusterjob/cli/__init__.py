@@ -21,8 +21,11 @@ from clusterjob.cli import (
     login,
     logs,
     manage,
+    metrics,
+    report,
     stacks,
     start,
+    top,
 )
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.inside import CommandAfterId
@@ -51,13 +54,17 @@ app.command(
 )(start.launch)
 app.command()(manage.status)
 app.command("list")(list_jobs.list_jobs)
+app.command()(top.top)
 app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(logs.logs)
+app.command()(metrics.metrics)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)
 app.command()(stacks.stacks)
+app.command()(report.report)
+app.command()(report.trace)
 app.command()(start.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)

@@ -56,6 +56,10 @@ def list_jobs(
             " ended, duration, reason (default: most).",
         ),
     ] = None,
+    with_efficiency: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--efficiency", help="Columns of what each job used (default: no)."),
+    ] = False,
     watch: Annotated[  # noqa: FBT002
         bool,
         typer.Option("--watch", "-w", help="A table that follows changes; Ctrl-C ends it."),
@@ -67,7 +71,7 @@ def list_jobs(
     A terminal shows ages and lines that fit into its width; otherwise times are local and no line
     is cut.
     """
-    from clusterjob.cli import job_table, output
+    from clusterjob.cli import efficiency, job_table, output
     from clusterjob.core.selection import Selection, parse_states
     from clusterjob.core.times import parse_point
 
@@ -78,6 +82,8 @@ def list_jobs(
             f"--json and {'--watch' if watch else '--columns'} are both given",
             "--json prints all fields once",
         )
+    if with_efficiency and watch:
+        raise UsageError("--efficiency and --watch are both given", "give only one of them")
     selection = Selection(
         parse_states(state or ()),
         name=name or "",
@@ -85,7 +91,7 @@ def list_jobs(
         since=parse_point(since) if since else None,
     )
     if as_json:
-        return _print_json(selection, number)
+        return _print_json(selection, number, with_efficiency=with_efficiency)
     wanted = job_table.DEFAULT if columns is None else job_table.parse_columns(columns)
     # A duration changes at each poll. Without a terminal, each change prints the whole table.
     steady = [name for name in wanted if name != "duration"] if columns is None else wanted
@@ -100,7 +106,11 @@ def list_jobs(
         )
         return 0
     rows, more, broken = _newest(selection, limit)
-    job_table.print_jobs(rows, wanted, together=True, fit=True)
+    if with_efficiency:
+        columns_left = [name for name in wanted if columns is not None or name != "reason"]
+        efficiency.print_table(rows, columns_left)
+    else:
+        job_table.print_jobs(rows, wanted, together=True, fit=True)
     if more:
         output.print_message(f"and {more} more: --all")
     output.print_broken(broken)
@@ -143,9 +153,9 @@ def _lines(
     return [*lines[:room], *(rest if size is None else [tables.cut("; ".join(rest), size.columns)])]
 
 
-def _print_json(selection: Selection, limit: int | None) -> int:
+def _print_json(selection: Selection, limit: int | None, *, with_efficiency: bool) -> int:
     from clusterjob.backends import shared
-    from clusterjob.cli import output
+    from clusterjob.cli import efficiency, output
     from clusterjob.core.listing import Listing
     from clusterjob.core.records import Records
 
@@ -167,7 +177,8 @@ def _print_json(selection: Selection, limit: int | None) -> int:
             if pair is None and (record := records.read(row.job_id)) is not None:
                 pair = (record, shared.ended(record.verdict)) if record.verdict else None
             if pair is not None:
-                shown.append(output.job_json(*pair))
+                used = efficiency.of_jobs([pair])[0] if with_efficiency else None
+                shown.append(output.job_json(*pair, used))
     output.print_json({"jobs": shown})
     output.print_broken(listing.broken)
     return 0

@@ -79,8 +79,8 @@ def logs(
 
     age = None if since is None else parse_age(since)
     shown = watch.Filters(
-        ranks=_numbers("--rank", rank),
-        nodes=_numbers("--node", node),
+        ranks=numbers("--rank", rank),
+        nodes=numbers("--node", node),
         attempt=attempt,
         stream="err" if stderr else None,
         since=parse_point(since).timestamp() if since is not None and age is None else None,
@@ -96,7 +96,7 @@ def logs(
     return job.to_the_end() if follow else 0
 
 
-def _numbers(option: str, texts: list[str] | None) -> tuple[int, ...] | None:
+def numbers(option: str, texts: list[str] | None) -> tuple[int, ...] | None:
     """Return the numbers of an option's lists, such as 0-3,7; None if it is not given."""
     from clusterjob.core import arrays
 

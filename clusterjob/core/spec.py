@@ -107,6 +107,8 @@ class JobSpec:
         notify: where node 0 sends notifications: URLs of apprise, which are never recorded.
         notify_cmd: shell commands that node 0 runs for each notification.
         notify_on: events to notify about; see `clusterjob.node.notifications`.
+        hang_timeout: seconds without progress after which the job hangs; None for no detection.
+        metrics, metrics_port: samples of the nodes; see `clusterjob.node.options.LaunchOptions`.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
     Raises:
@@ -150,6 +152,9 @@ class JobSpec:
     notify: tuple[NotifyPlace, ...] = ()
     notify_cmd: tuple[str, ...] = ()
     notify_on: tuple[str, ...] = DEFAULT_KINDS
+    hang_timeout: int | None = None
+    metrics: bool = True
+    metrics_port: int = 0
     join_timeout: float = LaunchOptions.join_timeout
     heartbeat: float = LaunchOptions.heartbeat
     lease: float = LaunchOptions.lease
@@ -172,6 +177,7 @@ class JobSpec:
                     f"{label.replace('_', ' ')} is {getattr(self, label)}: "
                     "must be more than 0 and less than 1e9 seconds"
                 )
+        _check_metrics(self.metrics_port, on=self.metrics)
         if self.lease <= self.heartbeat:
             raise SpecError(
                 f"the lease ({self.lease:g} s) must be longer "
@@ -213,6 +219,11 @@ class JobSpec:
             raise SpecError(
                 "--notify needs clusterjob's agent, and --launcher srun starts none",
                 "Slurm's own mail: --set mail-type=END,FAIL --set mail-user=ADDRESS",
+            )
+        if self.hang_timeout is not None and self.launcher == "srun":
+            raise SpecError(
+                "--hang-timeout needs clusterjob's agent, and --launcher srun starts none",
+                "use --launcher agent or torchrun; `clusterjob stacks` works with every launcher",
             )
 
     def _check_environment(self) -> None:
@@ -345,7 +356,10 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "secret": lambda names: tuple(Secret(str(name)) for name in names),
     "only": lambda numbers: tuple(map(int, numbers)),
     "notify": lambda texts: tuple(NotifyPlace(str(text)) for text in texts),
-    "signal_before": lambda seconds: None if seconds is None else int(seconds),
+    **dict.fromkeys(
+        ("signal_before", "hang_timeout"),
+        lambda seconds: None if seconds is None else int(seconds),
+    ),
     **dict.fromkeys(("env", "options"), dict),
     **dict.fromkeys(
         ("setup", "sweep", "after", "notify_cmd", "notify_on"), lambda lines: tuple(map(str, lines))
@@ -387,3 +401,10 @@ def _at_least(flag: str, value: int | None, least: int) -> None:
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise SpecError(f"{label} is {value!r}", f"use one of {', '.join(known)}")
+
+
+def _check_metrics(port: int, *, on: bool) -> None:
+    if not 0 <= port < 1 << 16:
+        raise SpecError(f"--metrics-port {port}: must be from 1 to 65535")
+    if port and not on:
+        raise SpecError("--metrics-port and --no-metrics exclude each other")

@@ -86,6 +86,14 @@ def on_node(job_id: str, node: int) -> NodeProcesses:
     return _among_tasks(tasks) if tasks else NodeProcesses(started=started)
 
 
+def of_forkserver(pid: int) -> NodeProcesses:
+    """Return the processes of a forkserver's node; without ranks if it has ended."""
+    table = None
+    with contextlib.suppress(OSError):
+        table = table_of(pid)
+    return NodeProcesses() if table is None else _in_table(pid, table)
+
+
 def _of_job(job_id: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the user's processes that were started for the job, with their environments."""
     wanted = f"{contract.JOB_ID}={job_id}".encode()

@@ -53,3 +53,38 @@ class FakeSmi:
             for pid, name in users
         ]
         (self.directory / "apps").write_text("".join(lines))
+
+
+class FakeNvml:
+    """A fake libnvidia-ml.so.1, built with gcc; a process with its `variables` loads it.
+
+    Args:
+        directory: a new directory for the library.
+        gpus: the number of GPUs.
+        old: whether functions of newer drivers are missing.
+    """
+
+    def __init__(self, directory: Path, gpus: int = 2, *, old: bool = False) -> None:
+        directory.mkdir(parents=True)
+        self.library = directory / "libnvidia-ml.so.1"
+        self._state = directory / "state"
+        source = Path(__file__).with_name("nvml.c")
+        defined = ["-DOLD"] if old else []
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-w", *defined, "-o", str(self.library), str(source)],
+            check=True,
+        )
+        self.variables = {"LD_LIBRARY_PATH": str(directory), "FAKE_NVML": str(self._state)}
+        self._values: dict[tuple[object, str], int] = {("-", "count"): gpus}
+        for gpu in range(gpus):
+            self.set(gpu, use=80 + gpu, memory=40 << 30, total=80 << 30, power=350_500)
+            self.set(gpu, temperature=61, sm=1980, mem=2619, ecc=0)
+
+    def set(self, gpu: object, **values: int) -> None:
+        """Set values of a GPU, or of the machine if `gpu` is ``-``."""
+        for name, value in values.items():
+            self._values[gpu, name] = value
+        lines = [f"{gpu} {name} {value}\n" for (gpu, name), value in self._values.items()]
+        part = self._state.with_suffix(".part")
+        part.write_text("".join(lines))
+        part.replace(self._state)

@@ -1,4 +1,4 @@
-"""Apply `torch_patches`, `snapshot_imports` and `offer` in every Python process of a job.
+"""Apply the patches of torch and of imports in every Python process; offer its stacks.
 
 Forked workers inherit the hook from the forkserver. Every other Python process of a job loads a
 copy of this file as ``sitecustomize`` (`hook_directory`). So this file is short and imports only
@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 PATCHES_FILE = "clusterjob_torch_patches.py"
 SNAPSHOT_FILE = "clusterjob_snapshot_imports.py"
 STACKS_FILE = "clusterjob_stacks.py"
+PHASES_FILE = "clusterjob_rank_phases.py"
+DUMPS_FILE = "clusterjob_flight_dumps.py"
+# The patches of each module, as (module of the package, its copy, function).
 _CHANGED = {
-    "torch.distributed.distributed_c10d": "keep_groups",
-    "torch.distributed.rendezvous": "choose_store",
+    "torch.distributed.distributed_c10d": (
+        ("torch_patches", PATCHES_FILE, "keep_groups"),
+        ("rank_phases", PHASES_FILE, "report_phases"),
+        ("flight_dumps", DUMPS_FILE, "watch"),
+    ),
+    "torch.distributed.rendezvous": (("torch_patches", PATCHES_FILE, "choose_store"),),
 }
 _MARK = "_changed_by_clusterjob"
 
@@ -75,21 +82,24 @@ def spec_of_others(own, name, path, target):
 
 def _change(module):
     # type: (ModuleType) -> None
-    changes = _changes()
     # Another finder that calls all finders may cause a second call.
-    if changes is not None and not hasattr(module, _MARK):
-        setattr(module, _MARK, True)
-        getattr(changes, _CHANGED[module.__name__])(module)
+    if hasattr(module, _MARK):
+        return
+    setattr(module, _MARK, True)
+    for name, file, function in _CHANGED[module.__name__]:
+        changes = _changes(name, file)
+        if changes is not None:
+            getattr(changes, function)(module)
 
 
-def _changes():
-    # type: () -> Any
-    """Return the module with the patches; None if the job's directory was removed."""
+def _changes(name, file):
+    # type: (str, str) -> Any
+    """Return a module with patches; None if the job's directory was removed."""
     if __name__ != "sitecustomize":
-        from clusterjob.node.workers import torch_patches
+        from importlib import import_module
 
-        return torch_patches
-    return _load(PATCHES_FILE)
+        return import_module("clusterjob.node.workers." + name)
+    return _load(file)
 
 
 def _load(file):

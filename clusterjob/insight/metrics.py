@@ -1,0 +1,171 @@
+"""The metrics of a job: collect the samples of its nodes, and explain those that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clusterjob.core import polling
+from clusterjob.core.records import Record
+from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.node.metrics import segments
+from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
+
+_PSS_AGE = 600.0  # seconds: the PSS is read rarely, so the latest values include an older one
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The samples to show; None selects all.
+
+    Attributes:
+        nodes, ranks: the nodes and the workers; ranks leave out nodes without such a worker.
+        since: seconds before each node's newest sample.
+    """
+
+    nodes: Sequence[int] | None = None
+    ranks: Sequence[int] | None = None
+    since: float | None = None
+
+
+def collect(record: Record, wanted: Wanted, on_error: Callable[[str], None]) -> list[int]:
+    """Copy a job's samples to this machine; return the nodes that have samples.
+
+    Args:
+        record: the job.
+        wanted: the samples to show.
+        on_error: called with one line for each node without samples, and if a host cannot be
+            reached.
+
+    Raises:
+        UsageError: the job is an array, or it has no such node.
+        ClusterJobError: there is no sample.
+    """
+    if record.array is not None:
+        raise UsageError(
+            f"job {record.job_id} is an array: each element has its own metrics",
+            f"name one, such as {record.job_id}_{record.array['indices'][0]}",
+        )
+    if wanted.nodes and max(wanted.nodes) >= record.nodes:
+        raise UsageError(
+            f"job {record.job_id} has no node {max(wanted.nodes)}",
+            f"its nodes are 0 to {record.nodes - 1}" if record.nodes > 1 else "its only node is 0",
+        )
+    why = ""
+    try:
+        now = polling.status(record)
+        why = "" if now.state.final else now.reason
+        polling.collect(record)
+    except ClusterJobError as error:  # show what was copied before
+        why = error.message
+    nodes = range(record.nodes) if wanted.nodes is None else wanted.nodes
+    found = [node for node in nodes if segments.latest(record.job_dir, node) is not None]
+    if not found:
+        raise ClusterJobError(f"job {record.job_id} has no metrics: {why or _why_none(record)}")
+    if why:
+        on_error(why)
+    for node in nodes:
+        if node not in found:
+            on_error(f"node {node} has no metrics: no samples of it have arrived")
+    return found
+
+
+def _why_none(record: Record) -> str:
+    spec = record.spec
+    if "metrics" not in spec:
+        return "a version of clusterjob without metrics submitted it"
+    if not spec["metrics"]:
+        return "it was submitted with --no-metrics"
+    if spec.get("launcher") == "srun":
+        return "srun starts its workers without an agent"
+    if not record.job_dir.is_dir():
+        return f"its directory {record.job_dir} does not exist"
+    if record.backend not in ("local", "ssh", "slurm"):
+        return f"the {record.backend} backend receives only the logs of its jobs"
+    return "the first sample is taken 2 s after the workers' start"
+
+
+def samples(record: Record, node: int, wanted: Wanted) -> Iterator[tuple[NodeFacts, Sample]]:
+    """Yield the wanted samples of a node, with the wanted ranks only."""
+    for facts, sample in segments.read(record.job_dir, node, wanted.since):
+        if wanted.ranks is None:
+            yield facts, sample
+        elif workers := {r: one for r, one in sample.workers.items() if r in wanted.ranks}:
+            yield facts, replace(sample, workers=workers)
+
+
+def latest(record: Record, node: int, wanted: Wanted) -> tuple[NodeFacts, Sample] | None:
+    """Return a node's newest wanted sample, with each worker's newest PSS; None without one."""
+    found: tuple[NodeFacts, Sample] | None = None
+    pss: dict[int, int] = {}
+    for facts, sample in samples(record, node, replace(wanted, since=_PSS_AGE)):
+        if found is not None and found[1].restart != sample.restart:
+            pss = {}
+        for rank, worker in sample.workers.items():
+            if worker.pss is not None:
+                pss[rank] = worker.pss
+        found = facts, sample
+    if found is None:
+        return None
+
+    def with_pss(rank: int, worker: WorkerSample) -> WorkerSample:
+        return replace(worker, pss=pss.get(rank))
+
+    workers = {rank: with_pss(rank, worker) for rank, worker in found[1].workers.items()}
+    return found[0], replace(found[1], workers=workers)
+
+
+def to_json(record: Record, nodes: Sequence[int], wanted: Wanted) -> dict[str, Any]:
+    """Return the samples as plain data: one entry per node and attempt."""
+    entries: list[dict[str, Any]] = []
+    for node in nodes:
+        last: NodeFacts | None = None
+        for facts, sample in samples(record, node, wanted):
+            if facts != last:
+                last = facts
+                entries.append({**vars(facts), "gpus": [vars(gpu) for gpu in facts.gpus]})
+                entries[-1]["samples"] = []
+            entries[-1]["samples"].append(_sample_json(facts, sample))
+    return {"id": record.job_id, "nodes": entries}
+
+
+def _sample_json(facts: NodeFacts, sample: Sample) -> dict[str, Any]:
+    indices = [gpu.index for gpu in facts.gpus]
+    return {
+        **vars(sample),
+        "workers": [{"rank": rank, **vars(one)} for rank, one in sample.workers.items()],
+        "gpus": [
+            {"index": index, **vars(gpu)}
+            for index, gpu in zip(indices, sample.gpus, strict=False)
+        ],
+    }  # fmt: skip
+
+
+_ABOUT = ("time", "monotonic", "node", "host", "attempt", "restart", "kind", "index")
+_VALUES = (
+    "cpu", "memory", "pss", "read", "written", "threads", "received", "sent", "load", "quiet",
+    "use", "power", "temperature", "sm_clock", "memory_clock", "ecc", "xid",
+)  # fmt: skip
+COLUMNS = (*_ABOUT, *_VALUES)
+
+
+def rows(record: Record, nodes: Sequence[int], wanted: Wanted) -> Iterator[tuple[Any, ...]]:
+    """Yield the samples as rows of `COLUMNS`: one per node, rank and GPU of each sample.
+
+    The memory of a rank is its RSS. A value that is unknown is None. If ranks are selected, only
+    their rows are yielded.
+    """
+    for node in nodes:
+        for facts, sample in samples(record, node, wanted):
+            begin = (sample.time, sample.monotonic, node, facts.host, facts.attempt, sample.restart)
+            if wanted.ranks is None:
+                yield (*begin, "node", node, *_row(vars(sample)))
+            for rank, worker in sample.workers.items():
+                yield (*begin, "rank", rank, *_row({**vars(worker), "memory": worker.rss}))
+            for gpu, now in zip(facts.gpus, sample.gpus, strict=False) if not wanted.ranks else ():
+                yield (*begin, "gpu", gpu.index, *_row(vars(now)))
+
+
+def _row(values: dict[str, Any]) -> list[Any]:
+    return [values.get(name) for name in _VALUES]

@@ -1,0 +1,178 @@
+"""The metrics of one node: whose processes are sampled, their Prometheus port, their sums."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node import job_processes
+from clusterjob.node.contract import World
+from clusterjob.node.environments import scheduler
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs.log_files import Timeline
+from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
+from clusterjob.node.metrics.sampler import Sampler
+from clusterjob.node.metrics.samples import NodeFacts
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.system import devices, processes
+
+
+class NodeMetrics:
+    """Sample the workers of one node, unless ``--no-metrics`` is given.
+
+    Args:
+        topology: this node.
+        options: the node's options.
+        job_id, attempt: the job.
+        job_dir: the job's directory.
+        forkserver: pid of the forkserver.
+        timeline: knows when the workers wrote output.
+        print_line: prints a message for the user.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        options: LaunchOptions,
+        job_id: str,
+        attempt: int,
+        job_dir: Path,
+        forkserver: int,
+        timeline: Timeline,
+        print_line: Callable[[str], None],
+    ) -> None:
+        self._begin = time.monotonic()
+        self._topology = topology
+        self._options = options
+        self._job_id = job_id
+        self._attempt = attempt
+        self._job_dir = job_dir
+        self._forkserver = forkserver
+        self._timeline = timeline
+        self._print = print_line
+        self._rounds: list[float] = []  # the begin of each
+        self._found: dict[int, int] = {}  # the rank of each worker by pid
+        self._changed = True
+        self._server: asyncio.Server | None = None
+        facts = NodeFacts(
+            topology.node_rank,
+            scheduler.node_name(),
+            attempt=attempt,
+            cores=devices.usable_cores(),
+            memory=0,
+        )
+        self._sampler = Sampler(
+            job_dir, facts, workers=self._workers, quiet=self._quiet, environ=os.environ
+        )
+
+    async def serve(self) -> None:
+        """Serve the metrics on --metrics-port; if the port is in use, print one line."""
+        port = self._options.metrics_port
+        if not port:
+            return
+        if self._topology.nnodes > 1 and self._topology.master_addr in ("127.0.0.1", "localhost"):
+            port += self._topology.node_rank  # all nodes are on this machine
+        from clusterjob.node.metrics import prometheus
+
+        try:
+            self._server = await prometheus.serve(
+                port,
+                lambda: prometheus.text_of(self._job_id, self._sampler.latest, self._sampler.usage),
+            )
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", "") or error
+            self._print(f"node {self._topology.node_rank} serves no metrics on port {port}: {why}")
+
+    def begin_round(self, world: World) -> None:
+        """Follow the workers of a round that starts."""
+        self._rounds.append(time.monotonic())
+        self._changed = True
+        if self._options.metrics:
+            self._sampler.begin_round(world.restart)
+
+    def end(self) -> dict[str, Any]:
+        """End the samples; return the sums for the end record."""
+        if self._server is not None:
+            self._server.close()
+        sums = self._sampler.stop() or {}
+        if self._sampler.error:
+            self._print(
+                f"node {self._topology.node_rank} has no more metrics: {self._sampler.error}"
+            )
+        return sums | self._durations()
+
+    def _quiet(self) -> float:
+        return time.monotonic() - max(self._timeline.grown_at, self._rounds[-1])
+
+    # -- the workers -------------------------------------------------------------------------------
+
+    def _workers(self) -> dict[int, int]:
+        """Return the rank of each worker by pid; called by the sampler's thread."""
+        alive = [processes.start_ticks(pid) is not None for pid in self._found]
+        # torchrun may start workers later than its agent.
+        complete = all(alive) or self._options.launcher == "agent"
+        if self._changed or not (any(alive) and complete):
+            ranks = job_processes.of_forkserver(self._forkserver).ranks
+            found = {each.pid: each.rank for each in ranks if each.rank is not None}
+            # The table of the last round is there until the forkserver begins the next one.
+            if any(processes.start_ticks(pid) is not None for pid in found):
+                self._found, self._changed = found, False
+        return self._found
+
+    # -- the end record ----------------------------------------------------------------------------
+
+    def _durations(self) -> dict[str, Any]:
+        """Return durations of this node, by its monotonic clock, in seconds.
+
+        ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
+        ran; ``restarts`` and
+        ``restart_seconds``: from the first end of a worker until the next round ran; ``ran``: per
+        rank, from the begin of the last round to the rank's end.
+        """
+        now = time.monotonic()
+        begins = [
+            each
+            for each in read_phases(self._job_dir, self._topology.node_rank)
+            if each.attempt == self._attempt
+        ]
+        first = min((each.monotonic for each in begins), default=self._begin)
+        # A phase of another boot is not of this attempt.
+        begin = first if now - 30 * 86400 < first <= self._begin else self._begin
+        # The first output of a rank that joins no group says nothing about its start.
+        formed = [each for each in begins if each.phase is not Phase.RUNNING or not each.detail]
+        running = [
+            _last(formed, Phase.RUNNING, number) or at for number, at in enumerate(self._rounds)
+        ]
+        lost = 0.0
+        for number in range(1, len(running)):
+            ended = _times(begins, Phase.ENDED, number - 1) or [self._rounds[number]]
+            lost += max(0.0, running[number] - min(ended))
+        last = len(self._rounds) - 1
+        return {
+            "wall": round(now - begin, 1),
+            "waited": round(self._rounds[0] - begin, 1) if running else round(now - begin, 1),
+            "startup": round(running[0] - begin, 1) if running else None,
+            "restarts": max(0, last),
+            "restart_seconds": round(lost, 1),
+            "ran": {
+                str(each.rank): round(each.monotonic - self._rounds[last], 1)
+                for each in begins
+                if each.phase is Phase.ENDED and each.restart == last and each.rank is not None
+            },
+        }
+
+
+def _times(begins: list[PhaseBegin], phase: Phase, restart: int) -> list[float]:
+    return [
+        each.monotonic
+        for each in begins
+        if each.phase is phase and each.restart == restart and each.rank is not None
+    ]
+
+
+def _last(begins: list[PhaseBegin], phase: Phase, restart: int) -> float | None:
+    return max(_times(begins, phase, restart), default=None)

@@ -1,0 +1,122 @@
+"""Sample a node every 5 s in a thread of its agent, for files, Prometheus and the end record."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample
+from clusterjob.node.system import crashes
+
+INTERVAL = 5.0  # seconds between two samples
+_FIRST = 2.0  # seconds until the first sample: while workers start, they need the CPU
+_GPU_TIMEOUT = (
+    3 * INTERVAL
+)  # seconds without an answer of the driver after which values are unknown
+
+
+class Sampler:
+    """Sample one node from its first round of workers to its end.
+
+    Nothing here may end the job: an error ends the samples. The modules that measure are loaded
+    by the thread, after the workers' start.
+
+    Attributes:
+        latest: the node and its newest sample; None before the first one.
+        usage: the sums of the samples; None before the first one.
+        restart: the number of the current round.
+        error: why the samples have ended; empty while they go on.
+
+    Args:
+        job_dir: the job's directory.
+        facts: the node; memory and GPUs are found later.
+        workers: returns the rank of each worker by pid.
+        quiet: returns the seconds since the workers wrote their last output.
+        environ: selects the GPUs.
+    """
+
+    def __init__(
+        self,
+        job_dir: Path,
+        facts: NodeFacts,
+        workers: Callable[[], Mapping[int, int]],
+        quiet: Callable[[], float],
+        environ: Mapping[str, str],
+    ) -> None:
+        self.latest: tuple[NodeFacts, Sample] | None = None
+        self.restart = 0
+        self._job_dir = job_dir
+        self._facts = facts
+        self._workers = workers
+        self._quiet = quiet
+        self._environ = environ
+        self.usage: dict[str, Any] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.error = ""
+
+    def begin_round(self, restart: int) -> None:
+        """Note the number of a round that starts; the first one starts the samples."""
+        self.restart = restart
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> dict[str, Any] | None:
+        """End the samples; return their sums for the end record, None without a sample."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(1.0)  # a sample takes milliseconds, unless the disk hangs
+        return self.usage
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        if not self._stop.wait(_FIRST):
+            try:
+                self._sample(begin)
+            except Exception as error:
+                self.error = crashes.summary(error)
+
+    def _sample(self, begin: float) -> None:
+        # Loaded now: these imports would delay the start of the workers.
+        from clusterjob.node.metrics.background import Background
+        from clusterjob.node.metrics.gpus import Gpus
+        from clusterjob.node.metrics.machine import Machine
+        from clusterjob.node.metrics.usage import Usage
+        from clusterjob.node.metrics.worker_use import WorkerUse
+        from clusterjob.node.metrics.writer import SegmentWriter
+
+        machine, workers, usage = Machine(), WorkerUse(self._workers), Usage(begin)
+        facts = replace(self._facts, memory=machine.memory)
+        gpus = Background("gpus", Gpus(self._environ).read, pause=lambda took: max(INTERVAL, took))
+        writer: SegmentWriter | None = None
+        gpus.done.wait(1.0)
+        due = time.monotonic()
+        while True:
+            found = gpus.value(_GPU_TIMEOUT)
+            if found is not None and found[0] != facts.gpus:
+                facts, writer = replace(facts, gpus=found[0]), None
+            if writer is None:
+                writer = SegmentWriter(self._job_dir, facts, INTERVAL)
+            sample = Sample(
+                time.time(),
+                time.monotonic(),
+                restart=self.restart,
+                quiet=self._quiet(),
+                **vars(machine.sample()),
+                workers=workers.sample(),
+                gpus=found[1] if found is not None else (GpuSample(),) * len(facts.gpus),
+            )
+            writer.add(sample)
+            usage.add(facts, sample)
+            self.latest, self.usage = (facts, sample), usage.to_json()
+            due = max(due + INTERVAL, time.monotonic())
+            if self._stop.wait(due - time.monotonic()):
+                break
+        writer.close()
+        workers.stop()
+        gpus.stop()

@@ -1,0 +1,156 @@
+"""`clusterjob metrics`, and the efficiency in `status` and `list`, of real local jobs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import wait_until
+
+from clusterjob.core.records import Records
+
+SCRIPT = """
+import os, pathlib, time
+if os.environ["RANK"] == "1":
+    data = bytearray(200 << 20); data[::4096] = b"x" * len(data[::4096])
+end = time.monotonic() + 200
+while time.monotonic() < end and not pathlib.Path("end").exists():
+    if os.environ["RANK"] == "0": sum(range(100_000))
+    else: time.sleep(0.1)
+"""
+
+
+def command(*words: str, directory: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", *words],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def in_json(*words: str, directory: Path) -> dict[str, Any]:
+    return json.loads(command(*words, "--json", directory=directory).stdout)
+
+
+def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
+    tmp_path: Path, plain_python: str
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("--cluster", "local", "--nodes", "2", "--nproc-per-node", "2", "--mem", "64G")
+    job_id = command("submit", *words, "train.py", directory=tmp_path).stdout.split()[-1]
+    directory = Records().find(job_id).job_dir
+
+    def sampled() -> bool:
+        files = [directory / f"logs/node{node}/metrics.0" for node in (0, 1)]
+        return all(file.exists() and file.read_text().count("\n") > 4 for file in files)
+
+    wait_until(sampled, 60.0)
+    # While it runs.
+    lines = command("metrics", job_id, directory=tmp_path).stdout.splitlines()
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["0", os.uname().nodename, "node", lines[1].split()[3]],
+        ["0", os.uname().nodename, "rank", "0"],
+        ["0", os.uname().nodename, "rank", "1"],
+        ["1", os.uname().nodename, "node", lines[4].split()[3]],
+        ["1", os.uname().nodename, "rank", "2"],
+        ["1", os.uname().nodename, "rank", "3"],
+    ]
+    found = in_json("metrics", job_id, directory=tmp_path)
+    assert [node["node_rank"] for node in found["nodes"]] == [0, 1]
+    samples = found["nodes"][0]["samples"]
+    assert samples[-1]["workers"][0]["cpu"] > samples[-1]["workers"][1]["cpu"]
+    assert samples[-1]["workers"][1]["rss"] > 200 << 20
+    chosen = in_json("metrics", job_id, "--node", "1", "--rank", "3", directory=tmp_path)
+    assert {worker["rank"] for node in chosen["nodes"] for one in node["samples"]
+            for worker in one["workers"]} == {3}  # fmt: skip
+    recent = in_json("metrics", job_id, "--since", "1s", directory=tmp_path)
+    assert [len(node["samples"]) for node in recent["nodes"]] == [1, 1]
+    text = command("metrics", job_id, "--csv", directory=tmp_path).stdout
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert {row["kind"] for row in rows} == {"node", "rank"}
+    assert float(rows[-1]["memory"]) > 0
+    assert "efficiency: wall" in command("status", job_id, directory=tmp_path).stdout  # so far
+    assert in_json("status", job_id, directory=tmp_path)["jobs"][0]["efficiency"]["nodes"]
+    # Errors that a user can make.
+    for words, error in {
+        ("--node", "2"): f"job {job_id} has no node 2",
+        ("--rank", "9"): "has no samples of rank 9",
+        ("--since", "soon"): "--since 'soon' is not a duration",
+        ("--json", "--csv"): "--csv and --json are both given",
+    }.items():
+        done = command("metrics", job_id, *words, directory=tmp_path, code=2)
+        assert error in done.stderr
+    command("metrics", "nothing", directory=tmp_path, code=2)
+    (tmp_path / "end").touch()
+    command("wait", job_id, directory=tmp_path)
+    # When it has ended.
+    assert len(in_json("metrics", job_id, directory=tmp_path)["nodes"]) == 2
+    shown = command("status", job_id, directory=tmp_path).stdout
+    assert "slowest: rank 0" in shown
+    (job,) = in_json("status", job_id, directory=tmp_path)["jobs"]
+    used = job["efficiency"]
+    assert used["slowest_rank"]["rank"] == 0
+    assert used["nodes"][0]["memory_peak"] > 200 << 20
+    assert used["wall_seconds"] > used["startup_seconds"]
+    assert used["nodes"][0]["cpu_peak"] > 0.1
+    listed = command("list", "--efficiency", directory=tmp_path).stdout.splitlines()
+    assert listed[0].split()[-7:] == ["CPU", "CORES", "MEMORY", "GPU", "GPU-HOURS", "IDLE", "LOST"]
+    assert in_json("list", "--efficiency", directory=tmp_path)["jobs"][0]["efficiency"] == used
+    # A file that was cut, and a node without samples.
+    segment = directory / "logs/node0/metrics.0"
+    os.truncate(segment, segment.stat().st_size - 20)
+    for file in directory.glob("logs/node1/metrics.*"):
+        file.unlink()
+    done = command("metrics", job_id, directory=tmp_path)
+    assert done.stderr.splitlines() == [
+        "clusterjob: node 1 has no metrics: no samples of it have arrived"
+    ]
+    assert len(done.stdout.splitlines()) == 4
+
+
+def test_job_without_metrics_gives_one_line_with_the_reason(
+    tmp_path: Path, plain_python: str
+) -> None:
+    (tmp_path / "train.py").write_text("pass")
+    words = ("run", "--cluster", "local", "--name", "plain")
+    command(*words, "--no-metrics", "train.py", directory=tmp_path)
+    job_id = Records().find("plain").job_id
+    done = command("metrics", directory=tmp_path, code=1)
+    assert done.stderr.splitlines() == [
+        f"clusterjob: job {job_id}",
+        f"clusterjob: error: job {job_id} has no metrics: it was submitted with --no-metrics",
+    ]
+    path = Records().directory / f"{job_id}.json"
+    record = json.loads(path.read_text())
+    del record["spec"]["metrics"]
+    path.write_text(json.dumps(record))
+    done = command("metrics", job_id, directory=tmp_path, code=1)
+    assert "a version of clusterjob without metrics submitted it" in done.stderr
+    (job,) = in_json("status", job_id, directory=tmp_path)["jobs"]
+    assert job["efficiency"]["nodes"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--metrics-port", "70000"), "--metrics-port 70000: must be from 1 to 65535"),
+        (("--metrics-port", "9", "--no-metrics"), "exclude each other"),
+    ],
+)
+def test_wrong_metrics_options_are_refused(
+    tmp_path: Path, words: tuple[str, ...], error: str
+) -> None:
+    (tmp_path / "train.py").write_text("pass")
+    done = command("run", "--cluster", "local", *words, "train.py", directory=tmp_path, code=2)
+    assert error in done.stderr

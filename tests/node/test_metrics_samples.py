@@ -1,0 +1,512 @@
+"""Samples of real processes with a known load, and of jobs whose agents take them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from nvidia import FakeNvml
+from procs import Job, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from clusterjob.node.metrics import segments
+from clusterjob.node.metrics.background import Background
+from clusterjob.node.metrics.machine import Machine
+from clusterjob.node.metrics.worker_use import WorkerUse
+
+BURN = "import time\nend = time.monotonic() + 1000\nwhile time.monotonic() < end: pass"
+SLEEP = "import time; time.sleep(1000)"
+UP = "import sys; print(flush=True); "
+NO_TORCH = (sys.executable, "-S")
+
+
+class Processes:
+    """Processes of a test, by rank; each prints a line when it is ready."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, code: str) -> int:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+        )
+        self.started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process.pid
+
+
+@pytest.fixture
+def running() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    for process in made.started:
+        process.kill()
+        process.communicate()
+
+
+def cpu_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_worker_use_is_that_of_the_kernel(running: Processes, tmp_path: Path) -> None:
+    file = tmp_path / "written"
+    burner = running.start(f"{UP}\n{BURN}")
+    holder = running.start(
+        f"import time; data = bytearray(200 << 20); data[::4096] = b'x' * len(data[::4096]); {UP}"
+        + SLEEP
+    )
+    writer = running.start(
+        f"""{UP}
+import os, time
+with open({str(file)!r}, "wb") as stream:
+    while True:
+        stream.write(bytes(1 << 20)); stream.flush(); os.fsync(stream.fileno()); time.sleep(.05)
+"""
+    )
+    workers = WorkerUse(lambda: {burner: 0, holder: 1, writer: 2})
+    workers.sample()
+    before, begin, size = cpu_of(burner), time.monotonic(), file.stat().st_size
+    time.sleep(2.0)
+    found = workers.sample()
+    seconds = time.monotonic() - begin
+    workers.stop()
+    assert found[0].cpu == pytest.approx(100 * (cpu_of(burner) - before) / seconds, abs=10)
+    assert found[0].cpu > 10
+    assert found[1].cpu < 10
+    assert 200 << 20 < found[1].rss < 240 << 20
+    assert found[2].written == pytest.approx((file.stat().st_size - size) / seconds, rel=0.5)
+    assert found[0].written < 1 << 20
+    assert [worker.threads for worker in found.values()] == [1, 1, 1]
+
+
+def test_processes_below_a_worker_count_also_after_their_parent_and_their_own_end(
+    running: Processes,
+) -> None:
+    burn_1_s = "import time\nwhile time.process_time() < 1: pass"
+    parent = running.start(
+        f"""
+import os, subprocess, sys, time
+for _ in range(2):
+    # The middle process ends, so that the last one belongs to init.
+    subprocess.run([sys.executable, "-S", "-c", '''
+import subprocess, sys
+subprocess.Popen(
+    [sys.executable, "-S", "-c", "import time; time.sleep(3)"], stdout=subprocess.DEVNULL
+)
+'''])
+child = subprocess.Popen([sys.executable, "-S", "-c", {burn_1_s!r}])
+{UP}
+child.wait()
+time.sleep(1000)
+"""
+    )
+    workers = WorkerUse(lambda: {parent: 5})
+    total, at = 0.0, time.monotonic()
+    first = workers.sample()[5]
+    for _ in range(200):
+        time.sleep(0.05)
+        now = time.monotonic()
+        total += workers.sample()[5].cpu / 100 * (now - at)
+        at = now
+        if total > 0.9:
+            break
+    workers.stop()
+    assert 0.5 < total < 2.0, (total, first)
+
+
+def test_orphan_of_a_worker_stays_its_own(running: Processes) -> None:
+    parent = running.start(
+        f"""
+import subprocess, sys, time
+middle = subprocess.Popen([sys.executable, "-S", "-c", '''
+import subprocess, sys, time
+subprocess.Popen(
+    [sys.executable, "-S", "-c", "data = bytearray(100 << 20); import time; time.sleep(8)"],
+    stdout=subprocess.DEVNULL,
+)
+sys.stdin.read(1)
+'''], stdin=subprocess.PIPE)
+time.sleep(1)
+{UP}
+time.sleep(2)
+middle.stdin.close()
+middle.wait()
+time.sleep(1000)
+"""
+    )
+    workers = WorkerUse(lambda: {parent: 0})
+    wait_until(lambda: workers.sample()[0].threads == 3, 10.0)
+    wait_until(lambda: workers.sample()[0].threads == 2, 10.0)  # the middle one has ended
+    assert workers.sample()[0].rss > 100 << 20
+    workers.stop()
+
+
+def test_restart_of_a_worker_begins_new_counts(running: Processes) -> None:
+    old = running.start(f"{UP}\n{BURN}")
+    now = {old: 0}
+    workers = WorkerUse(lambda: now)
+    workers.sample()
+    time.sleep(0.5)
+    running.started[0].kill()
+    running.started[0].wait()
+    now = {running.start(UP + SLEEP): 0}
+    time.sleep(0.5)
+    assert 0 <= workers.sample()[0].cpu < 60
+    workers.stop()
+
+
+def test_pss_is_smaller_than_rss_for_shared_pages(
+    running: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterjob.node.metrics.worker_use._PSS_FIRST", 0.0)
+    parent = running.start(
+        f"""
+import os, time
+data = bytearray(64 << 20); data[::4096] = b"x" * len(data[::4096])
+if os.fork() == 0:
+    os.close(1); time.sleep(4); os._exit(0)
+{UP}
+time.sleep(1000)
+"""
+    )
+    workers = WorkerUse(lambda: {parent: 0})
+
+    def both_are_read() -> bool:
+        sample = workers.sample()[0]
+        if sample.pss is None:
+            return False
+        assert 64 << 20 < sample.pss < 0.75 * sample.rss
+        return True
+
+    wait_until(both_are_read, 10.0)
+    assert workers.sample()[0].pss is None  # it is read rarely
+    workers.stop()
+
+
+def test_hanging_call_keeps_only_its_own_thread() -> None:
+    release, calls = threading.Event(), []
+
+    def call() -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            release.wait()
+        return len(calls)
+
+    background = Background("hang", call, lambda _: 0.01)
+    wait_until(lambda: len(calls) == 2, 5.0)
+    assert background.value(100.0) == 1
+    assert background.value(0.0) is None  # too old
+    background.stop()
+    release.set()
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def test_machine_sees_its_load_and_memory(running: Processes) -> None:
+    machine = Machine()
+    running.start(f"{UP}\n{BURN}")
+    time.sleep(0.5)
+    machine.sample()
+    time.sleep(1.0)
+    found = machine.sample()
+    assert 30 < found.cpu < 105 * os.cpu_count()
+    assert 0 < found.memory < machine.memory
+    assert found.load >= 0
+
+
+def tree(root: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "memory", "used"),
+    [
+        (  # version 2: the limit is that of the step's parent
+            {
+                "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+                "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "max\n",
+                "sys/fs/cgroup/slurm/job_7/memory.max": str(8 << 30),
+                "sys/fs/cgroup/slurm/job_7/memory.current": str(5 << 30),
+                "sys/fs/cgroup/slurm/job_7/memory.stat": f"anon 7\ninactive_file {1 << 30}\n",
+            },
+            8 << 30,
+            4 << 30,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/slurm/job_7\n0::/\n",
+                "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": str(8 << 30),
+                "sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes": str(5 << 30),
+                "sys/fs/cgroup/memory/slurm/job_7/memory.stat": "total_inactive_file 0\n",
+            },
+            8 << 30,
+            5 << 30,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/user.slice\n",
+                "sys/fs/cgroup/user.slice/memory.max": "max\n",
+            },
+            64 << 30,
+            16 << 30,
+        ),
+        ({}, 64 << 30, 16 << 30),
+    ],
+)
+def test_memory_is_that_of_the_control_group_with_a_limit(
+    tmp_path: Path, files: dict[str, str], memory: int, used: int
+) -> None:
+    info = f"MemTotal:    {64 << 20} kB\nMemAvailable:  {48 << 20} kB\n"
+    machine = Machine(tree(tmp_path, {"proc/meminfo": info, **files}))
+    assert (machine.memory, machine.sample().memory) == (memory, used)
+
+
+def test_network_and_disks_count_each_byte_once(tmp_path: Path) -> None:
+    def dev(name: str, got: int, sent: int) -> str:
+        return f"  {name}: {got} 0 0 0 0 0 0 0 {sent} 0 0 0 0 0 0 0\n"
+
+    def counters(factor: int) -> dict[str, str]:
+        n = 10**6 * factor
+        return {
+            "proc/net/dev": f"h\nh\n{dev('lo', n, n)}{dev('eth0', n, 2 * n)}{dev('docker0', n, n)}",
+            "proc/diskstats": f"8 0 sda 1 0 {n} 0 1 0 {2 * n} 0 0 0 0\n"
+            f"8 1 sda1 1 0 {n} 0 1 0 {n} 0 0 0 0\n253 0 dm-0 1 0 {n} 0 1 0 {n} 0 0 0 0\n",
+            "sys/class/infiniband/mlx5_0/ports/1/counters/port_rcv_data": str(n),
+            "sys/class/infiniband/mlx5_0/ports/1/counters/port_xmit_data": str(n),
+        }
+
+    for name in ("sda", "dm-0", "loop0"):
+        (tmp_path / "sys/block" / name).mkdir(parents=True)
+    for name in ("lo", "docker0", "eth0/device"):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+    root = tree(tmp_path, counters(1))
+    machine = Machine(root)
+    machine._at -= 10.0
+    tree(tmp_path, counters(2))
+    found = machine.sample()
+    assert found.received == pytest.approx(5e5, rel=0.05)  # 1 MB, and 4 MB by RDMA, in 10 s
+    assert found.sent == pytest.approx(6e5, rel=0.05)
+    assert found.read == pytest.approx(512e5, rel=0.05)
+    assert found.written == pytest.approx(1024e5, rel=0.05)
+    tree(tmp_path, counters(0))  # the counters of a device that was added again
+    assert machine.sample().received == 0
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+WORKER = """
+    import os, pathlib, time
+    rank = int(os.environ["RANK"])
+    pathlib.Path(f"up{rank}").touch()
+    end = time.monotonic() + 1000
+    while time.monotonic() < end and not pathlib.Path("end").exists():
+        if rank == 0:
+            sum(range(100_000))
+        else:
+            time.sleep(0.1)
+"""
+
+
+def samples(job: Job, node: int = 0) -> list[segments.Sample]:
+    return [sample for _, sample in segments.read(job.dir, node)]
+
+
+def wait_for_workers(job: Job, ranks: set[int], node: int = 0) -> segments.Sample:
+    return wait_until(
+        lambda: next((one for one in samples(job, node) if set(one.workers) == ranks), None), 40.0
+    )
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: str) -> None:
+    job = make_job(2)
+    job.start_all("--nproc-per-node", "2", "--start", start, job.script(WORKER), python=NO_TORCH)
+    wait_for_workers(job, {2, 3}, node=1)
+    sample = wait_for_workers(job, {0, 1})
+    job.path("end").touch()
+    assert job.wait() == [0, 0]
+    assert sample.workers[0].cpu > sample.workers[1].cpu + 5
+    assert sample.quiet > 1
+    for node in (0, 1):
+        usage = job.node_end(node)["usage"]
+        assert set(usage["ranks"]) == {str(2 * node), str(2 * node + 1)}
+        assert 2 < usage["seconds"] <= usage["wall"] + 0.2
+        assert usage["startup"] < usage["wall"]
+        assert usage["memory_peak"] > 10 << 20
+    facts, _ = segments.latest(job.dir, 0)
+    assert (facts.node_rank, facts.attempt, facts.gpus) == (0, 0, ())
+    assert facts.memory > 1 << 20
+
+
+def test_samples_follow_the_workers_of_a_restart(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    fail = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": time.sleep(3); raise SystemExit(3)'
+    text = WORKER.replace("end = time", f"{fail}\n    end = time")
+    job.start_all("--max-restarts", "1", job.script(text), python=NO_TORCH)
+    wait_until(lambda: any(one.restart == 1 and one.workers for one in samples(job)), 40.0)
+    job.path("end").touch()
+    assert job.wait() == [0]
+    usage = job.node_end(0)["usage"]
+    assert usage["restarts"] == 1
+    assert usage["ranks"]["0"][0] > 0.1
+
+
+def test_no_metrics_writes_no_samples(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.start_all("--no-metrics", job.script("import time; time.sleep(4)"), python=NO_TORCH)
+    assert job.wait() == [0]
+    assert list(job.dir.glob("logs/node0/metrics*")) == []
+    assert job.node_end(0)["usage"]["wall"] > 4
+
+
+def test_agent_that_is_killed_leaves_its_samples(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.start_all(job.script(WORKER), python=NO_TORCH)
+    wait_for_workers(job, {0})
+    job.agents[0].kill()
+    job.wait()
+    assert samples(job)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
+def test_driver_that_hangs_stops_no_other_sample_and_not_the_job(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    nvml = FakeNvml(tmp_path / "nvml")
+    job = make_job()
+    job.start_all(job.script(WORKER), python=NO_TORCH, env=nvml.variables)
+    wait_until(lambda: any(one.gpus and one.gpus[1].use == 81 for one in samples(job)), 30.0)
+    nvml.set(1, hang=1, xid=79)
+    before = len(samples(job))
+    wait_until(
+        lambda: any(one.gpus and one.gpus[0].use is None for one in samples(job)[before:]), 40.0
+    )
+    job.path("end").touch()
+    assert job.wait() == [0]
+    usage = job.node_end(0)["usage"]
+    assert [gpu["peak"] for gpu in usage["gpus"]] == [80, 81]
+    assert usage["gpus"][0]["memory"] == (40 << 30) - (1 << 20)
+    facts, _ = segments.latest(job.dir, 0)
+    assert [gpu.uuid for gpu in facts.gpus] == ["GPU-0000-fake", "GPU-0001-fake"]
+
+
+def fetch(port: int, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return answer.read().decode()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
+def test_metrics_port_serves_prometheus_text_of_each_node(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = make_job(2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    nvml = FakeNvml(tmp_path / "nvml")
+    words = ("--metrics-port", str(port), "--nproc-per-node", "2", job.script(WORKER))
+    job.start_all(*words, python=NO_TORCH, env=nvml.variables)
+
+    def has_workers(number: int) -> bool:
+        try:
+            return "clusterjob_worker_threads{" in fetch(number)
+        except OSError:
+            return False
+
+    wait_until(lambda: has_workers(port) and has_workers(port + 1), 40.0)
+    texts = [fetch(port), fetch(port + 1)]
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fetch(port, "/")
+    for request in (b"POST /metrics HTTP/1.1\r\n\r\n", b"x\r\n\r\n", b"y" * 20_000 + b"\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(request)
+            assert client.recv(100)[:12] in (b"HTTP/1.1 405", b"HTTP/1.1 404", b"HTTP/1.1 400")
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    wait_until(lambda: has_workers(port), 20.0)  # the idle clients are closed after 5 s
+    for client in idle:
+        client.close()
+    job.path("end").touch()
+    assert job.wait() == [0, 0]
+    for node, text in enumerate(texts):
+        families = {each.name: each for each in text_string_to_metric_families(text)}
+        assert all(each.documentation and each.samples for each in families.values())
+        ranks = families["clusterjob_worker_cpu_seconds"].samples
+        assert {one.labels["rank"] for one in ranks} == {str(2 * node), str(2 * node + 1)}
+        assert all(one.labels["job"] == job.id for one in ranks)
+        (first, second) = families["clusterjob_gpu_utilization_ratio"].samples
+        assert (first.value, second.labels["uuid"]) == (0.8, "GPU-0001-fake")
+        assert families["clusterjob_gpu_ecc_uncorrected_errors"].type == "counter"
+        assert families["clusterjob_info"].samples[0].labels["node"] == str(node)
+        if promtool := shutil.which("promtool"):
+            done = subprocess.run(
+                [promtool, "check", "metrics"], input=text, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_port_in_use_is_one_line_and_the_job_goes_on(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        job.start_all("--metrics-port", port, job.script("print('done')"), python=NO_TORCH)
+        assert job.wait() == [0]
+    said = job.stderr(job.agents[0]) + job.stdout(job.agents[0])
+    assert said.count(f"node 0 serves no metrics on port {port}: ") == 1
+
+
+def test_torchrun_workers_are_sampled_by_rank(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.start_all("--launcher", "torchrun", "--nproc-per-node", "2", job.script(WORKER))
+    sample = wait_for_workers(job, {0, 1})
+    job.path("end").touch()
+    assert job.wait() == [0]
+    assert all(worker.rss > 1 << 20 for worker in sample.workers.values())
+
+
+def test_stopped_worker_is_quiet_and_uses_no_cpu(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.start_all(job.script(WORKER), python=NO_TORCH)
+    wait_for_workers(job, {0})
+    (worker,) = workers_of(job)
+    os.kill(worker, signal.SIGSTOP)
+
+    def is_quiet() -> bool:
+        last = samples(job)[-1]
+        return bool(last.workers) and last.workers[0].cpu < 1 and last.quiet > 5
+
+    try:
+        wait_until(is_quiet, 40.0)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    job.path("end").touch()
+    assert job.wait() == [0]
+
+
+def workers_of(job: Job) -> list[int]:
+    forkserver = job.forkserver_of(job.agents[0])
+    children = Path("/proc").glob("[0-9]*/stat")
+    found = []
+    for path in children:
+        fields = path.read_text().rpartition(")")[2].split()
+        if fields[1] == str(forkserver):
+            found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,45 @@
+"""Metrics and efficiency of a job on two hosts over SSH, with real sshd."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from procs import TEST_TIMEOUT, wait_until
+from sshsite import SLEEPER, Site, close_connections
+
+
+def metrics(site: Site, job_id: str) -> tuple[dict[str, Any], str]:
+    """Return the answer of a new process, and its messages."""
+    process = site.command("metrics", job_id, "--json")
+    out, err = process.communicate(timeout=TEST_TIMEOUT)
+    assert "Traceback" not in err
+    return json.loads(out) if out else {"nodes": []}, err
+
+
+def test_metrics_come_from_each_host_and_unreachable_host_is_one_line(site: Site) -> None:
+    record = site.submit(SLEEPER, nproc_per_node=2)
+
+    def workers() -> list[set[int]]:
+        nodes = metrics(site, record.job_id)[0]["nodes"]
+        return [{one["rank"] for one in node["samples"][-1]["workers"]} for node in nodes]
+
+    wait_until(lambda: workers() == [{0, 1}, {2, 3}], TEST_TIMEOUT, "samples of both hosts")
+    host = site.ssh_network.hosts["gpu2"]
+    host.stop()
+    try:
+        found, messages = metrics(site, record.job_id)
+        assert [node["node_rank"] for node in found["nodes"]] == [0, 1]  # what was copied before
+        assert "gpu2" in messages
+        assert len(messages.splitlines()) == 1
+    finally:
+        host.start()
+    close_connections()
+    cancel = site.command("cancel", record.job_id)
+    cancel.communicate(timeout=TEST_TIMEOUT)
+    assert cancel.returncode == 0
+    wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end on both hosts")
+    out, _ = site.command("status", record.job_id, "--json").communicate(timeout=TEST_TIMEOUT)
+    used = json.loads(out)["jobs"][0]["efficiency"]
+    assert [node["host"] for node in used["nodes"]] == ["gpu1", "gpu2"]
+    assert all(node["memory_peak"] > 1 << 20 for node in used["nodes"])
