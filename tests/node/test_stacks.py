@@ -280,7 +280,7 @@ BUSY = """
 def interpreters() -> list[str]:
     """Return this interpreter, and others of this machine."""
     others = Path("~/.pyenv/versions").expanduser().glob("3.*/bin/python")
-    known = [str(path) for path in sorted(others) if path.parts[-3].split(".")[1] >= "8"]
+    known = [str(path) for path in sorted(others) if int(path.parts[-3].split(".")[1]) >= 8]
     return [sys.executable, *known]
 
 
