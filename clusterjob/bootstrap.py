@@ -79,7 +79,7 @@ def init(
         RendezvousError: the processes did not find each other.
         UsageError: the arguments exclude each other, or differ from those of the first call.
     """
-    from clusterjob.node.workers import stacks
+    from clusterjob.node.stacks import offer
     from clusterjob.worker import device, ending, group, process, rank_assignment
 
     if backend is not None and backend not in device.BACKENDS:
@@ -103,7 +103,7 @@ def init(
         return known
     shutdown()  # closes a context whose group the script has destroyed itself
     if process.report_pipe() is not None:
-        stacks.offer()  # forked workers have done this before
+        offer.offer()  # forked workers have done this before, and `hook` in others
     finding = rank_assignment.find(
         {name.upper(): str(value) for name, value in given.items() if value is not None},
         checked=not _group_exists(),

@@ -53,6 +53,7 @@ class JobOptions(TypedDict, total=False):
     notify: str | Sequence[str] | None
     notify_cmd: str | Sequence[str] | None
     notify_on: str | Sequence[str] | None
+    hang_timeout: int | str | None
     metrics: bool | None
     metrics_port: int | None
     join_timeout: float | None

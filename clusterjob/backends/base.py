@@ -11,6 +11,7 @@ import pkgutil
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast, overload, runtime_checkable
 
@@ -43,6 +44,39 @@ _PREFERRED: Mapping[str, tuple[str, str]] = {
 }
 
 
+class JobPhase(str, Enum):
+    """A phase of a job whose agents have started."""
+
+    SETUP = "setup"  # node 0's script prepares the Python environment
+    NODES = "nodes"  # the agents join; the counts are nodes
+    IMPORT = "import"  # the nodes import torch
+    START = "start"  # the ranks start, or run and have joined no process group
+    RANKS = "ranks"  # the ranks join the process group
+    RUNNING = "running"  # all ranks have formed the process group
+    STOP = "stop"  # the workers are being stopped
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How far a job is that has not ended.
+
+    Attributes:
+        phase: its phase.
+        done, total: the nodes or ranks that have done it, and all; 0 if they are unknown.
+        detail: one line, such as why the workers are stopped; empty without one.
+        seconds: how long it has lasted, measured with one clock; None if it is unknown.
+    """
+
+    phase: JobPhase
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+    seconds: float | None = None
+
+
 @dataclass(frozen=True)
 class Status:
     """The status of a job.
@@ -58,6 +92,7 @@ class Status:
             are unreachable.
         elapsed: seconds for which the workers of a running job have run, measured with one clock;
             None if it is unknown.
+        progress: its phase; None if no agent has started, or if the backend does not know it.
     """
 
     state: JobState
@@ -68,6 +103,7 @@ class Status:
     handle: Handle | None = None
     provisional: bool = False
     elapsed: float | None = None
+    progress: JobProgress | None = None
 
 
 @dataclass(frozen=True)
@@ -248,6 +284,9 @@ class Foreground(Protocol):
     """
 
     stdin: int | None
+
+    def reads_terminal(self, record: Record) -> bool:
+        """Return whether a worker of a job reads from this process's terminal."""
 
     def interrupt_prompt(self, record: Record) -> bool:
         """Interrupt the worker that reads from this process's terminal, if there is one.

@@ -6,24 +6,24 @@ import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.backends.base import FetchLimits, Leftover, Status
+from clusterjob.backends.job_progress import Progress
 from clusterjob.core import arrays, node_zip, plans, python_env
-from clusterjob.core.records import Handle, Record, home
+from clusterjob.core.live import live
+from clusterjob.core.records import Record, home
 from clusterjob.core.render import sh_line
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import contract
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.events import now, read_events
-from clusterjob.node.logs.job_dir import AGENT_LOG, CODE, EVENTS, LOGS, SLURM_LOG, SPEC
-from clusterjob.node.logs.log_files import last_lines, node_directory
+from clusterjob.node.logs.events import now
+from clusterjob.node.logs.job_dir import CODE, SPEC
 from clusterjob.node.program import Program
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.sanitize import sanitize
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from clusterjob.remote.sessions import Sessions
 
 SWEEP = "sweep.args"  # arguments of each array element, in the job directory
-# A line of templates/python-env.sh.j2.
-_PREPARING = re.compile(
-    r"clusterjob: (preparing the Python environment(?:: \d{1,9} s so far)?)", re.ASCII
-)
-_MAX_CLOCK = 1e12  # seconds; no machine runs that long
 # Python code that starts the program which runs commands inside a job; sys.argv[1] is the directory
 # or the node zip with the package. It runs with -I and -S, so that no file of the job is imported.
 START_INSIDE = (
@@ -169,6 +164,7 @@ def new_sessions() -> Sessions:
 
 def warn(text: str) -> None:
     """Show one line to the user through the library's logger, which writes to stderr by default."""
+    live.clear()
     logging.getLogger("clusterjob").warning("clusterjob: %s", sanitize(text))
 
 
@@ -201,85 +197,6 @@ def epoch(time: str) -> float:
 def being_submitted(record: Record) -> bool:
     """Return whether the process that submits a job is still alive."""
     return record.submitter is not None and record.submitter.alive()
-
-
-class Progress(NamedTuple):
-    """The progress of a running job.
-
-    Attributes:
-        started_at: when its workers first started, RFC 3339, UTC; None before.
-        restarts: number of restarts of the workers.
-        waiting: what its agents wait for; empty if they do not wait.
-        started: when its workers first started, by the monotonic clock of node 0; None before.
-    """
-
-    started_at: str | None = None
-    restarts: int = 0
-    waiting: str = ""
-    started: float | None = None
-
-    def status(
-        self,
-        state: JobState,
-        reason: str = "",
-        handle: Handle | None = None,
-        clock: float | None = None,
-    ) -> Status:
-        """Return the status of a job that has not ended.
-
-        Args:
-            state: the job's state.
-            reason: one line; empty if there is no reason.
-            handle: the job's handle, if its record has none.
-            clock: the monotonic clock of node 0 now; None if it is unknown.
-        """
-        elapsed = None if clock is None or self.started is None else clock - self.started
-        return Status(
-            state,
-            reason,
-            started_at=self.started_at,
-            restarts=self.restarts,
-            handle=handle,
-            elapsed=None if elapsed is None or elapsed < 0 else elapsed,
-        )
-
-
-def progress(job_dir: Path) -> Progress:
-    """Return the progress of a job from the events in its directory."""
-    started_at, restarts, waiting, started = None, 0, "", None
-    agents_started = False
-    for event in read_events(job_dir / EVENTS):
-        agents_started = True
-        kind = event.get("event")
-        if kind == "started":
-            at, restart = event.get("time"), event.get("restart")
-            if started_at is None:
-                clock = event.get("monotonic")
-                if isinstance(clock, (int, float)) and 0 <= clock < _MAX_CLOCK:
-                    started = float(clock)
-            started_at = started_at or (at if isinstance(at, str) else now())
-            restarts, waiting = restart if type(restart) is int else 0, ""
-        elif kind == "waiting":
-            missing = event.get("missing")
-            waiting = (
-                f"waiting for node {', '.join(map(str, missing))}"
-                if isinstance(missing, list)
-                else ""
-            )
-        elif kind == "exec":
-            waiting = str(event.get("why", ""))
-    if not agents_started:
-        waiting = _preparing(job_dir)
-    return Progress(started_at, restarts, waiting, started=started)
-
-
-def _preparing(job_dir: Path) -> str:
-    """Return that node 0's script prepares the Python environment; empty if it does not."""
-    for log in (node_directory(job_dir, 0) / AGENT_LOG, job_dir / LOGS / SLURM_LOG):
-        for line in last_lines(log, 1):
-            if match := _PREPARING.fullmatch(line):
-                return match[1]
-    return ""
 
 
 def fetch_request(

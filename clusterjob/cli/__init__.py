@@ -22,7 +22,10 @@ from clusterjob.cli import (
     logs,
     manage,
     metrics,
+    report,
+    stacks,
     start,
+    top,
 )
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.inside import CommandAfterId
@@ -51,6 +54,7 @@ app.command(
 )(start.launch)
 app.command()(manage.status)
 app.command("list")(list_jobs.list_jobs)
+app.command()(top.top)
 app.command()(manage.wait)
 app.command()(manage.cancel)
 app.command()(logs.logs)
@@ -58,6 +62,9 @@ app.command()(metrics.metrics)
 app.command("exec", cls=CommandAfterId)(inside.execute)
 app.command()(inside.shell)
 app.command()(inside.forward)
+app.command()(stacks.stacks)
+app.command()(report.report)
+app.command()(report.trace)
 app.command()(start.rerun)
 app.command("open")(manage.open_job)
 app.command()(clean.clean)

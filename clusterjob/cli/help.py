@@ -61,6 +61,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "clusterjob forward train-7f3a 6006",
         "clusterjob forward train-7f3a 8080:8888 5678 --node 1",
     ),
+    "stacks": ("clusterjob stacks train-7f3a", "clusterjob stacks train-7f3a --rank 3 --native"),
     "env": ("clusterjob env", "srun -N 2 clusterjob env --json"),
     "config": ("clusterjob config --cluster hpc",),
     "trust": ("clusterjob trust", "clusterjob trust --yes ~/project"),

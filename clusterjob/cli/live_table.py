@@ -18,20 +18,29 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def show(lines: Callable[[os.terminal_size | None], list[str]]) -> None:
-    """Show lines and refresh them every 2 s and after each change of the terminal's size.
+def show(
+    lines: Callable[[os.terminal_size | None], list[str]],
+    is_over: Callable[[], bool] = lambda: False,
+    interval: float = _INTERVAL,
+) -> bool:
+    """Show lines and refresh them regularly and after each change of the terminal's size.
 
     Ctrl-C ends it and restores the terminal. Without a terminal, the lines are printed whenever
     they have changed.
 
     Args:
         lines: returns the current lines for a size of the terminal.
+        is_over: returns whether the lines just shown are the last ones.
+        interval: seconds between two refreshes.
+
+    Returns:
+        Whether it ended because `is_over` returned True.
     """
     woken = threading.Event()
     with contextlib.suppress(KeyboardInterrupt), _signals(woken):
         if tables.terminal_size() is None:
-            _print_changes(lines, woken)
-            return
+            _print_changes(lines, woken, is_over, interval)
+            return True
         sys.stdout.write(_ENTER)
         try:
             while (size := tables.terminal_size()) is not None:
@@ -39,21 +48,29 @@ def show(lines: Callable[[os.terminal_size | None], list[str]]) -> None:
                 text = "".join(f"{line}{_CLEAR_LINE}\r\n" for line in lines(size))
                 sys.stdout.write(_HOME + text.removesuffix("\r\n") + _CLEAR_BELOW)
                 sys.stdout.flush()
-                woken.wait(_INTERVAL)
+                if is_over():
+                    return True
+                woken.wait(interval)
         finally:
             sys.stdout.write(_LEAVE)
             sys.stdout.flush()
+    return False
 
 
 def _print_changes(
-    lines: Callable[[os.terminal_size | None], list[str]], woken: threading.Event
+    lines: Callable[[os.terminal_size | None], list[str]],
+    woken: threading.Event,
+    is_over: Callable[[], bool],
+    interval: float,
 ) -> None:
     shown: list[str] | None = None
     while True:
         if (now := lines(None)) != shown:
             print("\n".join(now if shown is None else ["", *now]), flush=True)
             shown = now
-        woken.wait(_INTERVAL)
+        if is_over():
+            return
+        woken.wait(interval)
 
 
 @contextlib.contextmanager

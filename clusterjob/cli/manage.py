@@ -19,14 +19,34 @@ OptionalIds = Annotated[
 ]
 
 
-def status(ids: OptionalIds = None, as_json: Json = False) -> int:  # noqa: FBT002
-    """Show the status of jobs."""
+def status(
+    ids: OptionalIds = None,
+    watch: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--watch", "-w", help="A table that follows the jobs' phases; Ctrl-C ends it."
+        ),
+    ] = False,
+    as_json: Json = False,  # noqa: FBT002
+) -> int:
+    """Show the status of jobs.
+
+    With --watch, the command ends when the named jobs have ended.
+    """
     from clusterjob.cli import efficiency, job_table, output
     from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
 
+    if as_json and watch:
+        raise UsageError("--json and --watch are both given", "--json prints all fields once")
     wanted = [Records().find(text) for text in ids or ()]
+    if watch:
+        from clusterjob.cli import watch_status
+
+        watch_status.show(wanted)
+        if not ids:
+            return 0
     pairs = polling.statuses(wanted) if ids else polling.unfinished()
     if as_json:
         used = efficiency.of_jobs(pairs)
@@ -78,6 +98,10 @@ def cancel(
     ] = False,
     state: States = None,
     name: Name = None,
+    stacks: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--stacks", help="Save the stacks of the workers in the logs (default: no)."),
+    ] = False,
     yes: Yes = False,  # noqa: FBT002
 ) -> int:
     """Cancel jobs on all of their nodes.
@@ -114,6 +138,7 @@ def cancel(
     errors: dict[str, ClusterJobError] = {}
     done = jobs.cancel(
         wanted,
+        stacks=stacks,
         on_error=None
         if ids and len(ids) == 1
         else lambda record, error: errors.update({record.job_id: error}),

@@ -5,29 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from clusterjob.cli import colours
 from clusterjob.cli.tables import print_table
+from clusterjob.core.live import live
 from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs.folding import Folded, Folder, as_text, label
-from clusterjob.node.logs.live_lines import LiveLines
 from clusterjob.node.logs.log_reader import LONGEST, LogLine
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
-    from rich.status import Status as Spinner
-
     from clusterjob.backends.base import Status
     from clusterjob.core.config import Settings
     from clusterjob.remote.host_probe import HostReport
 
 SCHEMA = 1
-live_lines = LiveLines()  # unfinished lines of the followed job; cleared before other output
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -38,18 +35,15 @@ def print_json(value: dict[str, Any]) -> None:
 
 def print_message(text: str) -> None:
     """Print a message line on stderr; results go to stdout."""
-    live_lines.clear()
+    live.clear()
     print(f"clusterjob: {sanitize(text)}", file=sys.stderr, flush=True)
 
 
 def print_verdict(record: Record, verdict: Verdict) -> None:
     """Print the verdict of a job on stderr, with the last lines of its root cause."""
-    live_lines.clear()
-    print(
-        sanitize(f"clusterjob: job {record.job_id} {verdict.text()}", lines=True),
-        file=sys.stderr,
-        flush=True,
-    )
+    live.clear()
+    text = colours.verdict_text(verdict, coloured=colours.wanted(sys.stderr))
+    print(f"clusterjob: job {sanitize(record.job_id)} {text}", file=sys.stderr, flush=True)
 
 
 def job_json(
@@ -148,11 +142,15 @@ class LogPrinter:
         world_is_one: whether the job has one worker; its lines get no label.
         raw: whether to print the workers' bytes unchanged: no labels, and equal lines are not
             joined.
+
+    Attributes:
+        has_open_lines: whether the terminal shows unfinished lines.
     """
 
     def __init__(self, *, world_is_one: bool, raw: bool = False) -> None:
         self._plain = world_is_one
         self._raw = raw
+        self.has_open_lines = False
 
     def show(
         self, batches: Iterable[list[LogLine]], open_lines: Callable[[], Sequence[LogLine]]
@@ -162,19 +160,20 @@ class LogPrinter:
         `open_lines` is called after the batches are consumed.
         """
         self.show_all(batches)
-        if not self._raw and live_lines.has_terminal:
-            live_lines.show(
-                [
-                    line.text if self._plain else f"[{label(line)}] {line.text}"
-                    for line in open_lines()
-                ]
-            )
+        if not self._raw and live.has_terminal:
+            shown = [
+                line.text if self._plain else f"[{label(line)}] {line.text}"
+                for line in open_lines()
+            ]
+            self.has_open_lines = bool(shown)
+            live.show(shown)
 
     def show_all(self, batches: Iterable[list[LogLine]]) -> None:
         """Print lines; equal lines that several ranks wrote at about the same time become one."""
         folder = Folder()
         for lines in batches:
             if self._raw:
+                live.clear()
                 for line in lines:
                     stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
                     stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
@@ -189,7 +188,7 @@ class LogPrinter:
 
     def _print(self, lines: Iterable[Folded]) -> None:
         for name, text in as_text(lines, self._shown):
-            live_lines.clear()
+            live.clear()
             stream = sys.stdout if name == "out" else sys.stderr
             stream.write(text)
             stream.flush()
@@ -227,60 +226,13 @@ class NodeLines:
         target.flush()
 
 
-class Progress:
-    """Show why a job is pending: a spinner on a terminal, else a line when the reason changes.
-
-    While the job runs, only the number of each restart is shown.
-    """
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._spinner: Spinner | None = None
-        self._printed = ""
-        self._restarts = 0
-
-    def update(self, status: Status) -> None:
-        """Show a new status of the job."""
-        if status.restarts > self._restarts:
-            self._restarts = status.restarts
-            print_message(f"restart {status.restarts}")
-        if status.state is not JobState.PENDING:
-            self.stop()
-        text = status.reason or "starting"
-        if status.state is JobState.PENDING and sys.stderr.isatty():
-            if time.monotonic() - self._begin > 0.5:  # most jobs start faster than rich is imported
-                self._spin(f"{text} ({time.monotonic() - self._begin:.0f} s)")
-        elif status.reason and status.reason != self._printed:
-            self._printed = status.reason
-            print_message(status.reason)
-
-    def _spin(self, text: str) -> None:
-        if self._spinner is None:
-            from rich.console import Console
-
-            self._spinner = Console(stderr=True).status("")
-            self._spinner.start()
-        from rich.text import Text
-
-        self._spinner.update(Text(sanitize(text)))  # rich reads [/x] in a plain string as markup
-
-    def stop(self) -> None:
-        """Stop the spinner and remove its line."""
-        if self._spinner is not None:
-            self._spinner.stop()
-            self._spinner = None
-
-
 def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
     """Print the verdicts of jobs that did not succeed, below their table."""
     for record, status in pairs:
         if status.verdict is not None and status.state is not JobState.SUCCEEDED:
-            print(
-                sanitize(
-                    f"\n{record.job_id} {status.verdict.text()}\n  logs: {record.job_dir / 'logs'}",
-                    lines=True,
-                )
-            )
+            text = colours.verdict_text(status.verdict, coloured=colours.wanted(sys.stdout))
+            print(f"\n{sanitize(record.job_id)} {text}")
+            print(sanitize(f"  logs: {record.job_dir / 'logs'}"))
 
 
 def settings_json(settings: Settings) -> dict[str, Any]:

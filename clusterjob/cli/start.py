@@ -44,7 +44,7 @@ def submit(
     if dry_run:
         return _print_plan(plan, as_json=as_json)
     _print_notes(plan)
-    record = _submit(plan, cluster, detach=True)
+    record = _submit(plan, cluster, detach=True, follow=follow)
     if as_json:
         output.print_json(
             {
@@ -59,15 +59,23 @@ def submit(
     return watch.until_end(record)() if follow else 0
 
 
-def _submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) -> Record:
+def _submit(
+    plan: Plan, cluster: str, *, detach: bool, follow: bool = False, stdin: int | None = None
+) -> Record:
     from clusterjob.cli import output
     from clusterjob.core import jobs
+    from clusterjob.core.live import live
 
+    live.prints_steps = follow
+    live.clear_at_sigterm()
+    live.show([f"submitting to {cluster}"])
     try:
         return jobs.submit(plan, cluster, detach=detach, stdin=stdin)
     except KeyboardInterrupt:
         output.print_message(f"interrupted: job {plan.job_id} is cancelled")
         raise
+    finally:
+        live.clear()
 
 
 def _print_id(record: Record) -> None:
@@ -106,7 +114,7 @@ def run(ctx: typer.Context, **flags: Any) -> int:
 
     plan, cluster = _plan(ctx, flags, foreground=True)
     _print_notes(plan)
-    record = _submit(plan, cluster, detach=False, stdin=_own_stdin())
+    record = _submit(plan, cluster, detach=False, follow=True, stdin=_own_stdin())
     show = None
     while True:
         try:

@@ -20,8 +20,14 @@ def width_of(text: str) -> int:
     )
 
 
-def cut(text: str, width: int) -> str:
-    """Return the beginning of a text that fits into this many columns, with an ellipsis if cut."""
+def cut(text: str, width: int, *, mark: str = "") -> str:
+    """Return the beginning of a text that fits into this many columns, with an ellipsis if cut.
+
+    Args:
+        text: the text.
+        width: number of columns.
+        mark: the ellipsis; by default one that stdout can show.
+    """
     if width_of(text) <= width:
         return text
     kept, used = "", 0
@@ -30,7 +36,7 @@ def cut(text: str, width: int) -> str:
         if used > width - 1:
             break
         kept += letter
-    return kept + ("…" if _can_show("…") else "~") if width > 0 else ""
+    return kept + (mark or ("…" if _can_show("…") else "~")) if width > 0 else ""
 
 
 def _can_show(letter: str) -> bool:

@@ -8,9 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from clusterjob.backends.base import Status
 from clusterjob.cli import output
-from clusterjob.cli.output import LogPrinter, Progress, print_end, print_verdict
-from clusterjob.core import polling
+from clusterjob.cli.live_progress import LiveProgress
+from clusterjob.cli.output import LogPrinter, print_end, print_verdict
+from clusterjob.core import jobs, polling
+from clusterjob.core.live import live
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
 from clusterjob.node.logs.log_reader import LogLine, LogReader
@@ -47,9 +50,17 @@ class Watch:
         record: the job.
         filters: the lines to show.
         raw: show the bytes unchanged.
+        prints_phases: without a terminal, print one line for each phase of the job.
     """
 
-    def __init__(self, record: Record, filters: Filters = Filters(), *, raw: bool = False) -> None:
+    def __init__(
+        self,
+        record: Record,
+        filters: Filters = Filters(),
+        *,
+        raw: bool = False,
+        prints_phases: bool = False,
+    ) -> None:
         if record.array is not None:
             first = f"{record.job_id}_{record.array['indices'][0]}"
             raise UsageError(
@@ -83,7 +94,10 @@ class Watch:
                     f"its {label}s are 0 to {count - 1}" if count > 1 else f"its only {label} is 0",
                 )
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
-        self._progress = Progress()
+        self._raw, self._has_shown = raw, False
+        self._progress = LiveProgress(
+            prints_phases=prints_phases, reads_terminal=lambda: jobs.reads_terminal(record)
+        )
 
     def so_far(self, tail: int | None, *, follow: bool) -> None:
         """Show the output so far, or its last `tail` lines; say if the job has not started.
@@ -123,23 +137,29 @@ class Watch:
 
     def to_the_end(self) -> int:
         """Show the output until the job ends, then print the verdict; return the exit code."""
+        live.clear_at_sigterm()
         try:
             verdict = polling.follow(
-                self._record, self._show, progress=self._progress.update, reader=self._reader
+                self._record, self._show, progress=self._show_phase, reader=self._reader
             )
         finally:
-            self._progress.stop()
-            output.live_lines.clear()
+            live.clear()
         print_verdict(self._record, verdict)
         if verdict.state is not JobState.SUCCEEDED:
             print(sanitize(f"  logs: {self._record.job_dir / 'logs'}"), file=sys.stderr)
         return verdict.exit_code
 
     def _show(self, batches: Iterable[list[LogLine]]) -> None:
-        self._progress.stop()  # the spinner and the output share the terminal
+        self._has_shown = True
+        self._progress.hear()
         self._printer.show(
             map(self._matching, batches), lambda: self._matching(self._reader.open_lines())
         )
+
+    def _show_phase(self, status: Status) -> None:
+        # The last output of --raw may have no newline.
+        if not (self._raw and self._has_shown and live.has_terminal):
+            self._progress.update(status, has_open_lines=self._printer.has_open_lines)
 
 
 def _matching(expression: str | None) -> Callable[[list[LogLine]], list[LogLine]]:
@@ -159,4 +179,4 @@ def until_end(record: Record) -> Callable[[], int]:
     """
     if record.array is not None:
         return functools.partial(polling.wait_for_all, [record], print_end)
-    return Watch(record).to_the_end
+    return Watch(record, prints_phases=True).to_the_end

@@ -234,6 +234,6 @@ def pieces(array: Array, largest: int) -> list[Piece]:
 
 def ranges_text(indices: Sequence[int]) -> str:
     """Return ascending indices in the syntax of a cluster: ``0-3,7``."""
-    from clusterjob.node.logs.folding import ranges
+    from clusterjob.node.system.ranges import ranges
 
     return ",".join(ranges(list(indices)))

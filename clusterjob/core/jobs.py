@@ -243,7 +243,10 @@ def fetch(
 
 
 def cancel(
-    wanted: Iterable[Record], on_error: Callable[[Record, ClusterJobError], None] | None = None
+    wanted: Iterable[Record],
+    on_error: Callable[[Record, ClusterJobError], None] | None = None,
+    *,
+    stacks: bool = False,
 ) -> list[tuple[Record, bool]]:
     """Cancel jobs; return each job, and False if it had already ended.
 
@@ -253,6 +256,7 @@ def cancel(
     Args:
         wanted: the jobs.
         on_error: called with each job that cannot be cancelled; the other jobs are cancelled.
+        stacks: whether to save the stacks of the workers into the logs first.
 
     Raises:
         ClusterJobError: a job cannot be cancelled, and there is no `on_error`.
@@ -262,6 +266,8 @@ def cancel(
     for record, status in pairs:
         if not status.state.final or record.provisional:
             running.setdefault(record.backend, []).append(record)
+            if stacks:
+                ends.want_stacks(record.job_dir)
     for name, group in running.items():
         _cancel(name, group, on_error)
     return [
@@ -296,6 +302,12 @@ def interrupt_prompt(record: Record) -> bool:
     """
     backend = base.instance(record.backend)
     return isinstance(backend, Foreground) and backend.interrupt_prompt(record)
+
+
+def reads_terminal(record: Record) -> bool:
+    """Return whether a worker of the job reads from this process's terminal, as at a prompt."""
+    backend = base.instance(record.backend)
+    return isinstance(backend, Foreground) and backend.reads_terminal(record)
 
 
 def interrupt(record: Record) -> bool:

@@ -351,6 +351,9 @@ _ROWS = (
     Option("notify_on", _words, metavar="EVENTS", group="output",
         help="Events to notify about: start, end, failure, requeue, array_tasks "
         "(default: end,failure,requeue)."),
+    Option("hang_timeout", _duration, metavar="TIME", node="hang_timeout", group="restart",
+        help="Time without output, heartbeat or change of a stack after which the job hangs, such "
+        "as 10m (default: no detection)."),
     Option("metrics", _switch, node="metrics", group="output",
         help="Samples of CPU, memory and GPUs, for clusterjob metrics (default: yes)."),
     Option("metrics_port", _whole_number, metavar="PORT", node="metrics_port", group="output",

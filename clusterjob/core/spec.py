@@ -107,6 +107,7 @@ class JobSpec:
         notify: where node 0 sends notifications: URLs of apprise, which are never recorded.
         notify_cmd: shell commands that node 0 runs for each notification.
         notify_on: events to notify about; see `clusterjob.node.notifications`.
+        hang_timeout: seconds without progress after which the job hangs; None for no detection.
         metrics, metrics_port: samples of the nodes; see `clusterjob.node.options.LaunchOptions`.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
 
@@ -151,6 +152,7 @@ class JobSpec:
     notify: tuple[NotifyPlace, ...] = ()
     notify_cmd: tuple[str, ...] = ()
     notify_on: tuple[str, ...] = DEFAULT_KINDS
+    hang_timeout: int | None = None
     metrics: bool = True
     metrics_port: int = 0
     join_timeout: float = LaunchOptions.join_timeout
@@ -217,6 +219,11 @@ class JobSpec:
             raise SpecError(
                 "--notify needs clusterjob's agent, and --launcher srun starts none",
                 "Slurm's own mail: --set mail-type=END,FAIL --set mail-user=ADDRESS",
+            )
+        if self.hang_timeout is not None and self.launcher == "srun":
+            raise SpecError(
+                "--hang-timeout needs clusterjob's agent, and --launcher srun starts none",
+                "use --launcher agent or torchrun; `clusterjob stacks` works with every launcher",
             )
 
     def _check_environment(self) -> None:
@@ -349,7 +356,10 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "secret": lambda names: tuple(Secret(str(name)) for name in names),
     "only": lambda numbers: tuple(map(int, numbers)),
     "notify": lambda texts: tuple(NotifyPlace(str(text)) for text in texts),
-    "signal_before": lambda seconds: None if seconds is None else int(seconds),
+    **dict.fromkeys(
+        ("signal_before", "hang_timeout"),
+        lambda seconds: None if seconds is None else int(seconds),
+    ),
     **dict.fromkeys(("env", "options"), dict),
     **dict.fromkeys(
         ("setup", "sweep", "after", "notify_cmd", "notify_on"), lambda lines: tuple(map(str, lines))

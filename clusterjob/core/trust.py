@@ -30,7 +30,7 @@ HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
     "max_restarts", "start", "launcher", "require_gpus", "gpus", "sync", "snapshot", "account",
     "partition", "nodelist", "exclude", "reservation", "array", "after", "requeue",
-    "signal_before", "join_timeout", "heartbeat", "lease", "grace", "notify_on",
+    "signal_before", "hang_timeout", "join_timeout", "heartbeat", "lease", "grace", "notify_on",
     "metrics", "metrics_port",
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing to another machine or cluster

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
-from clusterjob.node.environments import scheduler, this_node, worker_defaults
+from clusterjob.node.environments import scheduler, show, this_node, worker_defaults
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs import ends, environment_log, log_files
 from clusterjob.node.logs.log_protocol import refusal
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.options import LaunchOptions, parse
@@ -97,6 +97,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     agent_end.setblocking(False)
     processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
+    environment_log.add(job_dir, topology.node_rank, show.describe(finding), attempt=job.attempt)
 
     # From here on there may be threads. The forkserver imports torch while this process imports
     # asyncio.

@@ -45,6 +45,12 @@ def seconds(text: str) -> float:
     return value
 
 
+def _duration(text: str) -> float:
+    """Read a number of seconds above 0, or one with a unit, such as 10m."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    return unit * seconds(text[:-1]) if unit else seconds(text)
+
+
 def _option(
     default: Any, form: str | tuple[str, ...], help_: str, read: Callable[[str], Any] = str
 ) -> Any:
@@ -78,6 +84,8 @@ class LaunchOptions:
         join_timeout: how long the agents wait for each other.
         heartbeat: interval between heartbeats on a connection between agents.
         lease: time without a message after which the peer counts as lost.
+        hang_timeout: time without output, heartbeat or change of a stack after which the job
+            hangs; None for no detection.
         grace: time between SIGTERM and SIGKILL when the job is cancelled or reaches its time limit.
         lifeline: whether the end of stdin cancels the job; a file ``detached`` in the job's
             directory prevents that.
@@ -125,6 +133,12 @@ class LaunchOptions:
         "Seconds without a message after which a node is lost (default: 10).",
         seconds,
     )
+    hang_timeout: float | None = _option(
+        None,
+        "TIME",
+        "Time without progress after which the job hangs, such as 10m (default: no detection).",
+        _duration,
+    )
     grace: float = _option(
         3.0, "SECONDS", "Seconds between SIGTERM and SIGKILL (default: 3).", seconds
     )
@@ -147,6 +161,11 @@ class LaunchOptions:
         0, "PORT", "Port on 127.0.0.1 for Prometheus (default: none).", _at_least(0)
     )
     placement: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def preloads_torch(self) -> bool:
+        """Whether the forkserver imports torch before it starts the workers."""
+        return self.launcher != "torchrun" and self.start != "exec" and self.program.is_python
 
     def arguments(self) -> list[str]:
         """Return the arguments that `parse` turns into these options, without the defaults."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
+from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 
 _T = TypeVar("_T")
@@ -56,6 +57,7 @@ class FailureKind(str, Enum):
     PREEMPTED = "preempted"  # the worker left after a preemption warning
     SIGNAL = "signal"  # another signal ended the worker
     EXIT_CODE = "exit_code"  # the worker chose a non-zero exit code
+    HANG = "hang"  # no worker showed a sign of life for the time of --hang-timeout
     NODE_LOST = "node_lost"  # the agent of a node is gone or silent
     LAUNCH = "launch"  # a node cannot start or run its workers
 
@@ -210,6 +212,9 @@ class Verdict:
         attempt: the number of the job's attempt, from 0.
         started_at, ended_at: RFC 3339, UTC, by the coordinator's clock; started_at is None if the
             workers never started.
+        evidence: the file with the stacks that were saved before the stop, relative to the job
+            directory; empty if there is none.
+        evidence_ranks: the number of ranks in it.
     """
 
     state: JobState
@@ -221,6 +226,8 @@ class Verdict:
     attempt: int = 0
     started_at: str | None = None
     ended_at: str | None = None
+    evidence: str = ""
+    evidence_ranks: int = 0
 
     @classmethod
     def from_json(cls, data: Any) -> Verdict:
@@ -252,6 +259,8 @@ class Verdict:
             attempt=_optional(_number, fields, "attempt") or 0,
             started_at=_optional(_text, fields, "started_at"),
             ended_at=_optional(_text, fields, "ended_at"),
+            evidence=_optional(_text, fields, "evidence") or "",
+            evidence_ranks=_optional(_number, fields, "evidence_ranks") or 0,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -277,7 +286,7 @@ class Verdict:
             lines += [f"  | {line}" for line in self.failure.last_lines]
         effects = [item for item in self.consequences if item.effect]
         if effects:
-            lines.append(f"  failed after it, as a consequence: {_names(effects)}")
+            lines.append(f"  {_count(effects)} failed as a consequence: {_names(effects)}")
         own: dict[str, list[Failure]] = {}
         for item in self.consequences:
             if not item.effect:
@@ -288,10 +297,21 @@ class Verdict:
         ]
         if len(own) > _MAX_REASONS:
             lines.append(f"  and {len(own) - _MAX_REASONS} more reasons")
+        if self.evidence:
+            ranks = f"{self.evidence_ranks} rank{'' if self.evidence_ranks == 1 else 's'}"
+            lines.append(f"  stacks of {ranks}: {self.evidence}")
         return "\n".join(sanitize(line) for line in lines)
 
 
+def _count(failures: Sequence[Failure]) -> str:
+    """Return the number of failures, as ``7 ranks`` or ``7 ranks and 1 node``."""
+    ranks = sum(item.rank is not None for item in failures)
+    counts = [(ranks, "rank"), (len(failures) - ranks, "node")]
+    return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in counts if n)
+
+
 def _names(failures: Iterable[Failure]) -> str:
-    return ", ".join(
-        str(item.rank) if item.rank is not None else f"node {item.node_rank}" for item in failures
-    )
+    """Return the ranks as ranges, then the nodes: ``0-2, 4-7, node 3``."""
+    numbers = sorted({item.rank for item in failures if item.rank is not None})
+    nodes = [f"node {item.node_rank}" for item in failures if item.rank is None]
+    return ", ".join((*ranges(numbers), *nodes))

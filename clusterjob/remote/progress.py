@@ -1,24 +1,20 @@
-"""Progress bar for sending code to hosts: only on a terminal, and only if it takes a while."""
+"""Show how far a submission to hosts is: the hosts reached, and the code sent."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
-from clusterjob.node.system.sanitize import sanitize
+from clusterjob.core.live import live
+from clusterjob.core.units import show_size
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-_DELAY = 0.5  # seconds before the bar appears: the import of rich takes a while too
+_INTERVAL = 0.1  # seconds between two changes of the line
 
 
-class Sending:
-    """Context manager that shows a progress bar; the submission calls it after each piece.
+class HostProgress:
+    """Context manager for one submission; its methods may be called by any thread.
 
     Args:
         labels: the hosts, by node.
@@ -27,12 +23,12 @@ class Sending:
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = labels
         self._lock = threading.Lock()
-        self._begin = time.monotonic()
-        self._done: dict[int, tuple[int, int]] = {}
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._reached = 0
+        self._sent: dict[int, tuple[int, int]] = {}  # bytes sent and total bytes, by node
+        self._begin = self._shown_at = 0.0
 
-    def __enter__(self) -> Sending:
+    def __enter__(self) -> HostProgress:
+        self._show_reached()
         return self
 
     def __exit__(
@@ -41,51 +37,48 @@ class Sending:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        live.clear()
+        if error is None and self._sent:
+            live.step(f"sent code{self._text()}")
+
+    def reached(self) -> None:
+        """Count one host that was reached and can run the job."""
+        with self._lock:
+            self._reached += 1
+            self._show_reached()
+            if self._reached == len(self._labels):
+                live.step(self._reached_text())
 
     def __call__(self, node: int, sent: int, total: int) -> None:
-        """Update the bar: a node was sent `sent` of `total` bytes."""
-        if not sys.stderr.isatty():
-            return
+        """Show that a node was sent `sent` of `total` bytes."""
         with self._lock:
-            self._done[node] = (sent, total)
-            if self._bar is None and time.monotonic() - self._begin > _DELAY:
-                self._open()
-            if self._bar is not None:
-                slowest = min(
-                    self._done, key=lambda key: self._done[key][0] / max(1, self._done[key][1])
-                )
-                text = "sending code"
-                if len(self._labels) > 1:
-                    label = sanitize(self._labels[slowest])
-                    text = f"sending code to {len(self._done)} hosts, {label} last"
-                counts = self._done.values()
-                self._bar.update(
-                    self._task,
-                    description=text,
-                    completed=sum(sent for sent, _ in counts),
-                    total=sum(all_ for _, all_ in counts),
-                )
+            moment = time.monotonic()
+            self._begin = self._begin or moment
+            self._sent[node] = (sent, total)
+            if moment >= self._shown_at + _INTERVAL or sent == total:
+                self._shown_at = moment
+                live.show([f"sending code{self._text()}"])
 
-    def _open(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TransferSpeedColumn,
-        )
+    def _show_reached(self) -> None:
+        live.show([self._reached_text()])
 
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("sending code", total=None)
-        self._bar.start()
+    def _reached_text(self) -> str:
+        if len(self._labels) == 1:
+            return f"{'connected' if self._reached else 'connecting'} to {self._labels[0]}"
+        return f"{self._reached} of {len(self._labels)} hosts reached"
+
+    def _text(self) -> str:
+        counts = self._sent.values()
+        sent, total = sum(each for each, _ in counts), sum(all_ for _, all_ in counts)
+        seconds = time.monotonic() - self._begin
+        text = f" to {len(self._sent)} hosts: " if len(self._sent) > 1 else ": "
+        text += "" if sent == total else f"{show_size(sent)} of "
+        text += show_size(total)
+        if seconds > _INTERVAL:
+            text += f", {show_size(int(sent / seconds))}/s"
+        if sent < total and len(self._sent) > 1:
+            slowest = min(
+                self._sent, key=lambda key: self._sent[key][0] / max(1, self._sent[key][1])
+            )
+            text += f", {self._labels[slowest]} last"
+        return text

@@ -10,6 +10,8 @@ import termios
 import threading
 import time
 
+from clusterjob.core.live import live
+
 HUMAN_TIMEOUT = 300.0  # seconds that a person may take for an answer
 _MAX_ANSWER = 4096  # bytes: what a terminal keeps of one line
 
@@ -44,7 +46,7 @@ def ask(question: str, *, echo: bool) -> str:
     Raises:
         DeclinedError: the user closed the input (Ctrl-D) or took longer than `HUMAN_TIMEOUT`.
     """
-    with _one_at_a_time:
+    with _one_at_a_time, live.suspended():
         handle = sys.stdin.fileno()
         before = termios.tcgetattr(handle)
         changed = termios.tcgetattr(handle)

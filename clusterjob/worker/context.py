@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import UsageError
 from clusterjob.node.workers import torch_patches
 from clusterjob.worker import process
+from clusterjob.worker.heartbeat import Beating
 from clusterjob.worker.preemption import Preemptible
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ OPERATIONS = ("mean", "sum", "min", "max", "product")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Context(Preemptible):
+class Context(Preemptible, Beating):
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
     At the end of its with block, the context leaves the process group. After an exception it leaves
@@ -67,6 +68,7 @@ class Context(Preemptible):
     _owned: bool = field(default=False, init=False)  # whether leaving destroys the group
     _pid: int = field(default_factory=os.getpid, init=False)
     _depth: int = field(default=0, init=False)
+    _beat_at: float = field(default=0.0, init=False)
     _closed: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from terminals import Terminal, show
 
 from clusterjob.cli import output
 from clusterjob.cli.watch import Watch
+from clusterjob.core.live import Live
 from clusterjob.core.records import Record
 from clusterjob.node.logs.live_lines import LiveLines
 from clusterjob.node.logs.log_files import Timeline, node_directory
@@ -154,7 +155,7 @@ def test_watch_folds_lines_and_reads_open_lines_once_per_poll(
     )
     readers: list[LogReader] = []
     monkeypatch.setattr(LogReader, "open_lines", lambda reader: readers.append(reader) or [])
-    monkeypatch.setattr(output, "live_lines", LiveLines())
+    monkeypatch.setattr(output, "live", Live())
     monkeypatch.setattr(LiveLines, "has_terminal", terminal)
     assert Watch(record).to_the_end() == 0
     assert capsys.readouterr().out == "[0-3] ready\n"

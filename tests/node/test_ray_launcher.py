@@ -124,6 +124,35 @@ def test_no_ray_process_outlives_the_job(tmp_path: Path, event: str) -> None:
     wait_for_end_of_ray(job)
 
 
+# In the first start of Ray on a node without the head, end as Ray does after 30 s.
+SLOW_START = """
+import os, sys
+if "ray.scripts.scripts" in sys.orig_argv and "--head" not in sys.orig_argv:
+    try:
+        os.close(os.open({marker!r}, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        pass
+    else:
+        os.write(2, b"Exception: The current node timed out during startup. This could happen\\n")
+        os._exit(1)
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ray_that_is_slow_to_start_on_a_node_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    custom = script(tmp_path, SLOW_START.format(marker=str(tmp_path / "slow")), "sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", f"{custom.parent}:{os.environ.get('PYTHONPATH', '')}")
+    job = submit(tmp_path, "0")
+    verdict = job.wait(TEST_TIMEOUT)
+    assert verdict.state is JobState.SUCCEEDED, job.logs()
+    assert (tmp_path / "slow").exists()
+    assert "Ray starts again on node 1" in job.logs()
+    wait_for_end_of_ray(job)
+
+
 def _words(pid: int) -> bytes:
     try:
         return (Path("/proc") / str(pid) / "cmdline").read_bytes()

@@ -5,17 +5,10 @@ Agents report what these workers do. If other ranks time out, these workers are 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from launching import MARGIN, waited_seconds
@@ -24,9 +17,10 @@ from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 from clusterjob.node.rendezvous.messages import RanksFound, RanksMissing, RanksProbed
 from clusterjob.node.rendezvous.missing_ranks import MissingRanks
 from clusterjob.node.rendezvous.root_cause import EXIT_TIMEOUT, RootCause
+from clusterjob.node.stacks.offer import SIGNAL
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import Failure, FailureKind
-from clusterjob.node.workers import forkserver_messages, stacks
+from clusterjob.node.workers import forkserver_messages
 
 MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
@@ -92,14 +86,14 @@ def test_stuck_forked_worker_is_reported_with_stack_as_root_cause(make_job: Make
 
 
 @pytest.mark.slow
-def test_stuck_worker_started_by_exec_is_reported_without_signal(make_job: MakeJob) -> None:
+def test_stack_of_stuck_worker_started_by_exec_is_reported(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all("--start", "exec", late(job, 1, "time.sleep(1000)"), python=WITH_TORCH)
     assert job.wait() == [1, 1]
     pid = job.path("pid1").read_text()
     output = job.log(0, "rank0.err")
     assert f"rank 1 (node 1, local rank 0, host {HOST}, pid {pid}): has run for " in output
-    assert "s and has not reached bootstrap.init(); it sleeps" in output
+    assert "s and has not reached bootstrap.init(); it is in script.py line " in output
     failure = job.result["failure"]
     assert (failure["rank"], failure["signal"]) == (1, None)
     assert "it has run for" in failure["message"]
@@ -167,9 +161,7 @@ def test_script_that_handles_rendezvous_timeout_succeeds(make_job: MakeJob) -> N
 @pytest.mark.slow
 def test_signal_handler_of_script_is_not_called(make_job: MakeJob) -> None:
     job = make_job(1)
-    own = (
-        f"signal.signal({stacks.SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"
-    )
+    own = f"signal.signal({SIGNAL}, lambda *_: pathlib.Path('hit').touch()); time.sleep(1000)"
     job.start_all("--start", "fork", "--nproc-per-node", "2", late(job, 1, own), python=WITH_TORCH)
     assert job.wait() == [1]
     assert not job.path("hit").exists()
@@ -255,127 +247,3 @@ def test_report_of_missing_ranks_with_wrong_ranks_is_refused(ranks: object) -> N
     data = {"type": "WorkerWaiting", "local_rank": 0, "ranks": ranks, "final": True}
     with pytest.raises(MalformedMessageError, match="ranks"):
         forkserver_messages.FROM_WORKER.decode(data)
-
-
-# -- stack of one process --------------------------------------------------------------------------
-
-
-def child(directory: Path, text: str) -> subprocess.Popen[bytes]:
-    path = directory / "child.py"
-    path.write_text(
-        "import pathlib, os, signal, sys, time\nfrom clusterjob.node.workers import stacks\n"
-        + textwrap.dedent(text)
-    )
-    process = subprocess.Popen([sys.executable, "-S", str(path)], cwd=directory)
-    wait_until(lambda: (directory / "up").exists() or process.poll() is not None, 20)
-    return process
-
-
-def ask(process: subprocess.Popen[bytes]) -> tuple[bool, tuple[str, ...]]:
-    question = stacks.StackRequest(process.pid)
-    with contextlib.suppress(AssertionError):  # a process without a handler never answers
-        wait_until(question.written, stacks.ANSWER_SECONDS)
-    time.sleep(0.3)  # until the remaining lines are written
-    return question.offered, question.answer()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "pathlib.Path('up').touch(); time.sleep(1000)",  # this program never calls offer()
-        (
-            "stacks.offer(); signal.signal(stacks.SIGNAL, signal.SIG_DFL); "
-            "pathlib.Path('up').touch(); time.sleep(1000)"
-        ),
-        (
-            "signal.signal(stacks.SIGNAL, print); stacks.offer(); "
-            "pathlib.Path('up').touch(); time.sleep(1000)"
-        ),
-        "stacks.offer(); os.execvp('sh', ['sh', '-c', 'touch up; exec sleep 1000'])",
-        (
-            "stacks.offer(); os.closerange(3, 100); open('own', 'w'); "
-            "pathlib.Path('up').touch(); time.sleep(1000)"
-        ),
-    ],
-)
-def test_process_without_stack_handler_is_not_signalled(tmp_path: Path, text: str) -> None:
-    process = child(tmp_path, text)
-    try:
-        assert ask(process) == (False, ())
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_process_reports_stack_repeatedly_and_continues_to_sleep(tmp_path: Path) -> None:
-    process = child(
-        tmp_path,
-        """
-        def inner():
-            pathlib.Path('up').touch()
-            begin = time.monotonic()
-            time.sleep(4)
-            sys.exit(0 if time.monotonic() - begin >= 4 else 3)
-        stacks.offer()
-        inner()
-    """,
-    )
-    try:
-        wait_until(lambda: stacks.kernel_text(process.pid).startswith("it sleeps"), 10)
-        for _ in range(2):
-            asked, lines = ask(process)
-            assert asked
-            frames = stacks.main_thread(lines)
-            assert len(frames) == 2
-            assert stacks.position_text(frames) == "it is in child.py line 7, inner"
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_position_text_names_innermost_line_of_script() -> None:
-    library = os.__file__
-    frames = (
-        f'  File "{library}", line 1 in wait',
-        '  File "/x/my data.py", line 7 in load',
-        '  File "/x/train.py", line 9 in <module>',
-    )
-    assert (
-        stacks.position_text(frames) == "it is in os.py line 1, wait, from my data.py line 7, load"
-    )
-    assert stacks.position_text(frames[1:]) == "it is in my data.py line 7, load"
-    importing = (
-        frames[1],
-        '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed',
-        frames[2],
-    )
-    assert stacks.position_text(importing) == "it imports, in my data.py line 7, load"
-    assert stacks.position_text(()) == "its stack names no file"
-    lines = (
-        "Thread 0x1 (most recent call first):",
-        frames[0],
-        "",
-        "Current thread 0x2 (most recent call first):",
-        *frames[1:],
-    )
-    assert stacks.main_thread(lines) == frames[1:]
-    assert (
-        stacks.main_thread(
-            (*lines, '  File "clusterjob/node/program.py", line 3 in run_as_main', frames[0])
-        )
-        == frames[1:]
-    )
-
-
-def test_kernel_text_describes_sleeping_stopped_and_ended_process(tmp_path: Path) -> None:
-    process = child(tmp_path, "pathlib.Path('up').touch(); time.sleep(1000)")
-    try:
-        wait_until(lambda: stacks.kernel_text(process.pid).startswith("it sleeps"), 10)
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: stacks.kernel_text(process.pid).startswith("it is stopped"), 10)
-    finally:
-        process.kill()
-        process.wait()
-    assert stacks.kernel_text(process.pid) == "it is about to end"

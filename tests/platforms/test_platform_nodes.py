@@ -19,7 +19,7 @@ from launching import environment
 from namespaces import Machine, machines, skip_reason
 from procs import TEST_TIMEOUT
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.batch_command import upload
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.core import node_zip
@@ -237,7 +237,7 @@ def test_node_with_failed_setup_line_is_named_in_verdict(
     task.wait()
     task.collect()
     verdict = shared.verdict_without_coordinator(
-        task.job_dir, shared.Progress(), otherwise="nobody knows"
+        task.job_dir, job_progress.Progress(), otherwise="nobody knows"
     )
     assert (verdict.state, verdict.failure is not None and verdict.failure.node_rank) == (
         JobState.FAILED,

@@ -21,9 +21,9 @@ from clusterjob.backends.slurm import step
 from clusterjob.core.inside import connection
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError
+from clusterjob.node import job_processes
 from clusterjob.node.inside import search, streams
 from clusterjob.node.inside.streams import Stream
-from clusterjob.node.workers import worker_table
 
 # The interpreter may be in a directory of root: modules are imported before the change of user.
 AS_NOBODY = """
@@ -68,7 +68,7 @@ def has_table(pid: int, job_id: str) -> bool:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
         if f"CLUSTERJOB_JOB_ID={job_id}".encode() not in environ.split(b"\0"):
             return False
-        return worker_table.of_process(pid) is not None
+        return job_processes.table_of(pid) is not None
     except OSError:
         return False
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from clusterjob.node.logs.log_files import FILE_NAME
+
 MARKER = "TEST_OF_CLUSTERJOB"  # not CLUSTERJOB_*: the local backend does not pass those to agents
 T = TypeVar("T")
 SAVER = """
@@ -301,9 +303,7 @@ class Job:
         """Return the names of the workers' log files, node by node."""
         files = sorted((self.dir / "logs").glob("node*/*"))
         return [
-            f"{path.parent.name}/{path.name}"
-            for path in files
-            if path.name not in ("timeline", "store.log") and not path.name.startswith("metrics.")
+            f"{path.parent.name}/{path.name}" for path in files if FILE_NAME.fullmatch(path.name)
         ]
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:

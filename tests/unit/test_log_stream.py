@@ -23,9 +23,10 @@ from launching import finish, start
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_protocol
-from clusterjob.node.logs.folding import Folded, ranges
+from clusterjob.node.logs.folding import Folded
 from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.system import files
+from clusterjob.node.system.ranges import ranges
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 VERDICT = Verdict(

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.folding import Folded, fold, ranges
+from clusterjob.node.logs.folding import Folded, fold
 from clusterjob.node.logs.log_files import Timeline, last_lines
 from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.system.ranges import ranges
 
 
 class Node:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress
 from clusterjob.core import python_env, uv_project
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
@@ -184,9 +184,9 @@ def test_progress_before_the_start_shows_the_preparation_of_node_0(
     file.parent.mkdir(parents=True)
     line = "preparing the Python environment: 10 s so far"
     file.write_text(f"clusterjob: preparing the Python environment\nclusterjob: {line}\n")
-    assert shared.progress(tmp_path).waiting == line
+    assert job_progress.progress(tmp_path).waiting == line
     file.write_text(f"clusterjob: {line}\nclusterjob: {line} \x1b[31m\n")
-    assert shared.progress(tmp_path).waiting == ""
+    assert job_progress.progress(tmp_path).waiting == ""
     file.write_text(f"clusterjob: {line}\n")
     EventLog(tmp_path / "events.jsonl").add("joined")
-    assert shared.progress(tmp_path).waiting == ""
+    assert job_progress.progress(tmp_path).waiting == ""

@@ -182,8 +182,8 @@ def test_text_of_failure_names_cause_last_lines_and_consequences() -> None:
         "  the last lines of its stderr:",
         "  | one",
         "  | two",
-        "  failed after it, as a consequence: 0, 2",
-        "  failed too, for a reason of its own: 4, 5: ValueError: boom",
+        "  2 ranks failed as a consequence: 0, 2",
+        "  failed too, for a reason of its own: 4-5: ValueError: boom",
         "  failed too, for a reason of its own: node 2: it is on fire",
     ]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.batch_command.platform import Instance, Platform, Task
 from clusterjob.core.records import Record
 from clusterjob.node.logs import ends
@@ -71,9 +71,9 @@ class Seen:
     first: str
 
     @property
-    def progress(self) -> shared.Progress:
+    def progress(self) -> job_progress.Progress:
         """The progress of the job in this attempt."""
-        return shared.Progress(self.task.started_at, restarts=self.attempt)
+        return job_progress.Progress(self.task.started_at, restarts=self.attempt)
 
     @property
     def times(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.base import Status
 from clusterjob.backends.batch_command import attempts, submission
 from clusterjob.backends.batch_command.log_stream import LogCollector, LogStream
@@ -273,7 +273,7 @@ class PlatformBackend(ABC):
         return shared.ended(
             shared.verdict_without_coordinator(
                 record.job_dir,
-                shared.Progress(restarts=max(0, len(known.tasks) - 1)),
+                job_progress.Progress(restarts=max(0, len(known.tasks) - 1)),
                 otherwise=why,
             )
         )

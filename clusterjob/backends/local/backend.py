@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from clusterjob.backends import job_code, shared
+from clusterjob.backends import job_code, job_progress, shared
 from clusterjob.backends.base import Leftover, Status
 from clusterjob.backends.local import agents, gpu_assignment
 from clusterjob.core import python_env
@@ -205,9 +205,10 @@ class LocalBackend:
                 raise ClusterJobError(f"job {record.job_id} runs on {host}", "cancel it there")
             ends.cancel(record.job_dir)
             self._cut(record.job_id)
+            saving = ends.STACKS_SECONDS if ends.stacks_wanted(record.job_dir) else 0.0
             processes.end_groups(
                 [agent["pid"] for agent in agents.live(record)],
-                record.job.grace + _CANCEL_TIMEOUT,
+                record.job.grace + saving + _CANCEL_TIMEOUT,
             )
 
     def clean(
@@ -227,10 +228,13 @@ class LocalBackend:
 
     def interrupt_prompt(self, record: Record) -> bool:
         """Interrupt the worker that reads from this process's terminal, if there is one."""
-        readers = [processes.terminal_reader(agent["pid"]) for agent in agents.live(record)]
         return any(
-            processes.send_signal(reader, signal.SIGINT) for reader in readers if reader is not None
+            processes.send_signal(reader, signal.SIGINT) for reader in _terminal_readers(record)
         )
+
+    def reads_terminal(self, record: Record) -> bool:
+        """Return whether a worker reads from this process's terminal."""
+        return any(_terminal_readers(record))
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through every agent, as Ctrl-C does; stop them after the grace."""
@@ -278,6 +282,14 @@ class LocalBackend:
         )
 
 
+def _terminal_readers(record: Record) -> Iterator[int]:
+    """Yield the pids of the job's processes that wait for input of this process's terminal."""
+    for agent in agents.live(record):
+        reader = processes.terminal_reader(agent["pid"])
+        if reader is not None:
+            yield reader
+
+
 def _check_interpreter(spec: JobSpec) -> None:
     """Refuse a missing interpreter, unless setup lines or the user's template may provide it.
 
@@ -300,7 +312,7 @@ def _status(record: Record) -> Status:
     alive = bool(agents.live(record))
     if (verdict := ends.read_result(record.job_dir)) is not None:
         return shared.ended(verdict)
-    progress = shared.progress(record.job_dir)
+    progress = job_progress.progress(record.job_dir)
     if alive and not record.job_dir.exists():
         return Status(
             JobState.UNKNOWN, f"its directory {record.job_dir} is gone while its agents run"

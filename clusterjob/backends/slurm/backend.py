@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.slurm import planning, scancel, status, submit
 from clusterjob.backends.slurm.accounting import Accounting, explained
@@ -329,7 +329,7 @@ class SlurmBackend:
         """
         if (
             record.job.launcher == "srun"
-            or shared.progress(record.job_dir).started_at is None
+            or job_progress.progress(record.job_dir).started_at is None
             # With a result, the attempt has ended, and the job is queued again.
             or ends.read_result(record.job_dir) is not None
         ):
@@ -358,7 +358,15 @@ class SlurmBackend:
             if (login := status.cluster_of(record).login) is not None:
                 distant.setdefault(login, []).append(record)
         for login, group in distant.items():
-            self._logins.host(login).request_cancel([record.directory_name for record in group])
+            for stacks in (False, True):
+                names = [
+                    record.directory_name
+                    for record in group
+                    if ends.stacks_wanted(record.job_dir) is stacks
+                ]
+                if names:
+                    self._logins.host(login).request_cancel(names, stacks=stacks)
+        scancel.wait_for_stacks(records)
         for record in records:
             cluster = status.cluster_of(record)
             snapshot = self._at(cluster)[1].poll(urgent=True)

@@ -28,7 +28,7 @@ from clusterjob.remote.channel_link import ChannelLink
 from clusterjob.remote.fetch import Fetch, Fetched, Request
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import for_each
-from clusterjob.remote.progress import Sending
+from clusterjob.remote.progress import HostProgress
 from clusterjob.remote.session import Session
 from clusterjob.remote.sessions import Place, Sessions
 
@@ -211,17 +211,20 @@ class LoginHost:
         """Fetch results; see `clusterjob.remote.fetch.Fetch`."""
         return Fetch(self.session(), request).run()
 
-    def request_cancel(self, names: Sequence[str], *, interrupt: bool = False) -> None:
+    def request_cancel(
+        self, names: Sequence[str], *, interrupt: bool = False, stacks: bool = False
+    ) -> None:
         """Write cancel requests into job directories on the cluster.
 
         Args:
             names: the names of the directories.
             interrupt: whether the workers get SIGINT first.
+            stacks: whether their stacks are saved before.
 
         Raises:
             HostError: the host does not answer.
         """
-        self.ask(RequestStop(tuple(names), interrupt=interrupt))
+        self.ask(RequestStop(tuple(names), interrupt=interrupt, stacks=stacks))
 
     # -- submitting --------------------------------------------------------------------------------
 
@@ -271,8 +274,10 @@ class LoginHost:
             plan, ssh_options.ConnectionSettings.of(spec.options).sync_limit
         )
         env = python_env.read(spec)
-        with Sending([self.label]) as progress:
-            bundle = JobBundle(self.session(), plan.job_id, node=0, progress=partial(progress, 0))
+        with HostProgress([self.label]) as progress:
+            session = self.session()
+            progress.reached()
+            bundle = JobBundle(session, plan.job_id, node=0, progress=partial(progress, 0))
             bundle.install(code)
             if env is not None and env.source is not None:
                 bundle.send_archive(env.source, env.digest, size=env.size)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.slurm import status
 from clusterjob.backends.slurm.client import Client, SlurmOutput
 from clusterjob.backends.slurm.squeue import QueueSnapshot
 from clusterjob.core import arrays
 from clusterjob.core.records import Record
 from clusterjob.errors import SubmitError
+from clusterjob.node.logs import ends
 
+_SLACK = 1.0  # seconds for a busy machine
 _AT_ONCE = 1000  # maximum number of ids on one command line
 
 
@@ -43,6 +46,23 @@ def cancel(client: Client, jobs: Mapping[str, Record]) -> None:
     shared.warn(
         f"{message}; the job's agents stop it, and the next `clusterjob status` repeats the cancel"
     )
+
+
+def wait_for_stacks(records: Sequence[Record]) -> None:
+    """Wait until the agents have saved the stacks of the workers: scancel signals those too.
+
+    Without a request for stacks, return at once.
+    """
+    until = time.monotonic() + ends.REQUEST_SECONDS + ends.STACKS_SECONDS + _SLACK
+    wanted = [
+        record
+        for record in records
+        if ends.stacks_wanted(record.job_dir)
+        and job_progress.progress(record.job_dir).started_at is not None
+    ]
+    while wanted and time.monotonic() < until:
+        time.sleep(0.1)
+        wanted = [record for record in wanted if ends.read_result(record.job_dir) is None]
 
 
 def repeat_pending(client: Client, records: Sequence[Record], snapshot: QueueSnapshot) -> None:

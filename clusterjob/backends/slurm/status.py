@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.base import Status
 from clusterjob.backends.slurm import job_end
 from clusterjob.backends.slurm.squeue import JobRow, QueueSnapshot, has_id, rows_of
@@ -62,7 +62,7 @@ def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Rec
 
 def unreached(record: Record, why: str) -> Status:
     """Return the status of a job whose login host does not answer."""
-    return shared.progress(record.job_dir).status(JobState.UNKNOWN, why)
+    return job_progress.progress(record.job_dir).status(JobState.UNKNOWN, why)
 
 
 def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
@@ -151,7 +151,7 @@ def unseen(record: Record, snapshot: QueueSnapshot) -> Status:
         return Status(JobState.PENDING, "it is being submitted")
     if snapshot.error:
         return Status(JobState.UNKNOWN, _unanswered(snapshot))
-    progress = shared.progress(record.job_dir)
+    progress = job_progress.progress(record.job_dir)
     expected = shared.epoch(record.submitted_at) + _UNSEEN  # Slurm shows the job by this time
     if progress.started_at:
         expected = max(expected, shared.epoch(progress.started_at) + SETTLING)
@@ -173,7 +173,7 @@ def unseen(record: Record, snapshot: QueueSnapshot) -> Status:
     return shared.ended(
         shared.verdict_without_coordinator(
             record.job_dir,
-            shared.Progress(),
+            job_progress.Progress(),
             otherwise="the command that submitted it died before Slurm accepted the job",
         )
     )
@@ -181,7 +181,7 @@ def unseen(record: Record, snapshot: QueueSnapshot) -> Status:
 
 def not_yet(record: Record, snapshot: QueueSnapshot) -> Status:
     """Return the status of a job if no query to Slurm has succeeded since its submission."""
-    progress = shared.progress(record.job_dir)
+    progress = job_progress.progress(record.job_dir)
     state = JobState.UNKNOWN if snapshot.error else JobState.PENDING
     return progress.status(
         JobState.RUNNING if progress.started_at else state,
@@ -191,7 +191,7 @@ def not_yet(record: Record, snapshot: QueueSnapshot) -> Status:
 
 def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
     """Return the status of a job that Slurm shows."""
-    progress = shared.progress(record.job_dir)
+    progress = job_progress.progress(record.job_dir)
     own, cancelled = job_end.verdict_of(record.job_dir), ends.cancelled(record.job_dir)
     if row.waiting:
         reason = row.reason or "queued"
@@ -199,7 +199,7 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
             reason = f"queued again, it was {own.state.value.lower()} before; {reason}"
         if row.start:
             reason += f"; expected to start at {row.start}"
-        return progress.status(
+        return progress._replace(phase=None).status(
             JobState.PENDING, "it is being cancelled" if cancelled else reason, handle
         )
     # Slurm changes the state before it sends a signal. So while the state is RUNNING, a node's
@@ -300,13 +300,13 @@ def forgotten(
     """Return the status of a job that squeue no longer shows, from accounting or its directory."""
     if accounted is not None:
         return from_row(record, handle, row=accounted)
-    progress = shared.progress(record.job_dir)
+    progress = job_progress.progress(record.job_dir)
     if _may_run_unseen(record, snapshot):
         return progress.status(JobState.UNKNOWN, _UNSEEN_ALIVE)
     return _with_handle(_from_directory(record, progress), handle)
 
 
-def _from_directory(record: Record, progress: shared.Progress) -> Verdict:
+def _from_directory(record: Record, progress: job_progress.Progress) -> Verdict:
     return (
         job_end.verdict_of(record.job_dir)
         or _verdict_of_step(record, progress)
@@ -319,7 +319,7 @@ def _from_directory(record: Record, progress: shared.Progress) -> Verdict:
     )
 
 
-def _verdict_of_step(record: Record, progress: shared.Progress) -> Verdict | None:
+def _verdict_of_step(record: Record, progress: job_progress.Progress) -> Verdict | None:
     """Return the verdict of a job with --launcher srun from the exit code of its srun."""
     code = job_end.step_code(record.job_dir) if _started_by_srun(record) else None
     if code is None:

@@ -16,7 +16,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from clusterjob.backends import job_code, shared
+from clusterjob.backends import job_code, job_progress, shared
 from clusterjob.backends.base import FetchLimits, Leftover, Status
 from clusterjob.backends.ssh import planning, status
 from clusterjob.backends.ssh.status import Job, Node
@@ -73,14 +73,14 @@ class SshBackend:
                 processes of the job are left on any host.
         """
         from clusterjob.backends.ssh.submit import Submission
-        from clusterjob.remote.progress import Sending
+        from clusterjob.remote.progress import HostProgress
 
         spec, settings = plan.spec, planning.SshOptions.of(plan.spec.options).ssh
         place = planning.place_of(spec, settings)
         data, code = place.to_json(), None
         if spec.sync:
             code, data["code"] = job_code.to_send(plan, settings.sync_limit)
-        with Sending([str(host) for host in spec.hosts]) as progress:
+        with HostProgress([str(host) for host in spec.hosts]) as progress:
             try:
                 data["address"] = Submission(
                     self._sessions, place, plan=plan, code=code, progress=progress
@@ -151,7 +151,7 @@ class SshBackend:
             ClusterJobError: some hosts are unreachable; the agents there end when they lose the
                 heartbeat of the other agents.
         """
-        if shared.progress(record.job_dir).started_at is None:
+        if job_progress.progress(record.job_dir).started_at is None:
             return False
         self._end(record, interrupt=True)
         return True
@@ -161,10 +161,11 @@ class SshBackend:
 
         ends.cancel(record.job_dir)
         place, grace = self._job(record).place, record.job.grace
+        stacks = ends.stacks_wanted(record.job_dir)
         outcome = for_each(
             range(len(place.hosts)),
             lambda node: self._sessions.session(place, node).ask(
-                Cancel(record.job_id, node, grace=grace, interrupt=interrupt),
+                Cancel(record.job_id, node, grace=grace, interrupt=interrupt, stacks=stacks),
                 timeout=grace + _CANCEL_TIMEOUT,
             ),
         )

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
@@ -64,7 +64,7 @@ def status(record: Record, job: Job) -> Status:
     job_dir = record.job_dir
     if (result := ends.read_result(job_dir)) is not None:
         return shared.ended(result)
-    progress = shared.progress(job_dir)
+    progress = job_progress.progress(job_dir)
     errors = [node.error.message for node in job.nodes if node.error is not None]
     alive = [bool(node.answer and node.answer["alive"]) for node in job.nodes]
     if record.handle is None and shared.being_submitted(record):

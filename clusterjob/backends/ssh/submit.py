@@ -36,6 +36,7 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import CODE
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import TaskOutcome, complaint, for_each
+from clusterjob.remote.progress import HostProgress
 from clusterjob.remote.session import Session
 from clusterjob.remote.sessions import Place, Sessions
 
@@ -54,7 +55,7 @@ class Submission:
         place: the hosts and their connection settings.
         plan: the job.
         code: the code to send; None if the hosts have it on a shared disk.
-        progress: called with (node, bytes sent, total bytes) while code is sent.
+        progress: shows the hosts that were reached, and the code that was sent.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Submission:
         place: Place,
         plan: Plan,
         code: Snapshot | None,
-        progress: Callable[[int, int, int], None],
+        progress: HostProgress,
     ) -> None:
         self._sessions = sessions
         self._place = place
@@ -145,6 +146,7 @@ class Submission:
             if answer["errors"]:
                 raise HostError(session.label, "; ".join(answer["errors"]))
             self._seen.add(node)
+            self._progress.reached()
             return answer
 
         outcome = for_each(self._nodes, check, stop=self._stop)

@@ -41,6 +41,7 @@ class _Answer:
     rank: int | None = None
     host: str = ""
     outside: bool = False
+    stacks: bool = False
 
 
 class InsideConnection:
@@ -54,6 +55,7 @@ class InsideConnection:
 
     Attributes:
         streams: its streams.
+        has_stacks: whether the stacks of the ranks follow.
         code: the exit code of the command, after `ended`; None if the command did not end itself.
         ended: whether the program has sent its last frame.
         job_ended: whether it ended because the job did.
@@ -63,6 +65,7 @@ class InsideConnection:
     def __init__(self, record: Record, node: int, link: ByteLink, answer: _Answer) -> None:
         self.record, self.node = record, node
         self.rank, self.host, self.outside = answer.rank, sanitize(answer.host), answer.outside
+        self.has_stacks = answer.stacks
         self.code: int | None = None
         self.ended = self.job_ended = False
         self.on_reset: Callable[[str], None] = lambda _: None
@@ -128,12 +131,11 @@ class InsideConnection:
             raise FrameError(f"a frame of kind {kind}")
 
 
-def check(record: Record, node: int | None = None, rank: int | None = None) -> base.Executor:
-    """Return the backend of a running job, if it can run commands inside its jobs.
+def executor(record: Record, node: int | None = None, rank: int | None = None) -> base.Executor:
+    """Return the backend of a job, if it can run commands inside its jobs.
 
     Raises:
         UsageError: the job is an array, has no such node, or its backend has no such feature.
-        InsideError: the job does not run.
     """
     if record.array is not None:
         raise UsageError(
@@ -152,6 +154,17 @@ def check(record: Record, node: int | None = None, rank: int | None = None) -> b
             f"the {record.backend} backend cannot run commands inside a job",
             f"`clusterjob logs {record.job_id}` shows the job's output",
         )
+    return backend
+
+
+def check(record: Record, node: int | None = None, rank: int | None = None) -> base.Executor:
+    """Return the backend of a running job, if it can run commands inside its jobs.
+
+    Raises:
+        UsageError: as from `executor`.
+        InsideError: the job does not run.
+    """
+    backend = executor(record, node, rank)
     status = polling.status(record)
     if status.state.final:
         raise InsideError(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.agent.node_workers import NodeWorkers
+from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
@@ -22,6 +24,7 @@ from clusterjob.node.rendezvous.coordinator import Coordinator
 from clusterjob.node.rendezvous.coordinator_link import LocalLink, RemoteLink
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.stop_requests import StopRequests
+from clusterjob.node.stacks import evidence_files
 from clusterjob.node.system import crashes, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -83,6 +86,15 @@ class Agent:
             console=console,
             send=self._send,
         )
+        self._reports = StackReports(
+            job.job_id,
+            topology.node_rank,
+            dumps=self._workers.dumps,
+            signs=self._signs_of_life,
+            send=self._send,
+            watch=lambda task: self._crashes.watch(task),  # noqa: PLW0108 - made in run()
+        )
+        self._restart = 0  # the round
         self._metrics = NodeMetrics(
             topology,
             options,
@@ -98,6 +110,7 @@ class Agent:
 
     async def run(self) -> Verdict:
         """Run this node's part of the job until its processes have ended; return the verdict."""
+        self._workers.phases.begin()
         self._crashes = crashes.Crashes()
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._workers.receive)
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
@@ -132,6 +145,7 @@ class Agent:
             keep=self._workers.sender
         )  # background processes of the setup lines
         self._timeline.note()
+        self._workers.phases.flush()
         self._console.finish()
         self._record_end(verdict)
         self._held.close()
@@ -157,6 +171,8 @@ class Agent:
             messages.ProbeRanks: self._workers.probe,
             messages.RanksFound: self._workers.note_found,
             messages.ReportFailures: lambda _report: self._workers.report_failures(),
+            messages.CollectStacks: self._reports.collect,
+            messages.ReportProgress: self._reports.report_progress,
             # The handshake has handled Welcome and Refused, and the link handles heartbeats.
             messages.Heartbeat: lambda _message: None,
             messages.Welcome: lambda _message: None,
@@ -169,14 +185,17 @@ class Agent:
             if isinstance(order, messages.ConnectionLost):
                 # The coordinator may still receive messages of this node.
                 self._send(messages.CoordinatorLost(order.why))
-                self._workers.stop(_LOST_GRACE)
                 reason = f"node {self._topology.node_rank} lost node 0: {order.why}"
-                return self._own_verdict(JobState.LOST, reason)
+                saved = await self._reports.save(self._job_dir, self._round(), why=reason)
+                self._workers.stop(_LOST_GRACE)
+                verdict = self._own_verdict(JobState.LOST, reason)
+                return replace(verdict, evidence=saved[0], evidence_ranks=saved[1])
             if order is not None:
                 handlers[type(order)](order)
 
     def _start_round(self, order: messages.Start) -> None:
         """Start a round of workers, and record the growth of their files."""
+        self._restart = order.world.restart
         directory = log_files.node_directory(self._job_dir, self._topology.node_rank)
         for files in log_files.round_files(
             directory,
@@ -291,7 +310,11 @@ class Agent:
         requests = self._requests
         if not requests.cancelled.done():
             return None
-        return messages.Cancel(requests.cancelled.result(), interrupt=requests.interrupted)
+        return messages.Cancel(
+            requests.cancelled.result(),
+            interrupt=requests.interrupted,
+            stacks=ends.stacks_wanted(self._job_dir) or requests.terminated,
+        )
 
     def _node_0_refusal(self) -> str:
         """Return why node 0 cannot start, from the shared job directory; empty if it may start."""
@@ -310,11 +333,22 @@ class Agent:
     async def _follow_output(self) -> None:
         while True:
             await asyncio.sleep(log_files.INTERVAL)
-            self._timeline.note()
+            self._workers.phases.on_output(self._timeline.note())
+            self._workers.phases.flush()
             self._console.show()
             if self._supervisor is not None and self._supervisor[1] != os.getppid():
                 name, self._supervisor = self._supervisor[0], None
                 self._workers.node_failed(f"{name}, the parent of this node's agent, was killed")
+
+    def _signs_of_life(self) -> tuple[float, int]:
+        """Return the time of the last output or heartbeat of a worker, and the last step."""
+        self._workers.note_touched()
+        return max(self._timeline.grown_at, self._workers.alive_at), self._workers.step
+
+    def _round(self) -> evidence_files.Round:
+        return evidence_files.Round(
+            self._job.job_id, self._job.attempt, self._restart, self._topology.node_rank
+        )
 
     # -- the end -----------------------------------------------------------------------------------
 

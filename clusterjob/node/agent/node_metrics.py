@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node import job_processes
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler
 from clusterjob.node.environments.topology import Topology
@@ -17,8 +18,7 @@ from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.system import devices, files, processes
-from clusterjob.node.workers import worker_table
+from clusterjob.node.system import devices, processes
 
 
 class NodeMetrics:
@@ -116,34 +116,12 @@ class NodeMetrics:
         # torchrun may start workers later than its agent.
         complete = all(alive) or self._options.launcher == "agent"
         if self._changed or not (any(alive) and complete):
-            try:
-                table = worker_table.of_process(self._forkserver)
-            except OSError:  # the forkserver has ended
-                table = None
-            found = {} if table is None else self._in_table(table)
+            ranks = job_processes.of_forkserver(self._forkserver).ranks
+            found = {each.pid: each.rank for each in ranks if each.rank is not None}
             # The table of the last round is there until the forkserver begins the next one.
             if any(processes.start_ticks(pid) is not None for pid in found):
                 self._found, self._changed = found, False
         return self._found
-
-    def _in_table(self, table: dict[str, Any]) -> dict[int, int]:
-        workers = table["workers"]
-        if self._options.launcher == "agent":
-            return {worker["pid"]: worker["rank"] for worker in workers}
-        if self._options.launcher == "ray":
-            return {workers[0]["pid"]: table["first_rank"]} if workers else {}
-        # A worker's own processes inherit its variables, so the topmost process of a rank counts.
-        ranks = {
-            pid: rank
-            for pid in (processes.descendants(workers[0]["pid"]) if workers else ())
-            if (rank := _rank_of(pid)) is not None
-        }
-        parents = {pid: processes.stat_fields(pid) for pid in ranks}
-        return {
-            pid: ranks[pid]
-            for pid, fields in parents.items()
-            if fields is not None and int(fields[1]) not in ranks
-        }
 
     # -- the end record ----------------------------------------------------------------------------
 
@@ -198,12 +176,3 @@ def _times(begins: list[PhaseBegin], phase: Phase, restart: int) -> list[float]:
 
 def _last(begins: list[PhaseBegin], phase: Phase, restart: int) -> float | None:
     return max(_times(begins, phase, restart), default=None)
-
-
-def _rank_of(pid: int) -> int | None:
-    """Return the RANK in a process's environment; None without one."""
-    for entry in files.read_text(f"/proc/{pid}/environ").split("\0"):
-        name, _, value = entry.partition("=")
-        if name == "RANK" and value.isdecimal():
-            return int(value)
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -12,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract
+from clusterjob.node.agent.phase_recorder import PhaseRecorder
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
-from clusterjob.node.logs.job_dir import STORE_LOG
+from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.system import devices, processes
 from clusterjob.node.verdict import Failure
 from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers.flight_recorder import Dumps
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
@@ -42,7 +45,10 @@ class NodeWorkers:
     Attributes:
         stop_ordered: whether the workers of this round must stop.
         failures: describes the failures of this node and its workers.
+        alive_at: the monotonic time of the last heartbeat of a worker.
+        step: the largest step in a heartbeat of this round; -1 without one.
         sender: pid of the process that sends notifications, which outlives the workers, or None.
+        phases: records the phases of the node and its ranks.
     """
 
     def __init__(
@@ -67,6 +73,10 @@ class NodeWorkers:
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
         self.sender: int | None = None
+        self.alive_at = time.monotonic()
+        self.step = -1
+        self._touched = 0
+        self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, send=send)
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
@@ -81,7 +91,7 @@ class NodeWorkers:
         """Start a round of workers."""
         gpus = devices.visible_gpus(os.environ)
         world = replace(order.world, gpus=gpus)
-        self.stop_ordered = False
+        self.stop_ordered, self.step = False, -1
         self._status = WorkerStatus(self.failures, world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._forkserver.error:
@@ -101,14 +111,22 @@ class NodeWorkers:
                 self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
             ),
         }
+        variables |= self.dumps(world.restart).variables(os.environ)
         self._send_exec_reason()
         store = order.store if isinstance(order, messages.StartWithStore) else None
         if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
-            self._send(messages.Running())
+            self._on_started()
+
+    def dumps(self, restart: int) -> Dumps:
+        """Return the dumps of torch's flight recorder in a round."""
+        return Dumps(
+            self._job_dir, self._topology.node_rank, attempt=self._job.attempt, restart=restart
+        )
 
     def stop(self, grace: float, number: int = signal.SIGTERM) -> None:
         """Stop the workers: a signal, then SIGKILL after `grace` seconds."""
         self.stop_ordered = True
+        self.phases.stop()
         if self._forkserver.ready and not self._forkserver.gone:
             self._forkserver.send(forkserver_messages.StopWorkers(grace, int(number)))
             return
@@ -149,6 +167,13 @@ class NodeWorkers:
         else:
             self._send_early_exits()
 
+    def _on_started(self) -> None:
+        """Report that the workers have been started."""
+        assert self._status is not None
+        world = self._status.world
+        self.phases.start(world, is_python=self._options.program.is_python)
+        self._send(messages.Running())
+
     # -- messages of the forkserver ----------------------------------------------------------------
 
     def receive(self) -> None:
@@ -158,6 +183,8 @@ class NodeWorkers:
             forkserver_messages.WorkerFailing: self._on_worker_failing,
             forkserver_messages.WorkerExited: self._on_worker_exited,
             forkserver_messages.WorkerWaiting: self._on_worker_waiting,
+            forkserver_messages.WorkerAlive: self._on_worker_alive,
+            forkserver_messages.WorkerPhase: self.phases.on_worker_phase,
             forkserver_messages.WorkersProbed: lambda probed: self._send_probed(
                 probed.workers, final=probed.final
             ),
@@ -173,7 +200,9 @@ class NodeWorkers:
 
     def _on_ready(self, message: forkserver_messages.Ready) -> None:
         if self._forkserver.mark_ready():
-            self._send(messages.Running())
+            self._on_started()
+        else:
+            self.phases.imported()
         if message.why and self._options.start == "fork":
             self._forkserver_failed(f"--start fork is impossible: {message.why}")
         elif message.why:
@@ -196,6 +225,16 @@ class NodeWorkers:
                     final=message.final,
                 )
             )
+
+    def note_touched(self) -> None:
+        """Record heartbeats of workers that torchrun has started: they touch a file."""
+        with contextlib.suppress(OSError):
+            touched = (self.failures.directory / HEARTBEAT).stat().st_mtime_ns
+            if touched != self._touched:
+                self._touched, self.alive_at = touched, time.monotonic()
+
+    def _on_worker_alive(self, message: forkserver_messages.WorkerAlive) -> None:
+        self.alive_at, self.step = time.monotonic(), max(self.step, message.step)
 
     def _send_probed(
         self, found: Sequence[forkserver_messages.ProbedWorker], *, final: bool
@@ -258,6 +297,7 @@ class NodeWorkers:
         self._running.discard(local_rank)
         code, signal_name = processes.exit_code_of(message.status)
         self._status.ended[local_rank] = how(code, signal_name)
+        self.phases.ended(local_rank, how(code, signal_name))
         if code == 0 and self._options.launcher == "agent":
             self._status.exits[local_rank] = message.monotonic
             self._send(messages.Succeeded(local_rank))
@@ -271,6 +311,7 @@ class NodeWorkers:
             )
             self._send_failure(failure, message.monotonic, exited=True)
         if not self._running:
+            self.phases.all_ended()
             self._send(messages.Done())
 
     def node_failed(self, why: str) -> None:

@@ -61,6 +61,8 @@ class RemoteProcesses:
             job_dir = self._job_dir(name)
             if self._job_dir(name.partition("/")[0]).is_dir():
                 private_dirs.make(job_dir)
+                if request.stacks:
+                    ends.want_stacks(job_dir)
                 ends.cancel(job_dir, interrupt=request.interrupt)
         return {}
 
@@ -121,12 +123,15 @@ class RemoteProcesses:
         """
         job_dir = self._job_dir(request.job)
         if job_dir.is_dir():
+            if request.stacks:
+                ends.want_stacks(job_dir)
             ends.cancel(job_dir)
         pid = agent_of(job_dir, request.node)
         if pid is not None and request.interrupt:
             processes.signal_group(pid, signal.SIGINT)
         elif pid is not None:
-            processes.end_groups([pid], request.grace + _CANCEL_TIMEOUT)
+            saving = ends.STACKS_SECONDS if request.stacks else 0.0
+            processes.end_groups([pid], request.grace + saving + _CANCEL_TIMEOUT)
         return {"running": pid is not None}
 
     def remove(self, request: requests.Remove) -> dict[str, Any]:

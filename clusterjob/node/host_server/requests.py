@@ -345,18 +345,26 @@ class Cancel(NodeRequest):
     Attributes:
         grace: the job's grace period in seconds.
         interrupt: whether to send SIGINT and return immediately.
+        stacks: whether to save the stacks of the workers first.
     """
 
     grace: float
     interrupt: bool = False
+    stacks: bool = False
 
 
 @dataclass(frozen=True)
 class RequestStop:
-    """Write a stop request into each job's directory; `interrupt` requests SIGINT first."""
+    """Write a stop request into each job's directory.
+
+    Attributes:
+        interrupt: whether the workers get SIGINT first.
+        stacks: whether to save their stacks before.
+    """
 
     jobs: _Texts
     interrupt: bool = False
+    stacks: bool = False
 
 
 @dataclass(frozen=True)

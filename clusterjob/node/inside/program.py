@@ -1,4 +1,4 @@
-"""Entry point of the program that runs commands and relays inside a job.
+"""Entry point of the program that runs commands, relays and stack requests inside a job.
 
 It reads one line of JSON, the request, from stdin and answers with one line: `streams.MARKER` and
 a JSON object. Then stdin and stdout carry the frames of `streams`. It ends, with all processes
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from clusterjob.node.inside import command, relay, search, streams
+from clusterjob.node.inside import command, relay, search, stacks, streams
 from clusterjob.node.inside.streams import FrameError, Streams
 from clusterjob.node.system import processes
 
@@ -45,6 +45,10 @@ def main() -> None:
     except search.NotHereError as error:
         _answer({"error": error.facts})
         return
+    if request.get("stacks"):
+        _answer({"rank": place.rank, "host": socket.gethostname(), "stacks": True})
+        stacks.send(request)
+        return
     enter = command.enter_container(place)
     _answer({"rank": place.rank, "host": socket.gethostname(), "outside": enter is None})
     try:
@@ -60,7 +64,8 @@ def _find(request: dict[str, Any]) -> search.WorkerPlace:
         try:
             return search.find(request["job"], request["node"], request["rank"])
         except search.NotHereError as error:
-            if error.facts["why"] != "starting" or time.monotonic() > end:
+            starting = error.facts["why"] == "starting" and not request.get("stacks")
+            if not starting or time.monotonic() > end:
                 raise
         time.sleep(_TICK)
 

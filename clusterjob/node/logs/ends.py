@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.logs.job_dir import AGENT_LOG, CANCELLED, DETACHED, ENDS, RESULT
+from clusterjob.node.logs.job_dir import AGENT_LOG, CANCEL_STACKS, CANCELLED, DETACHED, ENDS, RESULT
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -36,6 +36,8 @@ from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 # belongs to this user and no other user has access.
 _ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
 _KEPT_ASIDE = 30 * 86400.0  # seconds until a verdict in `_ASIDE` is removed
+REQUEST_SECONDS = 2.0  # node 0's agent looks for a cancel request this often
+STACKS_SECONDS = 2.0  # maximum seconds in which the stacks are saved before a stop
 _INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
 _SHORT_TEXT = 4000  # characters of a shortened text
 _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
@@ -85,6 +87,20 @@ def cancel(job_dir: Path, *, interrupt: bool = False) -> None:
     """
     with contextlib.suppress(OSError):
         files.write_atomic(job_dir / CANCELLED, _INTERRUPT if interrupt else b"")
+
+
+def stacks_wanted(job_dir: Path) -> bool:
+    """Return whether a cancel must save the stacks of the workers first."""
+    return (job_dir / CANCEL_STACKS).exists()
+
+
+def want_stacks(job_dir: Path) -> None:
+    """Let a cancel save the stacks of the workers first; call it before the cancel.
+
+    An error such as a full disk or a missing directory is ignored.
+    """
+    with contextlib.suppress(OSError):
+        (job_dir / CANCEL_STACKS).touch(0o600)
 
 
 def warned(job_dir: Path, attempt: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.system.ranges import ranges
 
 WINDOW = 2.0  # seconds within which equal lines of several ranks are folded
 # Lines of one rank that may be shown early, so that a later line of the rank can be folded.
@@ -262,14 +263,3 @@ def _key(node_rank: int, rank: int | None, stream: str) -> _Key:
 def _label(keys: tuple[_Key, ...]) -> str:
     nodes = [f"node{key.node}" for key in sorted(keys) if key.rank < 0]
     return ",".join(nodes + ranges(sorted(key.rank for key in keys if key.rank >= 0)))
-
-
-def ranges(numbers: list[int]) -> list[str]:
-    """Return sorted numbers as ranges: [0, 1, 2, 5] becomes ["0-2", "5"]."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]

@@ -151,30 +151,31 @@ class Timeline:
     The directory is listed once: on a shared disk, each listing costs a round trip.
 
     Attributes:
-        grown_at: the monotonic time at which the last output was seen.
+        grown_at: the monotonic time at which a file was last seen to have grown, or to be new.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.grown_at = time.monotonic()
         self._directory = directory
         self._file = Appender(directory / TIMELINE)
         self._sizes: dict[str, int] = {}  # by name
         self._listed = False
+        self.grown_at = time.monotonic()
 
     def follow(self, files: Iterable[Path]) -> None:
         """Record the sizes of those files that are log files of workers, once they exist."""
         for path in files:
-            if FILE_NAME.fullmatch(path.name):
-                self._sizes.setdefault(path.name, 0)
+            if FILE_NAME.fullmatch(path.name) and path.name not in self._sizes:
+                self.grown_at = time.monotonic()
+                self._sizes[path.name] = 0
 
-    def note(self) -> None:
-        """Append the sizes of the files that have grown.
+    def note(self) -> list[str]:
+        """Append the sizes of the files that have grown; return their names.
 
         An error such as a full disk loses the record: readers then read that part of the files at
         the end.
         """
         moment = f"{time.time():.3f}"
-        grown = []
+        grown: dict[str, str] = {}
         if not self._listed:
             self._listed = True
             self.follow(self._directory / name for name in file_names(self._directory))
@@ -182,8 +183,9 @@ class Timeline:
             size = size_of(self._directory / name)
             if size > old:
                 self._sizes[name] = size
-                grown.append(f"{moment} {name} {size}\n")
+                grown[name] = f"{moment} {name} {size}\n"
         if grown:
             self.grown_at = time.monotonic()
             with contextlib.suppress(OSError):
-                self._file.write("".join(grown).encode())
+                self._file.write("".join(grown.values()).encode())
+        return list(grown)

@@ -63,11 +63,16 @@ class PhaseLog:
     def __init__(self, job_dir: Path, node_rank: int) -> None:
         self._file = Appender(node_directory(job_dir, node_rank) / PHASES)
 
-    def add(self, begin: PhaseBegin) -> None:
-        """Append one begin."""
-        line = {name: value for name, value in vars(begin).items() if value not in (None, "")}
-        with contextlib.suppress(OSError):
-            self._file.write((json.dumps(line) + "\n").encode())
+    def add(self, *begins: PhaseBegin) -> None:
+        """Append begins of phases in one write."""
+        lines = (
+            {name: value for name, value in vars(begin).items() if value not in (None, "")}
+            for begin in begins
+        )
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if text:
+            with contextlib.suppress(OSError):
+                self._file.write(text.encode())
 
 
 def read_phases(job_dir: Path, node_rank: int) -> Iterator[PhaseBegin]:

@@ -16,22 +16,19 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import messages, outcome, ports
+from clusterjob.node.rendezvous import hang_verdict, messages, outcome, ports, stopping
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.round import Round, plan_round
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure, JobState, Verdict
+from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
-# Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
-_FAILURE_GRACE = 0.5
 _NOTICE_INTERVAL = 5.0  # seconds between two notices about missing nodes
-_STOP_TIMEOUT = 5.0  # seconds for an agent to answer the stop order, after the grace
 _REFUSALS_INTERVAL = 0.25  # seconds between two checks for a node that cannot start
 
 
@@ -83,6 +80,8 @@ class Coordinator:
             preemption=self._preemption,
             options=options,
             events=self._events,
+            job=job,
+            job_dir=job_dir,
         )
         self._round = self._new_round(self._restarts)
         # `Round.handlers` has the functions for the other messages.
@@ -117,8 +116,7 @@ class Coordinator:
             end = await self._wait_for_nodes()
             while end is None:
                 self._start_round()
-                end = await self._wait_for_round()
-                cancelled = await self._stop_round(end)
+                end, cancelled = await self._stop_round(await self._wait_for_round())
                 if self._may_restart(end):
                     self._restarts += 1
                     number, most, why = self._restarts, self._options.max_restarts, end.reason
@@ -137,8 +135,11 @@ class Coordinator:
 
     def _may_restart(self, end: Outcome) -> bool:
         """Return whether to start the workers again: not after the failure or loss of a node."""
-        worker_failed = end.failure is not None and (
-            end.failure.rank is not None or self._options.launcher == "torchrun"
+        failure = end.failure
+        worker_failed = failure is not None and (
+            failure.rank is not None
+            or failure.kind is FailureKind.HANG
+            or self._options.launcher == "torchrun"
         )
         none_lost = not any(peer.lost for peer in self._peers.values())
         return worker_failed and none_lost and self._restarts < self._options.max_restarts
@@ -226,6 +227,7 @@ class Coordinator:
             restart=self._restarts,
             world_size=worlds[0].world_size,
             master_port=worlds[0].master_port,
+            preload=self._options.preloads_torch,
         )
         if self._started_at is None:
             self._started_at = at
@@ -247,6 +249,7 @@ class Coordinator:
                 self._preemption.due,
                 self._deadline,
                 current.stragglers.due,
+                current.hang.due,
             )
             end = None
             if due > time.monotonic():
@@ -285,6 +288,8 @@ class Coordinator:
             if root is not None:
                 return outcome.failed(root)
             return outcome.out_of_time(self._options.time_limit or 0.0)
+        if current.hang.due <= moment and current.hang.check(current.living_nodes()):
+            return hang_verdict.hang(self._peers[0], self._options.hang_timeout or 0.0)
         return None
 
     def _preempted(self, how: str) -> Outcome:
@@ -298,12 +303,9 @@ class Coordinator:
         return handle(self._peers[node_rank], message)
 
     def _on_running(self, peer: Peer, _message: messages.Running) -> None:
-        unstarted = self._round.unstarted
-        unstarted.discard(peer.node_rank)
-        if self._started_at is None or unstarted or self._time_limit_runs:
+        if not self._round.note_running(peer) or self._time_limit_runs:
             return
         self._time_limit_runs = True
-        self._events.add("running", restart=self._restarts)
         if self._options.time_limit is not None:  # importing torch does not count
             self._deadline = time.monotonic() + self._options.time_limit
 
@@ -311,7 +313,9 @@ class Coordinator:
         self._events.add("exec", node_rank=peer.node_rank, why=message.why)
 
     def _on_cancel(self, _peer: Peer, message: messages.Cancel) -> Outcome:
-        return outcome.cancelled(sanitize(message.why), interrupt=message.interrupt)
+        return outcome.cancelled(
+            sanitize(message.why), interrupt=message.interrupt, stacks=message.stacks
+        )
 
     def _on_preemption_warning(self, _peer: Peer, message: messages.PreemptionWarning) -> None:
         why = sanitize(message.why)
@@ -346,42 +350,28 @@ class Coordinator:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    async def _stop_round(self, end: Outcome) -> Outcome | None:
-        """Stop the workers of all nodes; return a cancellation that arrives meanwhile."""
-        cancelled = None
-        unstopped, root_cause = self._round.unstopped, self._round.root_cause
-        self._preemption.end_round(root_cause)
-        root_cause.note_stop(time.monotonic())
-        grace = _FAILURE_GRACE if end.failure else self._options.grace
-        if end.state is JobState.SUCCEEDED:
-            grace = 0.0
-        self.membership.broadcast(messages.Stop(grace, int(end.signal)))
-        stalls = self.membership.stalls
-        deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
-        while unstopped:
-            message = await self._next_message(deadline - time.monotonic())
-            if message is not None:
-                if isinstance(message[1], messages.KillNow):
-                    self.membership.broadcast(messages.Stop(0.0, int(end.signal)))
-                other = self._handle(*message)
-                if other is not None and other.state is JobState.CANCELLED:
-                    cancelled = other
-                continue
-            stalls.tick()
-            if stalls.total > stalled:  # this process itself did not run
-                deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
-                continue
-            for node_rank in sorted(unstopped):
-                peer = self._peers[node_rank]
-                peer.lost = True
-                self._print_line(f"node {node_rank} on {peer.host} does not answer the stop order")
-            unstopped.clear()
-        return cancelled
+    async def _stop_round(self, end: Outcome) -> tuple[Outcome, Outcome | None]:
+        """Stop the workers; return the outcome, and a cancellation that arrives meanwhile."""
+        stop = stopping.RoundStop(
+            self._round,
+            self.membership,
+            preemption=self._preemption,
+            options=self._options,
+            next_message=self._next_message,
+            handle=self._handle,
+            print_line=self._print_line,
+        )
+        end = await stop.save_evidence(end)
+        if end.state is not JobState.SUCCEEDED:
+            self._events.add("stop", restart=self._restarts, why=end.reason)
+        await stop.stop(end)
+        return end, stop.cancelled
 
     def _give_verdict(self, end: Outcome) -> Verdict:
         verdict = outcome.final_verdict(
             end,
             self._round.root_cause,
+            self._round.evidence,
             restarts=self._restarts,
             attempt=self._job.attempt,
             started_at=self._started_at,

@@ -87,6 +87,7 @@ class Membership:
             address=address,
             port=listener.getsockname()[1],
             bound=listener.getsockname()[0],
+            nnodes=self._nnodes,
         )
         self._acceptor = Acceptor(
             listener, self._serve, max_waiting=self._max_waiting, dropped=self._note_rejected

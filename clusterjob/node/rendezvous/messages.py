@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from clusterjob.node.contract import World
+from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.system.codec import Codec, Limit, MalformedMessageError
 from clusterjob.node.verdict import Failure, Verdict
 
@@ -75,10 +76,14 @@ class StartedByExec:
 
 @dataclass(frozen=True)
 class Cancel:
-    """End the job; `interrupt` after Ctrl-C, so that workers get SIGINT."""
+    """End the job; `interrupt` after Ctrl-C, so that workers get SIGINT.
+
+    `stacks`: save the stacks of the workers first.
+    """
 
     why: str
     interrupt: bool = False
+    stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,21 @@ class Succeeded:
     """A worker has ended with exit code 0."""
 
     local_rank: LocalRank
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """How far the ranks of the node are; an agent sends it at most ten times a second.
+
+    Attributes:
+        restart: the round.
+        joined: the ranks that have begun the rendezvous of a process group.
+        formed: the ranks that have formed it.
+    """
+
+    restart: Rank
+    joined: Annotated[int, Limit(1 << 12)]
+    formed: Annotated[int, Limit(1 << 12)]
 
 
 @dataclass(frozen=True)
@@ -167,6 +187,43 @@ class FailuresReported:
 
     restart: Rank
     exits: tuple[EarlyExit, ...]
+
+
+@dataclass(frozen=True)
+class StackFound:
+    """The stacks of one living rank: a part of the answer to `CollectStacks`."""
+
+    restart: Rank
+    stack: RankStack
+
+
+@dataclass(frozen=True)
+class StacksCollected:
+    """The end of the answer to `CollectStacks`.
+
+    Attributes:
+        dumps: the dumps of torch's flight recorder, relative to the job directory.
+    """
+
+    restart: Rank
+    dumps: Annotated[tuple[Name, ...], Limit(1 << 12)] = ()
+
+
+@dataclass(frozen=True)
+class ProgressReported:
+    """The answer to `ReportProgress`.
+
+    Attributes:
+        number: that of the question.
+        quiet: seconds since the last output, or the last heartbeat, of a worker of the node.
+        moved: whether a worker has moved since the last sample of its stacks.
+        step: the step in the last heartbeat; -1 without one.
+    """
+
+    number: Rank
+    quiet: float
+    moved: bool
+    step: Annotated[int, Limit(2**62, minimum=-1)] = -1
 
 
 # -- from the coordinator ------------------------------------------------------------------------
@@ -241,6 +298,33 @@ class ReportFailures:
 
 
 @dataclass(frozen=True)
+class CollectStacks:
+    """Send the stacks of all living ranks within `seconds`: one `StackFound` for each.
+
+    `dumps`: seconds to wait for the dumps of torch's flight recorder.
+    """
+
+    restart: Rank
+    seconds: float
+    dumps: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReportProgress:
+    """Report the signs of life of the workers.
+
+    Attributes:
+        number: the number of the question.
+        sample: whether to sample the workers' stacks too.
+        first: whether that sample is the first one since the last output of the job.
+    """
+
+    number: Rank
+    sample: bool
+    first: bool
+
+
+@dataclass(frozen=True)
 class End:
     """The job has ended."""
 
@@ -269,28 +353,45 @@ FROM_AGENT = Codec(
     PreemptionWarning,
     CoordinatorLost,
     Succeeded,
+    RankCounts,
     Failing,
     RanksMissing,
     RanksProbed,
     FailuresReported,
+    StackFound,
+    StacksCollected,
+    ProgressReported,
 )
 FROM_COORDINATOR = Codec(
-    Heartbeat, Welcome, Refused, Start, Stop, Warn, ProbeRanks, RanksFound, ReportFailures, End
+    Heartbeat,
+    Welcome,
+    Refused,
+    Start,
+    Stop,
+    Warn,
+    ProbeRanks,
+    RanksFound,
+    ReportFailures,
+    CollectStacks,
+    ReportProgress,
+    End,
 )
 
 
 def check_sender(message: object, node_rank: int) -> None:
-    """Check that an agent reports failures of its own node only.
+    """Check that an agent reports failures and stacks of its own node only.
 
     Args:
         message: a decoded message of an agent.
         node_rank: the agent's node.
 
     Raises:
-        MalformedMessageError: a failure belongs to another node, or its worker or exit code is
-            impossible.
+        MalformedMessageError: a failure or a stack belongs to another node, or its worker or exit
+            code is impossible.
     """
     failures: list[Failure] = []
+    if isinstance(message, StackFound) and message.stack.node_rank != node_rank:
+        raise MalformedMessageError(f"a stack of node {message.stack.node_rank}")
     if isinstance(message, Failing):
         failures = [message.failure]
     elif isinstance(message, RanksProbed):

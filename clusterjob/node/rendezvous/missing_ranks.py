@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from clusterjob.node.environments.topology import ranks_by_node
-from clusterjob.node.logs.folding import ranges
 from clusterjob.node.rendezvous import messages
+from clusterjob.node.system.ranges import ranges
 from clusterjob.node.verdict import Failure, FailureKind
 
 AFTER_SECONDS = 10.0  # seconds since the last successful worker ended

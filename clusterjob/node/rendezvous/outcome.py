@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, replace
 
 from clusterjob.node.logs.events import now
+from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import (
@@ -13,6 +14,7 @@ from clusterjob.node.verdict import (
     PREEMPTED_EXIT_CODE,
     TIMEOUT_EXIT_CODE,
     Failure,
+    FailureKind,
     JobState,
     Verdict,
 )
@@ -27,6 +29,7 @@ class Outcome:
 
     Attributes:
         signal: the signal that stops the remaining workers.
+        stacks: whether to save the stacks of the remaining workers first.
     """
 
     state: JobState
@@ -34,6 +37,7 @@ class Outcome:
     reason: str = ""
     failure: Failure | None = None
     signal: int = signal.SIGTERM
+    stacks: bool = False
 
 
 def failed(failure: Failure) -> Outcome:
@@ -43,6 +47,7 @@ def failed(failure: Failure) -> Outcome:
         failure.exit_code or 1,
         reason=f"{failure.who}: {failure.message}",
         failure=failure,
+        stacks=True,
     )
 
 
@@ -53,15 +58,19 @@ def preempted(reason: str) -> Outcome:
 
 def out_of_time(seconds: float) -> Outcome:
     """Return the outcome of a round that reached the job's time limit."""
-    return Outcome(
-        JobState.FAILED, TIMEOUT_EXIT_CODE, reason=f"the time limit of {seconds:g} s was reached"
-    )
+    reason = f"the time limit of {seconds:g} s was reached"
+    return Outcome(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=reason, stacks=True)
 
 
-def cancelled(reason: str, *, interrupt: bool) -> Outcome:
+def cancelled(reason: str, *, interrupt: bool, stacks: bool = False) -> Outcome:
     """Return the outcome of a round that the user cancelled, or interrupted with Ctrl-C."""
-    number = signal.SIGINT if interrupt else signal.SIGTERM
-    return Outcome(JobState.CANCELLED, CANCELLED_EXIT_CODE, reason=reason, signal=number)
+    return Outcome(
+        JobState.CANCELLED,
+        CANCELLED_EXIT_CODE,
+        reason=reason,
+        signal=signal.SIGINT if interrupt else signal.SIGTERM,
+        stacks=stacks,
+    )
 
 
 def coordinator_failed(error: Exception, attempt: int) -> Verdict:
@@ -101,18 +110,25 @@ def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float
 
 
 def final_verdict(
-    end: Outcome, root_cause: RootCause, restarts: int, attempt: int, started_at: str | None
+    end: Outcome,
+    root_cause: RootCause,
+    evidence: Evidence,
+    restarts: int,
+    attempt: int,
+    started_at: str | None,
 ) -> Verdict:
     """Return the job's verdict.
 
     Args:
         end: the outcome of the last round.
         root_cause: the failures of that round.
+        evidence: the stacks that were saved before its stop.
         restarts: how often the workers were started again.
         attempt: the number of the job's attempt, from 0.
         started_at: when the first workers were started; None if none were.
     """
-    if end.failure is not None and end.failure.rank is not None:
+    hangs = end.failure is not None and end.failure.kind is FailureKind.HANG
+    if end.failure is not None and end.failure.rank is not None and not hangs:
         # A report that arrived during the stop may be older, or more complete.
         end = failed(root_cause.root() or end.failure)
     # Every worker has its own log; the messages of a thousand ranks do not fit into one message
@@ -132,4 +148,6 @@ def final_verdict(
         attempt=attempt,
         started_at=started_at,
         ended_at=now(),
+        evidence=evidence.path,
+        evidence_ranks=len(evidence.stacks) if evidence.path else 0,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from clusterjob.node.contract import World
@@ -14,11 +16,15 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, ports
+from clusterjob.node.rendezvous.evidence import Evidence
+from clusterjob.node.rendezvous.hang_detection import HangDetection
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.missing_ranks import MissingRanks, Stragglers
 from clusterjob.node.rendezvous.preemption import Preemption
+from clusterjob.node.rendezvous.rank_counter import RankCounter
 from clusterjob.node.rendezvous.root_cause import RootCause
+from clusterjob.node.stacks import evidence_files
 from clusterjob.node.verdict import Failure
 
 # Seconds for which a verdict waits for the agents' answers about missing ranks: the time of
@@ -38,12 +44,15 @@ class Round:
         preemption: the job's preemption warning, and the workers that ended because of it.
         options: the heartbeat interval and the lease, in seconds.
         events: the job's events.
+        job: the job's identity.
+        job_dir: the job's directory.
         worlds: the world of each node; empty before the first round.
 
     Attributes:
         root_cause: the failures of the round.
         stragglers: the workers that still run after the others succeeded.
-        unstarted: the nodes whose workers are not all started, by their reports.
+        evidence: the stacks that are saved before the round is stopped.
+        hang: detects that the workers hang.
         undone: the nodes whose workers have not all ended.
         unstopped: the nodes whose workers are not all stopped.
         handlers: the function for each message that belongs to the round.
@@ -56,6 +65,8 @@ class Round:
         preemption: Preemption,
         options: LaunchOptions,
         events: EventLog,
+        job: JobIdentity,
+        job_dir: Path,
         worlds: Sequence[World] = (),
     ) -> None:
         self._restart = restart
@@ -69,8 +80,17 @@ class Round:
         self.root_cause = RootCause()
         self.stragglers = Stragglers(first_ranks, world_size)
         self._missing_ranks = MissingRanks(first_ranks, world_size)
+        self.evidence = Evidence(
+            evidence_files.Round(job.job_id, job.attempt, restart, node_rank=0),
+            membership,
+            job_dir=job_dir,
+            events=events,
+        )
+        self.hang = HangDetection(options.hang_timeout, membership.peers)
+        self._ended: set[tuple[int, int]] = set()  # node_rank and local rank of ended workers
+        self._rank_counts = RankCounter(restart, world_size, events=events)
         self._unpolled: set[int] | None = None  # nodes that still have to answer the poll
-        self.unstarted = set(membership.peers)
+        self._unstarted = set(membership.peers)
         self.undone = set(membership.peers)
         self.unstopped = set(membership.peers)
         preemption.begin_round()
@@ -78,11 +98,25 @@ class Round:
             messages.Done: lambda peer, _done: self.undone.discard(peer.node_rank),
             messages.Stopped: lambda peer, _stopped: self.unstopped.discard(peer.node_rank),
             messages.Succeeded: self._on_succeeded,
+            messages.RankCounts: self._rank_counts.receive,
             messages.Failing: self._on_failing,
             messages.RanksMissing: self._on_ranks_missing,
             messages.RanksProbed: self._on_ranks_probed,
             messages.FailuresReported: self._on_failures_reported,
+            messages.ProgressReported: self.hang.receive,
+            **self.evidence.handlers,
         }
+
+    def note_running(self, peer: Peer) -> bool:
+        """Record that all workers of a node were started; return whether it was the last node."""
+        if not self._worlds or peer.node_rank not in self._unstarted:
+            return False
+        self._unstarted.discard(peer.node_rank)
+        if self._unstarted:
+            return False
+        self.hang.start()
+        self._events.add("running", restart=self._restart)
+        return True
 
     def root(self) -> Failure | None:
         """Return the root cause; ignore effects if a worker left because of a preemption."""
@@ -94,6 +128,16 @@ class Round:
         """Return whether every failure only names a lost peer; the nodes are then polled."""
         root = self.root()
         return root is not None and root.effect
+
+    def living_nodes(self) -> set[int]:
+        """Return the nodes on which workers may still run."""
+        peers = self._membership.peers
+        ended = Counter(node_rank for node_rank, _ in self._ended)
+        return {rank for rank in self.undone if ended[rank] < peers[rank].nproc}
+
+    def local_rank(self, node_rank: int, rank: int) -> int:
+        """Return the index of a rank on its node."""
+        return rank - self._worlds[node_rank].first_rank
 
     def name_stragglers(self) -> None:
         """Write the workers that still run into the events, and their stacks into their logs."""
@@ -138,8 +182,11 @@ class Round:
     def _on_succeeded(self, peer: Peer, message: messages.Succeeded) -> None:
         if self._worlds and message.local_rank < peer.nproc:
             self.stragglers.ended(peer.node_rank, message.local_rank)
+            self._ended.add((peer.node_rank, message.local_rank))
 
-    def _on_failing(self, _peer: Peer, message: messages.Failing) -> None:
+    def _on_failing(self, peer: Peer, message: messages.Failing) -> None:
+        if message.failure.local_rank is not None:
+            self._ended.add((peer.node_rank, message.failure.local_rank))
         at = time.monotonic() - message.age
         if not self._preemption.explains(message.failure, at, exited=message.exited):
             self.root_cause.add(message.failure, at, exited=message.exited)
@@ -150,6 +197,7 @@ class Round:
         """Ask the agents for the state of the ranks that a worker waits for."""
         if message.restart != self._restart:
             return
+        self._rank_counts.write()
         by_node = self._missing_ranks.ask(peer.node_rank, message)
         if message.final and by_node:
             self.root_cause.wait_for_cause(time.monotonic() + _ANSWER_TIMEOUT, _PROBE)

@@ -25,7 +25,6 @@ from clusterjob.node.system import processes, signals
 # this agent may forward it.
 _ONE_KEYSTROKE = 0.5
 _T = TypeVar("_T")
-_POLL_INTERVAL = 2.0  # seconds between two checks of the job directory
 
 
 class StopRequests:
@@ -39,6 +38,8 @@ class StopRequests:
     Attributes:
         cancelled: done when the job must end; its result is the reason.
         interrupted: whether the reason is Ctrl-C; workers then get SIGINT instead of SIGTERM.
+        terminated: whether the reason is a SIGTERM without a cancel, such as a scheduler's at its
+            time limit.
         kill_now: done at the second Ctrl-C: stop the workers without grace.
         warned: done when a preemption is near; its result is the reason.
     """
@@ -48,7 +49,7 @@ class StopRequests:
         self.cancelled: asyncio.Future[str] = loop.create_future()
         self.warned: asyncio.Future[str] = loop.create_future()
         self.kill_now: asyncio.Future[None] = loop.create_future()
-        self.interrupted = False
+        self.interrupted = self.terminated = False
         self._interrupted_at = 0.0
         self._options = options
         self._job_dir = job_dir
@@ -80,7 +81,7 @@ class StopRequests:
                 self.interrupted, self._interrupted_at = True, time.monotonic()
             self._cancel("cancelled")
         else:
-            asyncio.get_running_loop().call_later(_POLL_INTERVAL, self.poll_job_dir)
+            asyncio.get_running_loop().call_later(ends.REQUEST_SECONDS, self.poll_job_dir)
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT and not self.interrupted:
@@ -100,6 +101,7 @@ class StopRequests:
             _set(self.kill_now, None)
         if number == signal.SIGINT and not self.cancelled.done():
             self.interrupted, self._interrupted_at = True, time.monotonic()
+        self.terminated |= number == signal.SIGTERM and not ends.cancelled(self._job_dir)
         self._cancel(why)
 
     def _cancel(self, why: str) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +16,7 @@ class Frame:
 
     Attributes:
         file: the path of the source file, as the interpreter knows it.
-        line: the line number; None if the interpreter does not know it.
+        line: the line number; None if it is not known, as in C and C++.
         function: the name of the function.
     """
 
@@ -36,8 +40,9 @@ class RankStack:
     Attributes:
         rank, node_rank, host, pid: the worker.
         state: the kernel's state of the process, such as ``sleeps (futex_wait)``.
-        answered: whether the process itself has answered.
-        threads: its threads, the main thread first; empty without an answer.
+        answered: whether its main thread's stack is known.
+        threads: its threads, the main thread first; empty without an answer. If only other threads
+            have answered, the main thread has no frames.
     """
 
     rank: int
@@ -62,3 +67,95 @@ class RankStack:
                 for thread in self.threads
             ],
         }
+
+
+# A line of faulthandler; its file names are cut off after 500 characters.
+_FRAME = re.compile(r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+MAX_THREADS = 100
+MAX_FRAMES = 200
+MAX_TEXT = 600  # characters of a name
+# Files of the interpreter, of installed packages, and of clusterjob.
+_LIBRARY = re.compile(
+    r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
+    r"|/clusterjob/(bootstrap\.py$|node/|worker/)"
+)
+
+
+def parse_thread(name: str, text: str) -> ThreadStack:
+    """Return the stack that faulthandler has written; clusterjob's own frames are left out."""
+    found: list[Frame] = []
+    for line in text.splitlines()[: 2 * MAX_FRAMES]:
+        match = _FRAME.fullmatch(line)
+        if match is None or len(found) == MAX_FRAMES:
+            continue
+        number = match["line"]
+        frame = Frame(
+            _unescaped(match["file"] or "???")[:MAX_TEXT],
+            int(number) if number.isascii() and number.isdecimal() and len(number) < 10 else None,
+            _unescaped(match["name"])[:MAX_TEXT],
+        )
+        found.append(frame)
+    return ThreadStack(name, of_program(found))
+
+
+def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Return the frames without those of the forkserver, which are outside of the program."""
+    return tuple(
+        itertools.takewhile(
+            lambda frame: (
+                not (frame.function == "run_as_main" and frame.file.endswith("node/program.py"))
+            ),
+            frames,
+        )
+    )
+
+
+def _unescaped(text: str) -> str:
+    """Decode the escapes that faulthandler writes for all characters that are not ASCII."""
+
+    def character(match: re.Match[str]) -> str:
+        number = int(next(filter(None, match.groups())), 16)
+        return chr(number) if number < 0x110000 and number >= 0x80 else match[0]
+
+    return _ESCAPE.sub(character, text)
+
+
+def is_of_program(frame: Frame) -> bool:
+    """Return whether a frame is in a Python file of the program itself, not in a library."""
+    return frame.line is not None and _LIBRARY.search(frame.file) is None
+
+
+def position_text(frames: Sequence[Frame]) -> str:
+    """Return a thread's position as one clause.
+
+    It names the innermost line, and the innermost line of the program's own files.
+    """
+    shown = [frame for frame in frames if not frame.file.startswith("<frozen ")]
+    if not shown:
+        return "its stack names no file"
+    text = "it imports, in " if len(shown) < len(frames) else "it is in "
+    own = next(filter(is_of_program, shown), shown[0])
+    text += _line_text(shown[0])
+    return text if own is shown[0] else f"{text}, from {_line_text(own)}"
+
+
+def _line_text(frame: Frame) -> str:
+    return f"{os.path.basename(frame.file)} line {frame.line}, {frame.function}"
+
+
+def to_lines(threads: Iterable[ThreadStack]) -> list[str]:
+    """Return the stacks as lines, each thread's name above its frames."""
+    return [
+        line
+        for thread in threads
+        for line in (
+            f"Thread {thread.name} (most recent call first):",
+            *map(frame_line, thread.frames),
+        )
+    ]
+
+
+def frame_line(frame: Frame) -> str:
+    """Return a frame as a line of a traceback."""
+    return f'  File "{frame.file}", line {frame.line} in {frame.function}'

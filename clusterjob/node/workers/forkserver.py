@@ -314,7 +314,8 @@ class Forkserver:
     def _read_reports(self) -> None:
         local_ranks = {worker.local_rank for worker in self._running.values()}
         for message in self._reports.read():
-            if message.local_rank in local_ranks:
+            # Of torchrun's workers, only the phases are known here.
+            if message.local_rank in local_ranks or isinstance(message, messages.WorkerPhase):
                 self._send(message)
 
     # -- stopping ----------------------------------------------------------------------------------

@@ -101,6 +101,28 @@ class WorkerWaiting:
     final: bool
 
 
+@dataclass(frozen=True)
+class WorkerAlive:
+    """A worker has called ``ctx.heartbeat()``; `step` is -1 if it gave none."""
+
+    local_rank: int
+    step: Annotated[int, Limit(2**62, minimum=-1)]
+
+
+@dataclass(frozen=True)
+class WorkerPhase:
+    """A phase of a worker begins; `rank_phases.tell` writes this message.
+
+    Attributes:
+        phase: a value of `clusterjob.node.logs.phases.Phase`.
+        monotonic: the time of its begin, by the monotonic clock of the node.
+    """
+
+    local_rank: int
+    phase: Annotated[str, Limit(20)]
+    monotonic: float
+
+
 # -- from the forkserver -------------------------------------------------------------------------
 
 
@@ -162,7 +184,7 @@ class WorkersGone:
 
 
 FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit)
-FROM_WORKER = Codec(WorkerFailing, WorkerWaiting)
+FROM_WORKER = Codec(WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase)
 FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
@@ -172,6 +194,8 @@ FROM_FORKSERVER = Codec(
     WorkersGone,
     WorkerFailing,
     WorkerWaiting,
+    WorkerAlive,
+    WorkerPhase,
 )
 
 

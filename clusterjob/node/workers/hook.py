@@ -1,4 +1,4 @@
-"""Apply `torch_patches` and `snapshot_imports` in every Python process of a job.
+"""Apply the patches of torch and of imports in every Python process; offer its stacks.
 
 Forked workers inherit the hook from the forkserver. Every other Python process of a job loads a
 copy of this file as ``sitecustomize`` (`hook_directory`). So this file is short and imports only
@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 # In the same directory as the copy of this file.
 PATCHES_FILE = "clusterjob_torch_patches.py"
 SNAPSHOT_FILE = "clusterjob_snapshot_imports.py"
+STACKS_FILE = "clusterjob_stacks.py"
+PHASES_FILE = "clusterjob_rank_phases.py"
+DUMPS_FILE = "clusterjob_flight_dumps.py"
+# The patches of each module, as (module of the package, its copy, function).
 _CHANGED = {
-    "torch.distributed.distributed_c10d": "keep_groups",
-    "torch.distributed.rendezvous": "choose_store",
+    "torch.distributed.distributed_c10d": (
+        ("torch_patches", PATCHES_FILE, "keep_groups"),
+        ("rank_phases", PHASES_FILE, "report_phases"),
+        ("flight_dumps", DUMPS_FILE, "watch"),
+    ),
+    "torch.distributed.rendezvous": (("torch_patches", PATCHES_FILE, "choose_store"),),
 }
 _MARK = "_changed_by_clusterjob"
 
@@ -74,21 +82,24 @@ def spec_of_others(own, name, path, target):
 
 def _change(module):
     # type: (ModuleType) -> None
-    changes = _changes()
     # Another finder that calls all finders may cause a second call.
-    if changes is not None and not hasattr(module, _MARK):
-        setattr(module, _MARK, True)
-        getattr(changes, _CHANGED[module.__name__])(module)
+    if hasattr(module, _MARK):
+        return
+    setattr(module, _MARK, True)
+    for name, file, function in _CHANGED[module.__name__]:
+        changes = _changes(name, file)
+        if changes is not None:
+            getattr(changes, function)(module)
 
 
-def _changes():
-    # type: () -> Any
-    """Return the module with the patches; None if the job's directory was removed."""
+def _changes(name, file):
+    # type: (str, str) -> Any
+    """Return a module with patches; None if the job's directory was removed."""
     if __name__ != "sitecustomize":
-        from clusterjob.node.workers import torch_patches
+        from importlib import import_module
 
-        return torch_patches
-    return _load(PATCHES_FILE)
+        return import_module("clusterjob.node.workers." + name)
+    return _load(file)
 
 
 def _load(file):
@@ -118,6 +129,17 @@ def _use_snapshot():
         imports.install(os.environ)
 
 
+def _offer_stacks():
+    # type: () -> None
+    # The processes below a rank have RANK too; they offer their stacks without harm.
+    if "RANK" in os.environ:
+        # Not `_load`, whose importlib.util takes several milliseconds.
+        try:
+            __import__(STACKS_FILE[: -len(".py")]).offer()
+        except ImportError:  # the job's directory was removed
+            pass
+
+
 def _run_hidden_sitecustomize():
     # type: () -> None
     """Import the sitecustomize that this file hides, as Python's site module would do."""
@@ -136,6 +158,7 @@ if __name__ == "sitecustomize":
     _HERE = os.path.dirname(os.path.abspath(__file__))
     if sys.version_info >= (3, 7):  # every torch version that needs the patches requires 3.7
         _use_snapshot()
+        _offer_stacks()
         if "CLUSTERJOB_TASK_RANK" not in os.environ:  # set with --launcher srun
             install()
     _run_hidden_sitecustomize()

@@ -37,6 +37,7 @@ from clusterjob.node.system import devices, network, processes
 _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # refused connections in a row after which the head is gone
 _ANSWER = 60.0  # seconds after the join timeout in which Ray's own client must have ended
+_SLOW_START = "timed out during startup"  # Ray gives a node 30 s, also on a busy machine
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
@@ -108,6 +109,7 @@ class RayNode:
         job_dir = Path(os.environ[contract.JOB_DIR])
         self._log = node_directory(job_dir, self.rank) / "ray.log"
         self._ray: subprocess.Popen[bytes] | None = None
+        self._join_deadline = time.monotonic() + join_timeout
 
     @property
     def address(self) -> str:
@@ -258,8 +260,23 @@ class RayNode:
         while refused < _LOST:
             time.sleep(_POLL)
             refused = 0 if self._head_answers() else refused + 1
-            if not refused:
+            if not refused and not self._started_again():
                 self.check()
+
+    def _started_again(self) -> bool:
+        """Start Ray again if its own start was too slow and the node may still join."""
+        assert self._ray is not None
+        if self._ray.poll() is None or time.monotonic() > self._join_deadline:
+            return False
+        lines = last_lines(self._log, 20, 1 << 14)
+        if not any(_SLOW_START in line for line in lines):
+            return False
+        print(
+            f"clusterjob: Ray starts again on node {self.rank}: it {_SLOW_START}", file=sys.stderr
+        )
+        processes.kill_descendants()
+        self.start()
+        return True
 
     def stop(self) -> None:
         """End all Ray processes of this node."""

@@ -55,6 +55,11 @@ def report_missing(report_fd: int, local_rank: int, missing: list[int], *, final
     _write(report_fd, messages.WorkerWaiting(local_rank, ranks, final=final))
 
 
+def report_alive(report_fd: int, local_rank: int, step: int) -> None:
+    """Report that this worker makes progress; `step` is -1 if the program gave none."""
+    _write(report_fd, messages.WorkerAlive(local_rank, step))
+
+
 def _line(message: Any) -> bytes:
     return messages.encode(messages.FROM_WORKER, message) + b"\n"
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
+from clusterjob.node.stacks.offer import offer
 from clusterjob.node.system import processes
-from clusterjob.node.workers import preload, stacks
+from clusterjob.node.workers import preload
 from clusterjob.node.workers.report import report
 
 _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
@@ -100,7 +101,7 @@ def start(
         os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
         if worker.argv is None:
             preload.refresh_after_fork()
-            stacks.offer()
+            offer()
             return 0
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             # Python ignores these signals, and exec keeps ignored signals ignored.

@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterjob.node.contract import World
+from clusterjob.node.job_processes import TABLE
+from clusterjob.node.stacks.offer import anonymous_file
 
 if TYPE_CHECKING:
     from clusterjob.node.workers.worker_process import RunningWorker, WorkerStart
-
-NAME = "clusterjob-workers"  # in the link of the descriptor in /proc/PID/fd
-MAX_BYTES = 64 << 20
 
 
 class WorkerTable:
@@ -70,40 +68,7 @@ class WorkerTable:
         }
         data = json.dumps(table).encode()
         with contextlib.suppress(OSError):
-            self._file = _anonymous_file()
+            self._file = anonymous_file(TABLE)
             view = memoryview(data)
             while view:
                 view = view[os.write(self._file, view) :]
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):  # Python may be built without it
-        return os.memfd_create(NAME)
-    directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
-    descriptor, path = tempfile.mkstemp(prefix=NAME, dir=directory)
-    os.unlink(path)
-    return descriptor
-
-
-def of_process(pid: int) -> dict[str, Any] | None:
-    """Return the table of a forkserver; None if the process has no table.
-
-    Raises:
-        OSError: the process has ended, or belongs to another user.
-    """
-    directory = f"/proc/{pid}/fd"
-    for name in os.listdir(directory):
-        with contextlib.suppress(FileNotFoundError):  # the process has closed it
-            link = os.readlink(f"{directory}/{name}")
-            if link.rpartition("/")[2].startswith((NAME, f"memfd:{NAME}")):
-                with open(f"{directory}/{name}", "rb") as stream:
-                    return _parse(stream.read(MAX_BYTES))
-    return None
-
-
-def _parse(data: bytes) -> dict[str, Any] | None:
-    try:
-        table = json.loads(data)
-    except ValueError:  # it is being written
-        return None
-    return table if isinstance(table, dict) else None

@@ -1,0 +1,189 @@
+"""How far a job is that has not ended, from the events in its directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from clusterjob.backends.base import JobPhase, JobProgress, Status
+from clusterjob.core.records import Handle
+from clusterjob.node.logs.events import now, read_events
+from clusterjob.node.logs.job_dir import AGENT_LOG, EVENTS, LOGS, SLURM_LOG
+from clusterjob.node.logs.log_files import last_lines, node_directory
+from clusterjob.node.verdict import JobState
+
+# A line of templates/python-env.sh.j2.
+_PREPARING = re.compile(
+    r"clusterjob: (preparing the Python environment(?:: \d{1,9} s so far)?)", re.ASCII
+)
+_MAX_CLOCK = 1e12  # seconds; no machine runs that long
+_MAX_COUNT = 1 << 24  # ranks or nodes
+_MAX_NODES = 1 << 16  # nodes that are told apart
+_MAX_DETAIL = 300  # characters
+
+
+class Progress(NamedTuple):
+    """The progress of a running job.
+
+    Attributes:
+        started_at: when its workers first started, RFC 3339, UTC; None before.
+        restarts: number of restarts of the workers.
+        waiting: what its agents wait for; empty if they do not wait.
+        started: when its workers first started, by the monotonic clock of node 0; None before.
+        phase: its phase and counts; None before an agent has started.
+        phase_began: the begin of the phase, by the same clock; None if it is unknown.
+    """
+
+    started_at: str | None = None
+    restarts: int = 0
+    waiting: str = ""
+    started: float | None = None
+    phase: JobProgress | None = None
+    phase_began: float | None = None
+
+    def status(
+        self,
+        state: JobState,
+        reason: str = "",
+        handle: Handle | None = None,
+        clock: float | None = None,
+    ) -> Status:
+        """Return the status of a job that has not ended.
+
+        Args:
+            state: the job's state.
+            reason: one line; empty if there is no reason.
+            handle: the job's handle, if its record has none.
+            clock: the monotonic clock of node 0 now; None if it is unknown.
+        """
+        elapsed = _seconds(self.started, clock)
+        phase = self.phase
+        if phase is not None:
+            phase = replace(phase, seconds=_seconds(self.phase_began, clock))
+        return Status(
+            state,
+            reason,
+            started_at=self.started_at,
+            restarts=self.restarts,
+            handle=handle,
+            elapsed=elapsed,
+            progress=phase,
+        )
+
+
+def progress(job_dir: Path) -> Progress:
+    """Return the progress of a job from the events in its directory."""
+    started_at, restarts, waiting, started = None, 0, "", None
+    phases = _Phases()
+    agents_started = False
+    for event in read_events(job_dir / EVENTS):
+        agents_started = True
+        phases.take(event)
+        kind = event.get("event")
+        if kind == "started":
+            at, restart = event.get("time"), event.get("restart")
+            if started_at is None:
+                started = _clock(event)
+            started_at = started_at or (at if isinstance(at, str) else now())
+            restarts, waiting = restart if type(restart) is int else 0, ""
+        elif kind == "waiting":
+            missing = event.get("missing")
+            waiting = (
+                f"waiting for node {', '.join(map(str, missing))}"
+                if isinstance(missing, list)
+                else ""
+            )
+        elif kind == "exec":
+            waiting = str(event.get("why", ""))
+    if not agents_started:
+        waiting = _preparing(job_dir)
+        phase = JobProgress(JobPhase.SETUP, detail=waiting) if waiting else None
+        return Progress(waiting=waiting, phase=phase)
+    return Progress(started_at, restarts, waiting, started=started, **phases.found())
+
+
+class _Phases:
+    """The phase of a job after the events so far; a host may have forged them.
+
+    Attributes:
+        progress: the phase; None before the first event that gives one.
+    """
+
+    def __init__(self) -> None:
+        self.progress: JobProgress | None = None
+        self._joined: set[int] = set()
+        self._nodes = 0
+        self._world_size = 0
+        self._began: float | None = None
+
+    def found(self) -> dict[str, Any]:
+        """Return the phase and its begin, as the fields of `Progress`."""
+        return {"phase": self.progress, "phase_began": self._began}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take the next event."""
+        before = self.progress
+        self._take(event)
+        if self.progress is not None and (
+            before is None or before.phase is not self.progress.phase
+        ):
+            self._began = _clock(event)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "listening":  # the first event of an attempt, after node 0 has joined
+            self._joined, self._nodes = {0}, _count(event, "nnodes")
+            self.progress = JobProgress(JobPhase.NODES, 1, self._nodes)
+        elif kind == "joined":
+            if len(self._joined) < _MAX_NODES:
+                self._joined.add(_count(event, "node_rank"))
+            if self.progress is not None and self.progress.phase is JobPhase.NODES:
+                self.progress = JobProgress(JobPhase.NODES, len(self._joined), self._nodes)
+        elif kind == "started":
+            self._world_size = _count(event, "world_size")
+            phase = JobPhase.IMPORT if event.get("preload") is True else JobPhase.START
+            self.progress = JobProgress(phase, 0, self._world_size)
+        elif kind == "running":
+            if self.progress is None or self.progress.phase in (JobPhase.IMPORT, JobPhase.START):
+                self.progress = JobProgress(JobPhase.START, 0, self._world_size)
+        elif kind == "ranks":
+            joined, formed = _count(event, "joined"), _count(event, "formed")
+            if self._world_size and formed >= self._world_size:
+                self.progress = JobProgress(JobPhase.RUNNING, formed, self._world_size)
+            else:
+                self.progress = JobProgress(JobPhase.RANKS, joined, self._world_size)
+        elif kind == "stop":
+            why = event.get("why")
+            detail = why[:_MAX_DETAIL] if isinstance(why, str) else ""
+            self.progress = JobProgress(JobPhase.STOP, detail=detail)
+        elif kind == "ended":  # the job may be queued again
+            self.progress = None
+
+
+def _clock(event: Mapping[str, Any]) -> float | None:
+    """Return the monotonic time of an event; None if it has none."""
+    clock = event.get("monotonic")
+    return float(clock) if isinstance(clock, (int, float)) and 0 <= clock < _MAX_CLOCK else None
+
+
+def _seconds(begin: float | None, clock: float | None) -> float | None:
+    """Return the seconds since a time of the same clock; None if a time is unknown or wrong."""
+    seconds = None if begin is None or clock is None else clock - begin
+    return None if seconds is None or seconds < 0 else seconds
+
+
+def _count(event: Mapping[str, Any], name: str) -> int:
+    value = event.get(name)
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else 0
+
+
+def _preparing(job_dir: Path) -> str:
+    """Return that node 0's script prepares the Python environment; empty if it does not."""
+    for log in (node_directory(job_dir, 0) / AGENT_LOG, job_dir / LOGS / SLURM_LOG):
+        for line in last_lines(log, 1):
+            if match := _PREPARING.fullmatch(line):
+                return match[1]
+    return ""

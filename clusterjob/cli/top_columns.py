@@ -1,0 +1,380 @@
+"""The columns of the live screen's tables, and the lines that describe the chosen job."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.text import Text
+
+from clusterjob.cli.top_table import Column
+from clusterjob.core.record_index import ListRow
+from clusterjob.core.times import show_age, show_duration
+from clusterjob.insight.live_jobs import JobNow, Snapshot
+from clusterjob.insight.live_node import NodeNow, RankNow
+from clusterjob.node.system.sanitize import sanitize
+
+_SILENT, _TOO_SILENT = 60.0, 600.0  # seconds without output that are marked
+_TREND = 20  # samples of a sparkline
+
+_STATE_STYLE = {
+    "RUNNING": "green",
+    "SUCCEEDED": "cyan",
+    "FAILED": "bold red",
+    "LOST": "bold red",
+    "CANCELLED": "yellow",
+    "PREEMPTED": "yellow",
+    "PENDING": "yellow",
+    "UNKNOWN": "magenta",
+}
+_PHASE_STYLE = {"running": "green", "stop": "yellow", "ended": "cyan"}
+
+
+def size_text(size: float | None) -> str:
+    """Format bytes in at most 5 characters: 512M, 1.5G."""
+    if size is None:
+        return ""
+    value, unit = float(size), "B"
+    for larger in "KMGTP":
+        if value < 1000:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f}{unit}" if value < 10 and unit in "GTP" else f"{value:.0f}{unit}"
+
+
+def percent(value: float | None) -> str:
+    """Format a percentage without its sign."""
+    return "" if value is None else f"{value:.0f}"
+
+
+def silence(seconds: float | None) -> str:
+    """Format seconds in at most 6 characters: 5s, 3m20s, 2h05m, 4d."""
+    if seconds is None:
+        return ""
+    total = int(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02}m"
+    return f"{total // 86400}d"
+
+
+def _silence_style(seconds: float | None) -> str:
+    if seconds is None or seconds < _SILENT:
+        return ""
+    return "yellow" if seconds < _TOO_SILENT else "red"
+
+
+def _reason(row: ListRow) -> str:
+    return sanitize(row.reason)
+
+
+JOB_COLUMNS: list[Column[ListRow]] = [
+    Column("JOB", lambda row: sanitize(row.job_id), width=30),
+    Column(
+        "STATE", lambda row: row.state, width=9, style=lambda row: _STATE_STYLE.get(row.state, "")
+    ),
+    Column(
+        "TIME",
+        lambda row: "" if row.seconds is None else show_duration(row.seconds),
+        priority=2,
+        width=8,
+        key=lambda row: row.seconds,
+        right=True,
+        descending=True,
+    ),
+    Column(
+        "NODES",
+        lambda row: row.nodes,
+        priority=4,
+        width=5,
+        key=lambda row: int(row.nodes),
+        right=True,
+    ),
+    Column("NAME", lambda row: sanitize(row.name), priority=7, width=20),
+    Column("CLUSTER", lambda row: sanitize(row.cluster), priority=5, width=12),
+    Column(
+        "SUBMITTED",
+        lambda row: show_age(row.submitted_at),
+        priority=6,
+        width=16,
+        key=lambda row: row.submitted_at,
+        descending=True,
+    ),
+    Column("CODE", lambda row: row.exit_code, priority=8, width=4, right=True),
+    Column("REASON", _reason, priority=3, width=16, wide=True),
+]
+
+
+def _node_state(node: NodeNow) -> str:
+    if node.no_data:
+        return f"no data {silence(node.no_data)}"
+    return node.phase if node.phase == "running" else f"{node.phase} {node.detail}".strip()
+
+
+def _node_style(node: NodeNow) -> str:
+    return "bold red" if node.no_data else _PHASE_STYLE.get(node.phase, "yellow")
+
+
+def _memory_of(node: NodeNow) -> str:
+    if node.memory is None:
+        return ""
+    return f"{size_text(node.memory)}/{size_text(node.memory_limit)}"
+
+
+def _gpu_memory_of(node: NodeNow) -> str:
+    if node.gpu_memory is None:
+        return ""
+    return f"{size_text(node.gpu_memory)}/{size_text(node.gpu_memory_limit)}"
+
+
+NODE_COLUMNS: list[Column[NodeNow]] = [
+    Column(
+        "NODE",
+        lambda node: str(node.node_rank),
+        width=5,
+        key=lambda node: node.node_rank,
+        right=True,
+    ),
+    Column("HOST", lambda node: node.host, priority=1, width=24),
+    Column("STATE", _node_state, width=14, style=_node_style),
+    Column(
+        "CPU%",
+        lambda node: percent(node.cpu),
+        width=4,
+        key=lambda node: node.cpu,
+        right=True,
+        steady=True,
+        descending=True,
+    ),
+    Column(
+        "CPU TREND",
+        lambda _: "",
+        priority=4,
+        width=_TREND,
+        trend=lambda node: node.cpu_history,
+        style=lambda _: "cyan",
+    ),
+    Column(
+        "GPU%",
+        lambda node: percent(node.gpu),
+        width=4,
+        key=lambda node: node.gpu,
+        right=True,
+        steady=True,
+        descending=True,
+    ),
+    Column(
+        "GPU TREND",
+        lambda _: "",
+        priority=3,
+        width=_TREND,
+        trend=lambda node: node.gpu_history,
+        style=lambda _: "magenta",
+    ),
+    Column(
+        "MEMORY",
+        _memory_of,
+        priority=2,
+        width=11,
+        key=lambda node: node.memory,
+        right=True,
+        descending=True,
+    ),
+    Column(
+        "GPU MEM",
+        _gpu_memory_of,
+        priority=5,
+        width=11,
+        key=lambda node: node.gpu_memory,
+        right=True,
+        descending=True,
+    ),
+    Column(
+        "LOAD",
+        lambda node: "" if node.load is None else f"{node.load:.1f}",
+        priority=7,
+        width=6,
+        key=lambda node: node.load,
+        right=True,
+        descending=True,
+    ),
+    Column(
+        "RECV/s",
+        lambda node: size_text(node.received),
+        priority=8,
+        width=6,
+        key=lambda node: node.received,
+        right=True,
+        descending=True,
+    ),
+    Column(
+        "SENT/s",
+        lambda node: size_text(node.sent),
+        priority=8,
+        width=6,
+        key=lambda node: node.sent,
+        right=True,
+        descending=True,
+    ),
+    Column(
+        "SILENT",
+        lambda node: silence(node.quiet),
+        priority=2,
+        width=6,
+        key=lambda node: node.quiet,
+        style=lambda node: _silence_style(node.quiet),
+        right=True,
+        steady=True,
+        descending=True,
+    ),
+    Column("LAST LINE", lambda node: node.line, priority=2, width=20, wide=True),
+]
+
+
+def _rank_state(rank: RankNow) -> str:
+    # While it runs, the detail is how that was noticed.
+    return rank.phase if rank.phase == "running" else f"{rank.phase} {rank.detail}".strip()
+
+
+def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
+    """Return the columns of ranks.
+
+    Args:
+        failed: receives the ranks that the verdict blames; they are marked.
+    """
+    return [
+        Column(
+            "RANK",
+            lambda rank: str(rank.rank),
+            width=5,
+            key=lambda rank: rank.rank,
+            style=lambda rank: "bold red" if rank.rank in failed else "",
+            right=True,
+        ),
+        Column(
+            "NODE",
+            lambda rank: str(rank.node_rank),
+            priority=5,
+            width=5,
+            key=lambda rank: (rank.node_rank, rank.rank),
+            right=True,
+        ),
+        Column("HOST", lambda rank: rank.host, priority=8, width=20),
+        Column(
+            "STATE",
+            _rank_state,
+            width=14,
+            style=lambda rank: (
+                "bold red" if rank.rank in failed else _PHASE_STYLE.get(rank.phase, "yellow")
+            ),
+        ),
+        Column(
+            "CPU%",
+            lambda rank: percent(rank.cpu),
+            width=4,
+            key=lambda rank: rank.cpu,
+            right=True,
+            steady=True,
+            descending=True,
+        ),
+        Column(
+            "CPU TREND",
+            lambda _: "",
+            priority=4,
+            width=_TREND,
+            trend=lambda rank: rank.cpu_history,
+            style=lambda _: "cyan",
+        ),
+        Column(
+            "GPU%",
+            lambda rank: percent(rank.gpu),
+            width=4,
+            key=lambda rank: rank.gpu,
+            right=True,
+            steady=True,
+            descending=True,
+        ),
+        Column(
+            "GPU TREND",
+            lambda _: "",
+            priority=3,
+            width=_TREND,
+            trend=lambda rank: rank.gpu_history,
+            style=lambda _: "magenta",
+        ),
+        Column(
+            "MEM",
+            lambda rank: size_text(rank.memory),
+            width=5,
+            key=lambda rank: rank.memory,
+            right=True,
+            steady=True,
+            descending=True,
+        ),
+        Column(
+            "SILENT",
+            lambda rank: silence(rank.quiet),
+            width=6,
+            key=lambda rank: rank.quiet,
+            style=lambda rank: _silence_style(rank.quiet),
+            right=True,
+            steady=True,
+            descending=True,
+        ),
+        Column("LAST LINE", lambda rank: rank.line, priority=2, width=26, wide=True),
+    ]
+
+
+def title_line(snapshot: Snapshot, *, paused: bool) -> Text:
+    """Return the first line of the screen: how many jobs are in which state."""
+    counts = Counter(row.state for row in snapshot.jobs or ())
+    line = Text("clusterjob top", style="bold")
+    for state, count in sorted(counts.items(), key=lambda item: -item[1]):
+        line.append(f"   {count} ", style="bold")
+        line.append(state.lower(), style=_STATE_STYLE.get(state, ""))
+    if not snapshot.jobs:
+        line.append("   reading the jobs" if snapshot.jobs is None else "   no jobs")
+    if paused:
+        line.append("   paused: Space continues", style="bold yellow")
+    if snapshot.error:
+        line.append(f"   {snapshot.error}", style="red")
+    return line
+
+
+def job_lines(job: JobNow | None) -> tuple[Text, Text]:
+    """Return two lines about the chosen job: what it does, and what is the matter with it."""
+    if job is None:
+        return Text(""), Text("")
+    status, verdict = job.status, job.verdict
+    state = str(verdict.state if verdict is not None else status.state if status else "")
+    head = Text.assemble((sanitize(job.record.job_id), "bold"), "  ")
+    head.append(state, style=_STATE_STYLE.get(state, ""))
+    if status is not None and status.elapsed is not None:
+        head.append(f" {show_duration(status.elapsed)}")
+    ranks = job.ranks
+    if ranks:
+        phases = Counter(rank.phase or "started" for rank in ranks)
+        head.append(f"   {len(ranks)} rank{'s' if len(ranks) > 1 else ''}: ")
+        head.append(
+            ", ".join(f"{count} {phase}" for phase, count in phases.most_common(4))
+            if len(phases) > 1
+            else next(iter(phases))
+        )
+    restarts = verdict.restarts if verdict is not None else status.restarts if status else 0
+    if restarts:
+        head.append(f"   {restarts} restart{'s' if restarts > 1 else ''}", style="yellow")
+    return head, _matter(job)
+
+
+def _matter(job: JobNow) -> Text:
+    """Return why the job failed, waits or is silent; empty if it simply runs."""
+    status, verdict = job.status, job.verdict
+    if verdict is not None:
+        return Text(sanitize(verdict.reason.partition("\n")[0]), style="red")
+    reason = sanitize(status.reason.partition("\n")[0]) if status is not None else ""
+    quiet = min((node.quiet for node in job.nodes if node.quiet is not None), default=0.0)
+    if quiet >= _TOO_SILENT:
+        reason = f"no output for {silence(quiet)}: t shows the stacks" + (reason and f"; {reason}")
+    return Text(reason, style="yellow")

@@ -1,0 +1,173 @@
+"""Place the times of a job's nodes on one axis, without comparing the clocks of hosts.
+
+Each node measures with its own monotonic clock. An event that all nodes see at the same moment
+aligns two clocks: the first group of a round begins to form when its last rank has joined. Without
+a group, it is the start of the round's workers, which follows one message of the coordinator. The
+axis is node 0's clock. Attempts follow each other with a short gap: no node measured the time in
+the queue between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
+
+_GAP = 0.02  # between two attempts, as a part of the first one's duration
+_SMALLEST_GAP = 1.0  # seconds
+_MAX_ATTEMPTS = 1000
+_MAX_BEGINS = 100_000  # begins of phases to read of a node
+MAX_RANK = 1 << 16
+
+# Monotonic times of events that all nodes see, by kind (0: the group begins to form, 1: the workers
+# start) and restart.
+_Common = dict[tuple[int, int], float]
+_INIT, _START = 0, 1
+
+
+class JobClock:
+    """Convert a node's monotonic times to seconds since the begin of the job.
+
+    Args:
+        phases: the begins of phases by node.
+        events: the coordinator's events, with their ``attempt`` (see `with_attempts`).
+        ends: the last monotonic time that is known of each attempt's node 0, by attempt, if it is
+            later than its phases and events.
+
+    Attributes:
+        unaligned: the nodes that saw no event together with node 0; their first record is placed
+            at the begin of the attempt.
+    """
+
+    def __init__(
+        self,
+        phases: Mapping[int, Sequence[PhaseBegin]],
+        events: Sequence[Mapping[str, Any]],
+        ends: Mapping[int, float] | None = None,
+    ) -> None:
+        self.unaligned: set[int] = set()
+        self._shifts: dict[tuple[int, int], float] = {}  # (node, attempt) -> node 0's clock
+        self._begins: dict[int, float] = {}  # attempt -> its begin by node 0's clock
+        self._bases: dict[int, float] = {}  # attempt -> its begin on the axis
+        records: dict[int, dict[int, list[PhaseBegin]]] = {}
+        for node, begins in phases.items():
+            for begin in begins:
+                records.setdefault(begin.attempt, {}).setdefault(node, []).append(begin)
+        told: dict[int, list[Mapping[str, Any]]] = {}
+        for event in events:
+            told.setdefault(event["attempt"], []).append(event)
+        base = 0.0
+        for attempt in sorted({*records, *told})[:_MAX_ATTEMPTS]:
+            first, last = self._align(attempt, records.get(attempt, {}), told.get(attempt, []))
+            last = max(last, (ends or {}).get(attempt, last))
+            self._begins[attempt], self._bases[attempt] = first, base
+            base += last - first + max(_SMALLEST_GAP, _GAP * (last - first))
+
+    @property
+    def attempts(self) -> list[int]:
+        """The known attempts."""
+        return sorted(self._bases)
+
+    def begin(self, attempt: int) -> float:
+        """Return the begin of an attempt on the axis; 0 if the attempt is not known."""
+        return self._bases.get(attempt, 0.0)
+
+    def place(self, node: int, attempt: int, monotonic: float) -> float:
+        """Return the seconds from the begin of the job to a time of a node's clock."""
+        begin = self._begins.setdefault(attempt, monotonic)
+        base = self._bases.setdefault(attempt, 0.0)
+        if (node, attempt) not in self._shifts:
+            if node:
+                self.unaligned.add(node)
+            self._shifts[node, attempt] = begin - monotonic if node else 0.0
+        return max(base, monotonic + self._shifts[node, attempt] - begin + base)
+
+    def _align(
+        self,
+        attempt: int,
+        records: Mapping[int, Sequence[PhaseBegin]],
+        events: Sequence[Mapping[str, Any]],
+    ) -> tuple[float, float]:
+        """Align the nodes of an attempt; return its begin and end by node 0's clock."""
+        own = _common_events(records.get(0, ())) or {
+            (_START, event["restart"]): event["monotonic"]
+            for event in reversed(events)
+            if event.get("event") == "started" and type(event.get("restart")) is int
+        }
+        times = [event["monotonic"] for event in events]
+        times += [begin.monotonic for begin in records.get(0, ())]
+        late = []
+        self._shifts[0, attempt] = 0.0
+        for node, begins in records.items():
+            seen = _common_events(begins)
+            common = sorted(own.keys() & seen.keys())
+            if node and not common:
+                late.append((node, begins))
+            elif node:
+                shift = own[common[0]] - seen[common[0]]
+                self._shifts[node, attempt] = shift
+                times += [begin.monotonic + shift for begin in begins]
+        if not times:  # nothing of node 0 is known: the first node's clock takes its place
+            times = [begin.monotonic for _, begins in late[:1] for begin in begins]
+        for node, begins in late:
+            first = min(begin.monotonic for begin in begins)
+            self._shifts[node, attempt] = min(times) - first
+            self.unaligned.add(node)
+            times += [begin.monotonic + min(times) - first for begin in begins]
+        return min(times), max(times)
+
+
+def _common_events(begins: Iterable[PhaseBegin]) -> _Common:
+    """Return when a node saw each event that all nodes see, by its own clock."""
+    found: _Common = {}
+    for begin in begins:
+        if begin.rank is not None:
+            kinds = (_START, _INIT) if begin.phase is Phase.INIT else (_START,)
+            for kind in kinds:
+                key = kind, begin.restart
+                found[key] = min(begin.monotonic, found.get(key, begin.monotonic))
+    return found
+
+
+def with_attempts(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the valid events, each with the number of its attempt.
+
+    Only some events name their attempt. The others belong to the attempt whose ``started`` follows
+    them, or to the last one; ``ended`` ends an attempt.
+    """
+    found: list[dict[str, Any]] = []
+    attempt, open_from = 0, 0
+    for event in events:
+        time, name = event.get("monotonic"), event.get("event")
+        if isinstance(time, bool) or not isinstance(time, (int, float)):
+            continue
+        if not isinstance(name, str) or not 0 <= time < 1e12:
+            continue
+        number = event.get("attempt")
+        if type(number) is int and 0 <= number < _MAX_ATTEMPTS and number != attempt:
+            attempt = number
+            for earlier in found[open_from:]:
+                earlier["attempt"] = attempt
+        found.append({**event, "attempt": attempt})
+        if name in ("started", "ended"):
+            open_from = len(found)
+        if name == "ended":
+            attempt += 1
+    return found
+
+
+def read_phases_of(job_dir: Path, nodes: Iterable[int]) -> dict[int, list[PhaseBegin]]:
+    """Return the begins of phases by node; a node without any is left out."""
+    found = {}
+    for node in nodes:
+        begins = [
+            begin
+            for begin in itertools.islice(read_phases(job_dir, node), _MAX_BEGINS)
+            if 0 <= begin.monotonic < 1e12 and (begin.rank is None or 0 <= begin.rank < MAX_RANK)
+        ]
+        if begins:
+            found[node] = begins
+    return found

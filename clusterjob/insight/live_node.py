@@ -1,0 +1,404 @@
+"""Read what one node's files say about its ranks now; each call reads only what was added."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterjob.node.logs.job_dir import TIMELINE
+from clusterjob.node.logs.log_files import (
+    FILE_NAME,
+    by_start,
+    file_names,
+    node_directory,
+    open_regular,
+    shown,
+)
+from clusterjob.node.logs.phases import PHASES, Phase, PhaseBegin, read_phases
+from clusterjob.node.metrics import lines, segments
+from clusterjob.node.metrics.samples import NodeFacts, Sample
+from clusterjob.node.system.files import size_of
+from clusterjob.node.system.sanitize import sanitize
+
+HISTORY = 60  # samples that are kept for the sparklines
+_HISTORY_TIME = 300.0  # seconds of samples that the first call reads
+# Seconds without a new sample after which a node counts as silent: this, and this many intervals.
+_NO_DATA, _NO_DATA_INTERVALS = 20.0, 4
+_MAX_SAMPLES = 4 << 20  # bytes of samples that one call reads
+_TIMELINE_TAIL = 256 << 10  # bytes that the first call reads of a timeline
+_LINE_TAIL = 4096  # bytes to read for the last line of a file
+_LONGEST = 500  # characters of a line that are kept
+_MAX_RANKS = 4096  # ranks of one node that are shown; a host may name any number
+_NOTE = re.compile(rb"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})")
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """One rank.
+
+    Attributes:
+        rank, node_rank, host: the worker.
+        phase: its phase; empty if it is unknown.
+        detail: one short text about the phase, such as the exit code.
+        cpu: percent of one core; None without metrics.
+        memory: resident bytes.
+        gpu: percent of its GPU; None if it has none, or shares one.
+        quiet: seconds since its last output; None if it is unknown.
+        line: its last line.
+        cpu_history, gpu_history: percents, the oldest first.
+    """
+
+    rank: int
+    node_rank: int
+    host: str
+    phase: str = ""
+    detail: str = ""
+    cpu: float | None = None
+    memory: int | None = None
+    gpu: float | None = None
+    quiet: float | None = None
+    line: str = ""
+    cpu_history: tuple[float, ...] = ()
+    gpu_history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeNow:
+    """One node, with its ranks.
+
+    Attributes:
+        node_rank, host: the node.
+        phase, detail: as of a rank.
+        cpu: percent of all cores that the job may use.
+        memory, memory_limit: bytes.
+        gpu: percent, the mean of its GPUs; None without GPUs.
+        gpu_memory, gpu_memory_limit: bytes, the sums of its GPUs.
+        load: the load average of one minute.
+        received, sent: bytes per second through the network.
+        quiet: seconds since the last output of any of its ranks.
+        line: the newest line of any of its ranks.
+        no_data: seconds since the last sample arrived here; 0 while samples arrive.
+        cpu_history, gpu_history: percents, the oldest first.
+        ranks: its ranks.
+    """
+
+    node_rank: int
+    host: str = ""
+    phase: str = ""
+    detail: str = ""
+    cpu: float | None = None
+    memory: int | None = None
+    memory_limit: int | None = None
+    gpu: float | None = None
+    gpu_memory: int | None = None
+    gpu_memory_limit: int | None = None
+    load: float | None = None
+    received: float | None = None
+    sent: float | None = None
+    quiet: float | None = None
+    line: str = ""
+    no_data: float = 0.0
+    cpu_history: tuple[float, ...] = ()
+    gpu_history: tuple[float, ...] = ()
+    ranks: tuple[RankNow, ...] = ()
+
+
+def _history() -> deque[float]:
+    return deque(maxlen=HISTORY)
+
+
+class _Output:
+    """The newest output of each rank: when it came, by the node's clock, and its last line.
+
+    The time is the one that the agent has recorded in the timeline. So it is known at once, also
+    for files that were copied from another machine a moment ago.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offset = 0
+        self._begin = 0.0  # the first recorded time that was read
+        self._seen: dict[str, tuple[float, int]] = {}  # by name: time and size
+        self._shown: dict[int | None, tuple[str, int]] = {}  # by rank: the file and size of a line
+        self._lines: dict[int | None, str] = {}
+        self.newest: dict[int | None, float] = {}  # by rank; None is a torchrun
+
+    def read(self) -> float:
+        """Read what was added; return the node's time now, as far as the timeline tells it."""
+        last = self._begin
+        for seconds, name, size in self._notes():
+            self._begin = self._begin or seconds
+            self._seen[name] = (seconds, size)
+            last = max(last, seconds)
+        self._find_unrecorded()
+        files: dict[int | None, list[str]] = defaultdict(list)
+        for name in self._seen:
+            match = FILE_NAME.fullmatch(name)
+            if match is not None:
+                files[int(match["rank"]) if match["rank"] else None].append(name)
+        for rank, names in list(files.items())[:_MAX_RANKS]:
+            start = max(by_start(name)[:2] for name in names)
+            name = max(
+                (name for name in names if by_start(name)[:2] == start),
+                key=lambda name: self._seen[name],
+            )
+            self.newest[rank], size = self._seen[name]
+            if self._shown.get(rank) != (name, size):
+                self._shown[rank] = (name, size)
+                self._lines[rank] = _last_line(self._directory / name) or self._lines.get(rank, "")
+        with contextlib.suppress(OSError):
+            # Both times are of this machine: when the last record was written, or copied, here.
+            age = time.time() - (self._directory / TIMELINE).stat().st_mtime
+            last = max([last, *(seconds for seconds, _ in self._seen.values())])
+            return last + max(0.0, age) if last else 0.0
+        return time.time() if self._seen else 0.0
+
+    def line(self, rank: int | None) -> str:
+        return self._lines.get(rank, "")
+
+    def _notes(self) -> Iterator[tuple[float, str, int]]:
+        """Yield the records of the timeline that are new; of a long one, the last ones."""
+        with contextlib.suppress(OSError), open_regular(self._directory / TIMELINE) as stream:
+            end = os.fstat(stream.fileno()).st_size
+            if self._offset == 0 and end > _TIMELINE_TAIL:
+                stream.seek(end - _TIMELINE_TAIL)
+                self._offset = end - _TIMELINE_TAIL + len(stream.readline())
+            stream.seek(self._offset)
+            data = stream.read(end - self._offset)
+            data = data[: data.rfind(b"\n") + 1]
+            self._offset += len(data)
+            for line in data.split(b"\n"):
+                if (match := _NOTE.fullmatch(line)) is not None:
+                    yield float(match[1]), match[2].decode(errors="replace"), int(match[3])
+
+    def _find_unrecorded(self) -> None:
+        """Add the files that no record names: old ones, or all if the node has no agent."""
+        has_timeline = self._offset > 0
+        if has_timeline and self._shown:
+            return  # what grows from now on is recorded
+        for name in file_names(self._directory):
+            if FILE_NAME.fullmatch(name) and (not has_timeline or name not in self._seen):
+                with contextlib.suppress(OSError):
+                    found = (self._directory / name).stat()
+                    seconds = self._begin if has_timeline else found.st_mtime
+                    if found.st_size:
+                        self._seen[name] = (seconds, found.st_size)
+
+
+def _last_line(path: Path) -> str:
+    """Return the last line of a file that is not blank, safe to show; empty if there is none."""
+    try:
+        with open_regular(path, buffering=0) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LINE_TAIL))
+            data = stream.read(_LINE_TAIL)
+    except OSError:
+        return ""
+    for part in reversed(data.split(b"\n")):
+        if text := shown(part).strip():
+            return sanitize(text[-_LONGEST:] if len(part) == len(data) else text[:_LONGEST])
+    return ""
+
+
+class _Metrics:
+    """The newest sample of a node, and short histories for the sparklines."""
+
+    def __init__(self, job_dir: Path, node_rank: int) -> None:
+        self._job_dir = job_dir
+        self._node_rank = node_rank
+        self._number, self._offset = -1, 0  # of the newest segment: what was read of it
+        self._arrived = time.monotonic()
+        self._round = (0, 0)  # attempt and restart of the sample
+        self.facts: NodeFacts | None = None
+        self.sample: Sample | None = None
+        self.interval = 0.0  # seconds between the last two samples
+        self.cpu = _history()
+        self.gpu = _history()
+        self.ranks_cpu: dict[int, deque[float]] = defaultdict(_history)
+        self.ranks_gpu: dict[int, deque[float]] = defaultdict(_history)
+
+    def read(self) -> None:
+        """Add the new samples: the first time those of 5 minutes."""
+        directory = node_directory(self._job_dir, self._node_rank)
+        number = max(segments.segment_numbers(directory), default=-1)
+        path = directory / f"metrics.{number}"
+        size = size_of(path)
+        if (number, size) == (self._number, self._offset):
+            return
+        if self.sample is None:
+            for facts, sample in segments.read(self._job_dir, self._node_rank, since=_HISTORY_TIME):
+                self._add(facts, sample)
+            self._number, self._offset = number, size
+            return
+        if number != self._number:
+            self._number, self._offset = number, 0
+        for line in self._added_lines(path):
+            with contextlib.suppress(ValueError):
+                value = lines.parse(line)
+                if isinstance(value, NodeFacts):
+                    self.facts = value
+                elif self.facts is not None:
+                    self._add(self.facts, value)
+
+    def _added_lines(self, path: Path) -> list[bytes]:
+        """Return the whole lines that were added to a segment."""
+        with contextlib.suppress(OSError), open_regular(path, buffering=0) as stream:
+            stream.seek(self._offset)
+            data = stream.read(_MAX_SAMPLES)
+            data = data[: data.rfind(b"\n") + 1]
+            self._offset += len(data)
+            return data.splitlines()
+        return []
+
+    def _add(self, facts: NodeFacts, sample: Sample) -> None:
+        if self._round != (facts.attempt, sample.restart):  # other processes
+            self._round = (facts.attempt, sample.restart)
+            self.ranks_cpu.clear()
+            self.ranks_gpu.clear()
+        if self.sample is not None:
+            self.interval = sample.monotonic - self.sample.monotonic
+        self.facts, self.sample, self._arrived = facts, sample, time.monotonic()
+        self.cpu.append(sample.cpu / max(1, facts.cores))
+        if (used := mean_use(sample)) is not None:
+            self.gpu.append(used)
+        for rank, worker in list(sample.workers.items())[:_MAX_RANKS]:
+            self.ranks_cpu[rank].append(worker.cpu)
+        for rank, use in gpu_of_ranks(sample).items():
+            self.ranks_gpu[rank].append(use)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the newest sample arrived on this machine."""
+        return time.monotonic() - self._arrived
+
+    @property
+    def node_time(self) -> float:
+        """The time now by the node's clock; 0 without a sample."""
+        return 0.0 if self.sample is None else self.sample.time + self.age
+
+
+def mean_use(sample: Sample) -> float | None:
+    """Return the mean use of a node's GPUs in percent; None without a GPU that tells it."""
+    uses = [gpu.use for gpu in sample.gpus if gpu.use is not None]
+    return sum(uses) / len(uses) if uses else None
+
+
+def gpu_of_ranks(sample: Sample) -> dict[int, float]:
+    """Return the use of each rank's GPU, if a node has as many GPUs as ranks, or one rank."""
+    ranks = sorted(sample.workers)
+    if len(ranks) == 1 and (used := mean_use(sample)) is not None:
+        return {ranks[0]: used}
+    if len(ranks) != len(sample.gpus):
+        return {}
+    return {
+        rank: gpu.use for rank, gpu in zip(ranks, sample.gpus, strict=True) if gpu.use is not None
+    }
+
+
+class NodeReader:
+    """Read one node of a job; keeps what was read before.
+
+    Args:
+        job_dir: the job's directory.
+        node_rank: the node.
+        host: the node's name, until its own files give one.
+    """
+
+    def __init__(self, job_dir: Path, node_rank: int, host: str = "") -> None:
+        self._job_dir = job_dir
+        self._node_rank = node_rank
+        self._host = host
+        self._output = _Output(node_directory(job_dir, node_rank))
+        self._metrics = _Metrics(job_dir, node_rank)
+        self._phases_size = -1
+        self._phases: dict[int | None, PhaseBegin] = {}
+
+    def read(self, *, ended: bool) -> NodeNow:
+        """Return the node now.
+
+        Args:
+            ended: whether the job has ended: no rank is silent then, and none uses a CPU.
+        """
+        self._read_phases()
+        node_time = self._output.read()
+        self._metrics.read()
+        node_time = max(node_time, self._metrics.node_time)
+        sample, facts = (None, None) if ended else (self._metrics.sample, self._metrics.facts)
+        host = sanitize(self._metrics.facts.host) if self._metrics.facts else self._host
+        quiet = {
+            rank: max(0.0, node_time - seconds)
+            for rank, seconds in ({} if ended else self._output.newest).items()
+        }
+        latest = max(self._output.newest, key=self._output.newest.__getitem__, default=None)
+        node = self._phases.get(None)
+        silent = sample is not None and self._metrics.age > max(
+            _NO_DATA, _NO_DATA_INTERVALS * self._metrics.interval
+        )
+        gpus = [] if sample is None or facts is None else list(sample.gpus)
+        used = [gpu.memory for gpu in gpus if gpu.memory is not None]
+        return NodeNow(
+            self._node_rank,
+            host,
+            phase="" if node is None else str(node.phase),
+            detail="" if node is None else sanitize(node.detail),
+            cpu=sample.cpu / max(1, facts.cores) if sample and facts else None,
+            memory=sample.memory if sample else None,
+            memory_limit=facts.memory if facts else None,
+            gpu=mean_use(sample) if sample else None,
+            gpu_memory=sum(used) if used else None,
+            gpu_memory_limit=sum(gpu.memory for gpu in facts.gpus) if facts and used else None,
+            load=sample.load if sample else None,
+            received=sample.received if sample else None,
+            sent=sample.sent if sample else None,
+            quiet=min(quiet.values(), default=None),
+            line=self._output.line(latest),
+            no_data=self._metrics.age if silent else 0.0,
+            cpu_history=tuple(self._metrics.cpu),
+            gpu_history=tuple(self._metrics.gpu),
+            ranks=tuple(self._ranks(host, sample, quiet)),
+        )
+
+    def _ranks(
+        self, host: str, sample: Sample | None, quiet: Mapping[int | None, float]
+    ) -> Iterator[RankNow]:
+        newest = self._metrics.sample
+        known = {*self._phases, *self._output.newest, *(newest.workers if newest else ())}
+        ranks = sorted(rank for rank in known if rank is not None)[:_MAX_RANKS]
+        gpus = {} if sample is None else gpu_of_ranks(sample)
+        for rank in ranks:
+            begin = self._phases.get(rank)
+            over = begin is not None and begin.phase is Phase.ENDED
+            worker = None if sample is None or over else sample.workers.get(rank)
+            yield RankNow(
+                rank,
+                self._node_rank,
+                host=host,
+                phase="" if begin is None else str(begin.phase),
+                detail="" if begin is None else sanitize(begin.detail),
+                cpu=None if worker is None else worker.cpu,
+                memory=None if worker is None else worker.rss,
+                gpu=None if worker is None else gpus.get(rank),
+                quiet=None if over else quiet.get(rank, quiet.get(None)),
+                line=self._output.line(rank),
+                cpu_history=tuple(self._metrics.ranks_cpu.get(rank, ())),
+                gpu_history=tuple(self._metrics.ranks_gpu.get(rank, ())),
+            )
+
+    def _read_phases(self) -> None:
+        """Read the phases again if their file has grown, which is rare while a job runs."""
+        size = size_of(node_directory(self._job_dir, self._node_rank) / PHASES)
+        if size == self._phases_size:
+            return
+        self._phases_size = size
+        begins = list(read_phases(self._job_dir, self._node_rank))
+        start = max(((begin.attempt, begin.restart) for begin in begins), default=(0, 0))
+        # A rank keeps the end of its last round until the next round begins.
+        self._phases = {}
+        for begin in begins:
+            if begin.rank is None or (begin.attempt, begin.restart) == start:
+                self._phases[begin.rank] = begin

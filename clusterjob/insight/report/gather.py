@@ -1,0 +1,145 @@
+"""Gather the data of a report from a job's directory and record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from clusterjob.backends.base import Status
+from clusterjob.core.records import Record
+from clusterjob.insight.efficiency import efficiency
+from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
+from clusterjob.insight.report import measured, texts, workers
+from clusterjob.insight.report.data import Node, ReportData
+from clusterjob.insight.stacks import JobStacks
+from clusterjob.node.logs import ends, events
+from clusterjob.node.logs.job_dir import EVENTS
+from clusterjob.node.metrics import segments
+from clusterjob.node.system.sanitize import sanitize
+
+_MAX_NODES = 4096
+_MAX_READ = 8  # nodes without an end record, for whose efficiency all samples are read
+
+
+def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportData:
+    """Return what a report shows of a job, which may still run; the texts are added later.
+
+    Args:
+        record: the job; its logs are on this machine.
+        status: its status.
+        stacks: the stacks of its ranks; None if there are none.
+    """
+    job_dir = record.job_dir
+    nodes = sorted({*range(min(record.nodes, _MAX_NODES)), *segments.nodes(job_dir)})[:_MAX_NODES]
+    phases = read_phases_of(job_dir, nodes)
+    metrics = measured.Measured()
+    metrics.find(job_dir, nodes)
+    told = with_attempts(events.read_events(job_dir / EVENTS))
+    clock = JobClock(
+        phases, told, {one.attempt: one.last for one in metrics.extents if one.node == 0}
+    )
+    lasts: dict[tuple[int, int], float] = {}  # the last time that is known of a node and attempt
+    for one in metrics.extents:
+        lasts[one.node, one.attempt] = clock.place(one.node, one.attempt, one.last)
+    for node, begins in phases.items():
+        for begin in begins:
+            time = clock.place(node, begin.attempt, begin.monotonic)
+            lasts[node, begin.attempt] = max(time, lasts.get((node, begin.attempt), 0.0))
+    marks, left_out = workers.marks_of(told, clock)
+    end = max([0.0, *lasts.values(), *(mark.time for mark in marks)])
+    if not status.state.final and lasts:  # open phases last until now
+        last = max(attempt for _, attempt in lasts)
+        lasts |= {key: end for key in lasts if key[1] == last}
+    spans = {
+        node: workers.spans_of(
+            node,
+            begins,
+            clock,
+            until={attempt: time for (owner, attempt), time in lasts.items() if owner == node},
+        )
+        for node, begins in phases.items()
+    }
+    if end > 0:
+        metrics.read(job_dir, clock.place, end)
+    sampled = {
+        node: {number for name, number in series if name == "rank cpu"}
+        for node, series in metrics.series.items()
+    }
+    ranks = workers.ranks_of(job_dir, nodes, spans, status.verdict, sampled)
+    hosts = _hosts(told)
+    data = ReportData(
+        record,
+        state=str(status.state),
+        reason=sanitize(status.reason or (status.verdict.reason if status.verdict else "")),
+        verdict=status.verdict,
+        taken_at=events.now(),
+        end=end,
+        nodes=[
+            Node(
+                node,
+                sanitize(
+                    metrics.facts[node].host if node in metrics.facts else hosts.get(node, "")
+                )[:80],
+                spans=spans.get(node, {}).get(None, ()),
+                facts=metrics.facts.get(node),
+            )
+            for node in nodes
+        ],
+        ranks=ranks,
+        marks=marks,
+        series=metrics.series,
+        attempts={attempt: clock.begin(attempt) for attempt in clock.attempts},
+        stacks=stacks,
+        environments=texts.environments(job_dir, nodes),
+        script=texts.scripts(dict.fromkeys((job_dir, record.whole_dir))),
+        diff=texts.diff(record.whole_dir),
+        efficiency=_efficiency(record, status),
+        started_at=status.started_at,
+        restarts=status.verdict.restarts if status.verdict else status.restarts,
+    )
+    return replace(data, notes=_notes(data, clock, left_out=left_out))
+
+
+def _efficiency(record: Record, status: Status) -> dict[str, Any] | None:
+    """Return the efficiency; None if it would take long, because most nodes wrote no end."""
+    attempt = status.verdict.attempt if status.verdict is not None else 0
+    known = sum("usage" in end for end in ends.written(record.job_dir, attempt))
+    return efficiency(record, live=True) if record.nodes - known <= _MAX_READ else None
+
+
+def _hosts(told: Sequence[dict[str, object]]) -> dict[int, str]:
+    found = {}
+    for event in told:
+        node, host = event.get("node_rank"), event.get("host")
+        if event["event"] == "joined" and type(node) is int and isinstance(host, str):
+            found[node] = host
+    return found
+
+
+def _notes(data: ReportData, clock: JobClock, *, left_out: int) -> list[str]:
+    """Return one line for each part that is missing or incomplete."""
+    notes = []
+    if not data.record.job_dir.is_dir():
+        notes.append(f"The job's directory {data.record.job_dir} does not exist any more.")
+    if not any(rank.spans for rank in data.ranks):
+        notes.append(
+            "No phases are recorded: the workers have not started, no agent started them, or an"
+            " older version of clusterjob did."
+        )
+    if not data.series:
+        notes.append(
+            "No metrics are recorded: the job was too short, or an older version of clusterjob ran"
+            " it."
+        )
+    elif missing := [str(node.rank) for node in data.nodes if node.facts is None]:
+        notes.append(f"No metrics of node {', '.join(missing[:20])} have arrived.")
+    if clock.unaligned:
+        some = ", ".join(map(str, sorted(clock.unaligned)[:20]))
+        notes.append(
+            f"Node {some} saw no event together with node 0: its first record is placed at the"
+            " begin of the attempt."
+        )
+    if left_out:
+        notes.append(f"{left_out} events between the first and the last ones are not shown.")
+    return [sanitize(note) for note in notes]

@@ -1,0 +1,243 @@
+"""Collect the stacks of all ranks of a running job, or read those that were saved at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from clusterjob.core.inside import connection
+from clusterjob.core.records import Record
+from clusterjob.errors import ClusterJobError, InsideError, UsageError, os_error_text
+from clusterjob.node.inside import streams
+from clusterjob.node.inside.streams import STDOUT, Stream
+from clusterjob.node.logs import log_files
+from clusterjob.node.logs.job_dir import LOGS
+from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.system.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from clusterjob.backends.base import Executor
+
+_T = TypeVar("_T")
+_AT_ONCE = 32  # nodes
+_TIMEOUT = 60.0  # seconds for a node; Slurm may need long to start a step
+_LAGGARD = 10.0  # seconds for the other nodes after the last one that has answered
+_RANK_TIMEOUT = 2.0  # seconds for the ranks of a node
+_NATIVE_TIMEOUT = 20.0  # the same with native frames
+_MAX_BYTES = 64 << 20  # of the answer of a node, or of a file
+_MAX_RANKS = 256  # of a node
+_SAVED = re.compile(r"stacks(?:\.attempt(\d{1,9}))?(?:\.restart(\d{1,9}))?\.json", re.ASCII)
+
+
+@dataclass(frozen=True)
+class JobStacks:
+    """The stacks of a job.
+
+    Attributes:
+        stacks: the stacks, in the order of ranks.
+        errors: why a node did not answer, one line for each.
+        warnings: what could not be had, one line for each.
+        saved: if the job does not run: why and when the stacks were saved, and where; else empty.
+    """
+
+    stacks: list[RankStack]
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    saved: str = ""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    ranks: list[RankStack]
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    ranks: list[RankStack]
+    why: str = ""
+    time: str = ""
+
+
+def of_job(record: Record, *, node: int | None, rank: int | None, native: bool) -> JobStacks:
+    """Return the stacks of a job's ranks; of an ended job, those that were saved at its end.
+
+    Args:
+        record: the job.
+        node: the only node to ask; None for all.
+        rank: the only rank to ask; None for all.
+        native: whether to add the frames of C and C++.
+
+    Raises:
+        UsageError: the job is an array, or has no such node or rank.
+        InsideError: the job does not run and has no saved stacks, or no node answered.
+    """
+    backend = connection.executor(record, node, rank)
+    errors: list[str] = []
+    if record.handle is not None:
+        # The status is not read before: a host that does not answer would delay the others.
+        found = _ask(record, backend, node=node, rank=rank, native=native)
+        if found.stacks:
+            return found
+        errors = found.errors
+    try:
+        connection.check(record, node, rank)
+    except InsideError as error:
+        saved = _saved(record, node, rank=rank)
+        if saved is None:
+            raise
+        return replace(saved, saved=f"{error.message}; {saved.saved}")
+    raise InsideError(
+        errors[0] if errors else f"job {record.job_id}: no rank runs",
+        f"`clusterjob status {record.job_id}` shows its state",
+    )
+
+
+def _ask(
+    record: Record, backend: Executor, *, node: int | None, rank: int | None, native: bool
+) -> JobStacks:
+    """Ask all nodes, the given one, or the one of the rank, at the same time."""
+    nodes: Sequence[int | None] = [node]
+    if node is None and rank is None:
+        nodes = range(record.nodes)
+    limit = threading.Semaphore(_AT_ONCE)
+
+    def ask(each: int | None, future: Future[_Answer]) -> None:
+        with limit:
+            try:
+                future.set_result(_of_node(record, backend, node=each, rank=rank, native=native))
+            except BaseException as error:
+                future.set_exception(error)
+
+    futures: dict[Future[_Answer], int | None] = {Future(): each for each in nodes}
+    for future, each in futures.items():
+        # Daemon threads: the command does not wait for a node that does not answer.
+        threading.Thread(target=ask, args=(each, future), daemon=True).start()
+    late = _wait(futures)
+    ranks: dict[int, RankStack] = {}
+    errors, warnings = [], []
+    for future, each in futures.items():
+        try:
+            if future in late:
+                raise InsideError(f"node {each}: no answer in time")
+            answer = future.result()
+        except UsageError:
+            raise
+        except ClusterJobError as error:
+            name = "" if each is None or f"node {each}" in error.message else f"node {each}: "
+            errors.append(f"{name}{error.message}")
+            continue
+        warnings += [f"node {_node_of(answer, each)}: {line}" for line in answer.warnings[:1]]
+        for stack in answer.ranks:
+            ranks.setdefault(stack.rank, stack)
+    return JobStacks([ranks[each] for each in sorted(ranks)], errors, warnings)
+
+
+def _wait(futures: Collection[Future[_Answer]]) -> set[Future[_Answer]]:
+    """Wait for all nodes; return those that take much longer than the others."""
+    end = time.monotonic() + _TIMEOUT
+    left = set(futures)
+    while left and time.monotonic() < end:
+        done, left = wait(left, end - time.monotonic(), FIRST_COMPLETED)
+        if any(future.exception() is None for future in done):
+            end = min(end, time.monotonic() + _LAGGARD)
+    return left
+
+
+def _node_of(answer: _Answer, asked: int | None) -> int | None:
+    return answer.ranks[0].node_rank if answer.ranks else asked
+
+
+def _of_node(
+    record: Record, backend: Executor, *, node: int | None, rank: int | None, native: bool
+) -> _Answer:
+    """Return the answer of one node.
+
+    Raises:
+        UsageError: there is no such rank.
+        InsideError: the node cannot be reached, or its answer is malformed.
+    """
+    timeout = _NATIVE_TIMEOUT if native else _RANK_TIMEOUT
+    request = {"stacks": {"timeout": timeout, "native": native}}
+    entered = connection.enter(record, backend, request, node=node, rank=rank)
+    with contextlib.closing(entered):
+        if not entered.has_stacks:
+            raise InsideError(f"node {entered.node}: it runs an older version of clusterjob")
+        data = _received(entered)
+        answer = _decoded(data, _Answer, f"node {entered.node}: it sends a malformed answer")
+        if len(answer.ranks) > _MAX_RANKS:
+            raise InsideError(f"node {entered.node}: it sends too many ranks")
+        # Each node speaks for itself alone.
+        own = [replace(each, node_rank=entered.node, host=entered.host) for each in answer.ranks]
+        return _Answer(own, answer.warnings)
+
+
+def _received(entered: connection.InsideConnection) -> bytes:
+    """Return the bytes that a node sends until its end."""
+    data = bytearray()
+
+    def take(more: bytes) -> None:
+        data.extend(more)
+        if len(data) > _MAX_BYTES:
+            raise InsideError(f"node {entered.node}: it sends more than {_MAX_BYTES} bytes")
+
+    entered.streams.add(Stream(STDOUT, sink=take))
+    while not entered.finished:
+        entered.handle(streams.wait_for_any([entered.streams], [], 1.0))
+    if not entered.ended:
+        raise entered.failure()
+    return bytes(data)
+
+
+def _decoded(data: bytes, type_: type[_T], problem: str) -> _T:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except (ValueError, RecursionError) as error:  # DecodeError, ValidationError
+        raise InsideError(problem) from error
+
+
+def _saved(record: Record, node: int | None, rank: int | None) -> JobStacks | None:
+    """Return the stacks that were saved at the last stop of the job; None if there are none."""
+    files: dict[tuple[int, int], list[Path]] = {}
+    for each in range(record.nodes):
+        directory = log_files.node_directory(record.job_dir, each)
+        for name in log_files.file_names(directory):
+            if match := _SAVED.fullmatch(name):
+                round_ = (int(match[1] or 0), int(match[2] or 0))
+                files.setdefault(round_, []).append(directory / name)
+    if not files:
+        return None
+    ranks: dict[int, RankStack] = {}
+    why = ""
+    warnings = []
+    for path in files[max(files)]:
+        try:
+            with log_files.open_regular(path) as stream:
+                saved = _decoded(stream.read(_MAX_BYTES), _Saved, f"{path} is malformed")
+        except InsideError as error:
+            warnings.append(error.message)
+            continue
+        except OSError as error:
+            warnings.append(os_error_text(error))
+            continue
+        why = why or ", ".join(filter(None, (saved.why, saved.time)))
+        for stack in saved.ranks[: _MAX_RANKS * record.nodes]:
+            if node in (None, stack.node_rank) and rank in (None, stack.rank):
+                ranks.setdefault(stack.rank, stack)
+    if not ranks:
+        return None
+    where = record.job_dir / LOGS
+    return JobStacks(
+        [ranks[each] for each in sorted(ranks)],
+        warnings=warnings,
+        saved=sanitize(f"these stacks were saved in {where}{f': {why}' if why else ''}"),
+    )

@@ -1,0 +1,131 @@
+"""Answer the coordinator's questions about the stacks and the progress of a node's workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.stacks import evidence_files
+from clusterjob.node.stacks.collect import collect
+from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.progress import Progress
+from clusterjob.node.workers.flight_recorder import Dumps
+
+_SAMPLE_SECONDS = 1.5  # maximum time for one sample
+_SAVE_SECONDS = 1.9  # maximum time until the stacks are saved
+_MAX_BYTES = 200_000  # of the stacks of one rank in a message, which has at most 256 KiB
+# Numbers of threads, and of frames of each, until the stacks of a rank fit.
+_SIZES = ((250, 250), (64, 100), (32, 50), (8, 25))
+# No descriptor or thread is free, or a process has ended meanwhile.
+_ERRORS = (OSError, ValueError, RuntimeError)
+
+
+class StackReports:
+    """The stacks and the progress of one node's workers.
+
+    Args:
+        job_id: the job.
+        node_rank: this node.
+        dumps: returns the dumps of torch's flight recorder in a round.
+        signs: returns the monotonic time of the last output or heartbeat of a worker, and the
+            step of the last heartbeat.
+        send: sends a message to the coordinator.
+        watch: reports the error of a background task.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        node_rank: int,
+        dumps: Callable[[int], Dumps],
+        signs: Callable[[], tuple[float, int]],
+        send: Callable[[Any], object],
+        watch: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        self._job_id = job_id
+        self._node_rank = node_rank
+        self._dumps = dumps
+        self._signs = signs
+        self._send = send
+        self._watch = watch
+        self._progress = Progress()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def collect(self, order: messages.CollectStacks) -> None:
+        """Send the stacks of all living ranks."""
+        self._start(self._collect(order))
+
+    def report_progress(self, order: messages.ReportProgress) -> None:
+        """Send the signs of life of the workers."""
+        self._start(self._report_progress(order))
+
+    async def stacks(self, seconds: float) -> list[RankStack]:
+        """Return the stacks of all living ranks of this node."""
+        return await asyncio.to_thread(collect, self._job_id, self._node_rank, seconds)
+
+    async def save(self, job_dir: Path, round_: evidence_files.Round, why: str) -> tuple[str, int]:
+        """Write the stacks of this node's ranks into its logs before they are stopped.
+
+        Return the path of the text and the number of ranks; ("", 0) if there is no file.
+        """
+        with contextlib.suppress(asyncio.TimeoutError, *_ERRORS):
+            found = await asyncio.wait_for(self.stacks(_SAMPLE_SECONDS), _SAVE_SECONDS)
+            if found:
+                dumps = self._dumps(round_.restart).request([each.rank for each in found], 0.0)
+                path = evidence_files.write(job_dir, round_, found, why=why, dumps=dumps)
+                return path, len(found)
+        return "", 0
+
+    async def _collect(self, order: messages.CollectStacks) -> None:
+        dumps: tuple[str, ...] = ()
+        with contextlib.suppress(*_ERRORS):
+            found = await self.stacks(order.seconds)
+            for stack in found:
+                self._send(messages.StackFound(order.restart, bounded(stack)))
+            dumps = await asyncio.to_thread(
+                self._dumps(order.restart).request, [each.rank for each in found], order.dumps
+            )
+        self._send(messages.StacksCollected(order.restart, dumps))
+
+    async def _report_progress(self, order: messages.ReportProgress) -> None:
+        moved = False
+        if order.sample:
+            try:
+                moved = await asyncio.to_thread(self._sample, first=order.first)
+            except _ERRORS:  # without a sample, nothing shows that the workers stand still
+                moved = True
+        at, step = self._signs()
+        quiet = max(0.0, time.monotonic() - at)
+        self._send(messages.ProgressReported(order.number, quiet, moved=moved, step=step))
+
+    def _sample(self, *, first: bool) -> bool:
+        self._progress.begin()
+        found = collect(self._job_id, self._node_rank, _SAMPLE_SECONDS)
+        return self._progress.moved(found, first=first)
+
+    def _start(self, answer: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(answer)
+        self._watch(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def bounded(stack: RankStack) -> RankStack:
+    """Return the stacks of a rank, with fewer threads and frames if they are too long to send."""
+    for threads, frames in _SIZES:
+        stack = replace(
+            stack,
+            threads=tuple(
+                replace(thread, frames=thread.frames[:frames]) for thread in stack.threads[:threads]
+            ),
+        )
+        if len(json.dumps(stack.to_json())) <= _MAX_BYTES:
+            return stack
+    return replace(stack, threads=())

@@ -1,0 +1,218 @@
+"""Find the processes of a job on this machine, and which of them are its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node import contract
+from clusterjob.node.system import processes
+
+# Set for commands that `clusterjob exec` runs, which are no workers: the worker's pid.
+MARK = "CLUSTERJOB_INSIDE"
+# The forkserver's table of its workers: part of the link of the descriptor in /proc/PID/fd.
+TABLE = "clusterjob-workers"
+_MAX_TABLE = 64 << 20  # bytes
+_AT_SECURE = 23  # key of the auxiliary vector; getauxval(3)
+_NODE_VARIABLES = ("CLUSTERJOB_NODE_RANK", "SLURM_NODEID")
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process of one rank.
+
+    Attributes:
+        rank: None for a torchrun that has not started its workers.
+        pid: the process; it may have ended.
+        environ: its environment.
+    """
+
+    rank: int | None
+    pid: int
+    environ: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class NodeProcesses:
+    """The processes of one node of a job.
+
+    Attributes:
+        ranks: the node's ranks, in order; empty if no workers run.
+        first, count, world: the node's first rank, its number of ranks, and that of the job.
+        forkserver: the pid of the forkserver; None if Slurm has started the ranks.
+        parent: the parent of all ranks; None if it is not known.
+        started: whether any process of the node was found.
+    """
+
+    ranks: tuple[RankProcess, ...] = ()
+    first: int = 0
+    count: int = 0
+    world: int = 0
+    forkserver: int | None = None
+    parent: int | None = None
+    started: bool = False
+
+
+def on_node(job_id: str, node: int) -> NodeProcesses:
+    """Return the processes of a job's node.
+
+    Args:
+        job_id: the job.
+        node: the node's rank; several nodes of a job may be on one machine.
+    """
+    started = False
+    tables: list[tuple[int, int, dict[str, Any]]] = []
+    tasks: list[tuple[int, dict[str, str]]] = []
+    for pid, environ in _of_job(job_id):
+        table = None
+        with contextlib.suppress(OSError):
+            table = table_of(pid)
+        if table is not None and table.get("node_rank") == node:
+            tables.append((table["attempt"], pid, table))
+        own = next((environ[name] for name in _NODE_VARIABLES if name in environ), None)
+        if own == str(node):
+            started = True
+            if "RANK" in environ:
+                tasks.append((pid, environ))
+    if tables:
+        _, pid, table = max(tables, key=lambda each: each[:2])
+        return _in_table(pid, table)
+    return _among_tasks(tasks) if tasks else NodeProcesses(started=started)
+
+
+def of_forkserver(pid: int) -> NodeProcesses:
+    """Return the processes of a forkserver's node; without ranks if it has ended."""
+    table = None
+    with contextlib.suppress(OSError):
+        table = table_of(pid)
+    return NodeProcesses() if table is None else _in_table(pid, table)
+
+
+def _of_job(job_id: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the user's processes that were started for the job, with their environments."""
+    wanted = f"{contract.JOB_ID}={job_id}".encode()
+    user = os.geteuid()
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == os.getpid():
+            continue
+        try:
+            if os.stat(f"/proc/{name}").st_uid != user:
+                continue
+            entries = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if wanted not in entries or any(entry.startswith(MARK.encode()) for entry in entries):
+            continue
+        if not _is_set_user_id(int(name)):
+            yield int(name), _parsed(entries)
+
+
+def _is_set_user_id(pid: int) -> bool:
+    """Return whether a process got its user from its program's set-user-ID bit.
+
+    Another user may have chosen its environment and its open files.
+    """
+    try:
+        data = Path(f"/proc/{pid}/auxv").read_bytes()
+    except OSError:
+        return False
+    words = struct.unpack(f"{len(data) // struct.calcsize('L')}L", data)
+    return bool(dict(zip(words[::2], words[1::2], strict=False)).get(_AT_SECURE))
+
+
+def _parsed(entries: list[bytes]) -> dict[str, str]:
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries)
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def table_of(pid: int) -> dict[str, Any] | None:
+    """Return the table of a forkserver; None if the process has no table.
+
+    Raises:
+        OSError: the process has ended, or belongs to another user.
+    """
+    directory = f"/proc/{pid}/fd"
+    for name in os.listdir(directory):
+        with contextlib.suppress(FileNotFoundError):  # the process has closed it
+            link = os.readlink(f"{directory}/{name}")
+            if link.rpartition("/")[2].startswith((TABLE, f"memfd:{TABLE}")):
+                with open(f"{directory}/{name}", "rb") as stream:
+                    return _parse_table(stream.read(_MAX_TABLE))
+    return None
+
+
+def _parse_table(data: bytes) -> dict[str, Any] | None:
+    try:
+        table = json.loads(data)
+    except ValueError:  # it is being written
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
+    workers = table["workers"]
+    if workers and workers[0]["rank"] is None:  # torchrun starts the workers
+        below = [
+            (child, environ)
+            for child in processes.descendants(workers[0]["pid"])
+            if "RANK" in (environ := _environment_of(child)) and MARK not in environ
+        ]
+        if below:
+            return _among_tasks(below, forkserver=pid)
+    return NodeProcesses(
+        tuple(
+            RankProcess(
+                worker["rank"], worker["pid"], environ={**table["environ"], **worker["variables"]}
+            )
+            for worker in workers
+        ),
+        first=table["first_rank"],
+        count=table["nproc"],
+        world=table["world_size"],
+        forkserver=pid,
+        parent=pid,
+        started=True,
+    )
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    try:
+        return _parsed(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return {}
+
+
+def _among_tasks(
+    tasks: list[tuple[int, dict[str, str]]], forkserver: int | None = None
+) -> NodeProcesses:
+    """Return the ranks among processes that have their rank in their own environment.
+
+    A worker's child processes have the same variables: the topmost process is the worker.
+    """
+    pids = {pid for pid, _ in tasks}
+    by_rank: dict[int, RankProcess] = {}
+    for pid, environ in tasks:
+        fields = processes.stat_fields(pid)
+        if fields is None or fields[0] in "ZX" or not environ["RANK"].isdecimal():
+            continue
+        number = int(environ["RANK"])
+        if int(fields[1]) not in pids or number not in by_rank:
+            by_rank[number] = RankProcess(number, pid, environ=environ)
+    if not by_rank:
+        return NodeProcesses(forkserver=forkserver, started=True)
+    ranks = tuple(by_rank[number] for number in sorted(by_rank))
+    world = ranks[0].environ.get("WORLD_SIZE", "")
+    return NodeProcesses(
+        ranks,
+        first=min(by_rank),
+        count=len(by_rank),
+        world=int(world) if world.isdecimal() else len(by_rank),
+        forkserver=forkserver,
+        started=True,
+    )

@@ -1,0 +1,119 @@
+"""Save the stacks of all living ranks before the coordinator stops a round of workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.membership import Membership, Peer
+from clusterjob.node.stacks import evidence_files
+from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.system.sanitize import sanitize
+
+_ANSWER_SECONDS = 1.5  # seconds for a rank to answer its agent
+_DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
+_SECONDS = 1.9  # seconds for all agents to answer; the stop follows within 2 s
+
+
+class Evidence:
+    """The stacks of the ranks of one round.
+
+    Args:
+        round_: the round, whose node is node 0.
+        membership: the agents.
+        job_dir: the job's directory.
+        events: the job's events.
+
+    Attributes:
+        stacks: the stacks that have arrived, in order of ranks.
+        path: the text file, relative to the job directory; empty if there is none.
+        handlers: the function for each answer of an agent.
+    """
+
+    def __init__(
+        self, round_: evidence_files.Round, membership: Membership, job_dir: Path, events: EventLog
+    ) -> None:
+        self._round = round_
+        self._membership = membership
+        self._job_dir = job_dir
+        self._events = events
+        self._unanswered: set[int] = set()
+        self._stacks: dict[int, RankStack] = {}
+        self._dumps: list[str] = []
+        self._why = ""
+        self._asked_at = 0.0
+        self.path = ""
+        self.handlers: dict[type, Callable[[Peer, Any], None]] = {
+            messages.StackFound: self._on_stack_found,
+            messages.StacksCollected: self._on_stacks_collected,
+        }
+
+    @property
+    def stacks(self) -> list[RankStack]:
+        """The stacks that have arrived, in order of ranks."""
+        return [self._stacks[rank] for rank in sorted(self._stacks)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all agents have answered."""
+        return not self._unanswered
+
+    def ask(self, nodes: Collection[int], why: str, *, dumps: bool = True) -> float:
+        """Ask agents for the stacks; return the monotonic time at which to stop waiting.
+
+        Args:
+            nodes: the nodes whose workers have not all ended.
+            why: why the round is stopped.
+            dumps: whether to wait for the dumps of torch's flight recorder.
+        """
+        self._why, self._asked_at = why, time.monotonic()
+        peers = self._membership.peers
+        self._unanswered = {rank for rank in nodes if not peers[rank].lost}
+        for rank in self._unanswered:
+            peers[rank].send(
+                messages.CollectStacks(
+                    self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if dumps else 0.0
+                )
+            )
+        return time.monotonic() + _SECONDS
+
+    def save(self) -> None:
+        """Write the files, unless every rank has ended."""
+        if not self._stacks:
+            return
+        silent = [
+            f"node {rank} on {self._membership.peers[rank].host}"
+            for rank in sorted(self._unanswered)
+        ]
+        try:
+            self.path = evidence_files.write(
+                self._job_dir,
+                self._round,
+                self.stacks,
+                why=self._why,
+                silent=silent,
+                dumps=self._dumps,
+            )
+        except OSError as error:
+            self._events.add("evidence", why=self._why, error=error.strerror)
+            return
+        self._events.add(
+            "evidence",
+            why=self._why,
+            path=self.path,
+            ranks=len(self._stacks),
+            seconds=round(time.monotonic() - self._asked_at, 3),
+        )
+
+    def _on_stack_found(self, _peer: Peer, message: messages.StackFound) -> None:
+        if message.restart == self._round.restart:
+            self._stacks[message.stack.rank] = message.stack
+
+    def _on_stacks_collected(self, peer: Peer, message: messages.StacksCollected) -> None:
+        if message.restart == self._round.restart:
+            self._unanswered.discard(peer.node_rank)
+            self._dumps += map(sanitize, message.dumps)

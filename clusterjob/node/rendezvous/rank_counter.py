@@ -1,0 +1,61 @@
+"""Count the ranks of a round that have joined and formed the process group, for the events."""
+
+from __future__ import annotations
+
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.membership import Peer
+
+_EACH = 16  # maximum size of a world of which each change gets an event
+
+
+class RankCounter:
+    """Add the event ``ranks`` for some of the counts that the agents send.
+
+    In a large world, a count gets an event if it has doubled, or if the number of missing ranks has
+    halved: at most 48 events for 4,096 ranks.
+
+    Args:
+        restart: the number of the round, from 0.
+        world_size: the number of ranks.
+        events: the job's events.
+    """
+
+    def __init__(self, restart: int, world_size: int, events: EventLog) -> None:
+        self._restart = restart
+        self._world_size = world_size
+        self._events = events
+        self._counts: dict[int, tuple[int, int]] = {}  # by node_rank
+        self._written = (0, 0)
+
+    def receive(self, peer: Peer, message: messages.RankCounts) -> None:
+        """Take the counts of one node."""
+        if message.restart == self._restart:
+            joined = min(message.joined, peer.nproc)
+            self._counts[peer.node_rank] = joined, min(message.formed, joined)
+            pairs = zip(self._written, self._totals(), strict=True)
+            if any(self._is_step(old, new) for old, new in pairs):
+                self.write()
+
+    def write(self) -> None:
+        """Add an event with the current counts, unless the last event has them."""
+        totals = self._totals()
+        if totals != self._written:
+            self._written = totals
+            self._events.add(
+                "ranks",
+                restart=self._restart,
+                joined=totals[0],
+                formed=totals[1],
+                world_size=self._world_size,
+            )
+
+    def _totals(self) -> tuple[int, int]:
+        counts = self._counts.values()
+        return sum(joined for joined, _ in counts), sum(formed for _, formed in counts)
+
+    def _is_step(self, old: int, new: int) -> bool:
+        if self._world_size <= _EACH:
+            return new != old
+        missing = self._world_size - new
+        return new > old and (new >= 2 * old or 2 * missing <= self._world_size - old)

@@ -1,0 +1,111 @@
+"""Stop the workers of a round on all nodes, and save their stacks before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import hang_verdict, messages
+from clusterjob.node.rendezvous.membership import Membership
+from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.preemption import Preemption
+from clusterjob.node.rendezvous.round import Round
+from clusterjob.node.verdict import FailureKind, JobState
+
+# Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
+_FAILURE_GRACE = 0.5
+_STOP_TIMEOUT = 5.0  # seconds for an agent to answer the stop order, after the grace
+
+
+class RoundStop:
+    """The stop of one round of workers.
+
+    Args:
+        round_: the round.
+        membership: the agents.
+        preemption: the job's preemption warning.
+        options: the grace, in seconds.
+        next_message: returns the next message and its sender; None after a number of seconds.
+        handle: handles a message; returns an outcome if it ends a round.
+        print_line: prints one line for the user.
+
+    Attributes:
+        cancelled: a cancellation that has arrived meanwhile, or None.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        membership: Membership,
+        preemption: Preemption,
+        options: LaunchOptions,
+        next_message: Callable[[float], Awaitable[tuple[int, Any] | None]],
+        handle: Callable[[int, Any], Outcome | None],
+        print_line: Callable[[str], None],
+    ) -> None:
+        self._round = round_
+        self._membership = membership
+        self._preemption = preemption
+        self._options = options
+        self._next_message = next_message
+        self._handle = handle
+        self._print_line = print_line
+        self._kill_now = False
+        self.cancelled: Outcome | None = None
+
+    async def save_evidence(self, end: Outcome) -> Outcome:
+        """Save the stacks of the living ranks; return the outcome, which names ranks that hang."""
+        evidence = self._round.evidence
+        if end.stacks:
+            # A restart after a failure must not wait for dumps.
+            failed = end.failure is not None and end.failure.kind is not FailureKind.HANG
+            deadline = evidence.ask(self._round.living_nodes(), end.reason, dumps=not failed)
+            while not (evidence.complete or self._kill_now):
+                if not await self._receive(deadline):
+                    break
+            evidence.save()
+        if end.failure is None or end.failure.kind is not FailureKind.HANG:
+            return end
+        return hang_verdict.with_ranks(
+            end, evidence.stacks, step=self._round.hang.step, local_rank=self._round.local_rank
+        )
+
+    async def stop(self, end: Outcome) -> None:
+        """Stop the workers of all nodes."""
+        unstopped, root_cause = self._round.unstopped, self._round.root_cause
+        self._preemption.end_round(root_cause)
+        root_cause.note_stop(time.monotonic())
+        grace = _FAILURE_GRACE if end.failure else self._options.grace
+        if end.state is JobState.SUCCEEDED or self._kill_now:
+            grace = 0.0
+        self._membership.broadcast(messages.Stop(grace, int(end.signal)))
+        stalls = self._membership.stalls
+        deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
+        while unstopped:
+            killed = self._kill_now
+            if await self._receive(deadline):
+                if self._kill_now and not killed:
+                    self._membership.broadcast(messages.Stop(0.0, int(end.signal)))
+                continue
+            stalls.tick()
+            if stalls.total > stalled:  # this process itself did not run
+                deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
+                continue
+            for node_rank in sorted(unstopped):
+                peer = self._membership.peers[node_rank]
+                peer.lost = True
+                self._print_line(f"node {node_rank} on {peer.host} does not answer the stop order")
+            unstopped.clear()
+
+    async def _receive(self, deadline: float) -> bool:
+        """Handle the next message; return False if none arrives before the deadline."""
+        message = await self._next_message(deadline - time.monotonic())
+        if message is None:
+            return False
+        self._kill_now |= isinstance(message[1], messages.KillNow)
+        other = self._handle(*message)
+        if other is not None and other.state is JobState.CANCELLED:
+            self.cancelled = other
+        return True

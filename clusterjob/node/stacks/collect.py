@@ -1,0 +1,154 @@
+"""Collect the stacks of all ranks of one node at once, from any process of the same user."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from clusterjob.node import job_processes
+from clusterjob.node.stacks import kernel, py_spy
+from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.request import POLL_SECONDS, StackRequest
+from clusterjob.node.system import processes
+
+_MAX_RANKS = 256
+_PY_SPY_SECONDS = 0.5  # at the end of the timeout, for ranks that do not answer
+_SHORT_POLL = 0.0005  # seconds; the pause grows up to `POLL_SECONDS`
+
+
+def collect(
+    job_id: str,
+    node_rank: int,
+    timeout: float,
+    *,
+    rank: int | None = None,
+    native: bool = False,
+    warn: Callable[[str], None] = lambda _: None,
+) -> list[RankStack]:
+    """Return the stacks of the living ranks of a node, in the order of ranks.
+
+    Args:
+        job_id: the job.
+        node_rank: the node; several nodes of a job may be on this machine.
+        timeout: timeout for all ranks, in seconds. A rank that does not answer in time is
+            returned with its kernel state.
+        rank: the only rank to ask; None for all.
+        native: whether to add the frames of C and C++; this stops the ranks for a moment.
+        warn: called with one line if the native frames cannot be had.
+    """
+    ranks = living(job_processes.on_node(job_id, node_rank))
+    asked = [each for each in ranks if rank in (None, each[0])]
+    return of_ranks(asked, node_rank, timeout, native=native, warn=warn)
+
+
+def living(found: job_processes.NodeProcesses) -> list[tuple[int, int]]:
+    """Return the rank and the pid of each rank of a node that has not ended."""
+    pids = []
+    for each in found.ranks:
+        fields = processes.stat_fields(each.pid)
+        # The forkserver's table has workers that have ended: their pids may be used again.
+        own = fields is not None and found.parent in (None, int(fields[1]))
+        if each.rank is not None and own:
+            pids.append((each.rank, each.pid))
+    return pids[:_MAX_RANKS]
+
+
+def of_ranks(
+    ranks: Iterable[tuple[int, int]],
+    node_rank: int,
+    timeout: float,
+    *,
+    native: bool = False,
+    warn: Callable[[str], None] = lambda _: None,
+) -> list[RankStack]:
+    """Return the stacks of some processes of this machine.
+
+    Args:
+        ranks: (rank, pid) of each.
+        node_rank: the node's rank.
+        timeout: timeout for all ranks, in seconds.
+        native: as in `collect`.
+        warn: as in `collect`.
+    """
+    end = time.monotonic() + timeout
+    asked = []
+    for rank, pid in ranks:
+        request = _request(pid)
+        state = kernel.state(request.pid)
+        # A stopped process would answer when it continues, and an ended one never.
+        if state.startswith((*kernel.STOPPED, kernel.ENDED)):
+            request.close()
+        asked.append((rank, request, state))
+    _wait([request for _, request, _ in asked], end - min(_PY_SPY_SECONDS, timeout / 4))
+    host = socket.gethostname()
+    stacks = []
+    for rank, request, state in asked:
+        threads = request.answer()
+        answered = bool(threads and threads[0].frames)
+        state = state if answered else kernel.state(request.pid)  # noqa: PLW2901
+        stacks.append(
+            RankStack(
+                rank, node_rank, host, request.pid, state=state, answered=answered, threads=threads
+            )
+        )
+    return _with_py_spy(stacks, end, native=native, warn=warn)
+
+
+def _with_py_spy(
+    stacks: list[RankStack], end: float, *, native: bool, warn: Callable[[str], None]
+) -> list[RankStack]:
+    """Ask py-spy for the ranks that have not answered, or for native frames of all ranks."""
+    pids = [
+        each.pid for each in stacks if (native or not each.answered) and each.state != kernel.ENDED
+    ]
+    dumps = py_spy.dump(pids, end, native=native)
+    for error in dict.fromkeys(each.error for each in dumps.values() if native and each.error):
+        warn(f"no native frames: {error}")
+    read = {pid: each.threads for pid, each in dumps.items() if each.threads}
+    return [
+        dataclasses.replace(each, answered=True, threads=read[each.pid])
+        if each.pid in read and read[each.pid][0].frames
+        else each
+        for each in stacks
+    ]
+
+
+def _request(pid: int) -> StackRequest:
+    """Ask a rank's process, or the process below it that offers its stacks.
+
+    The rank may be a shell or another program that runs Python.
+    """
+    request = StackRequest(pid)
+    if request.offered:
+        return request
+    children: dict[int, list[int]] = {}
+    for child, fields in sorted(processes.running().items()):
+        children.setdefault(int(fields[1]), []).append(child)
+    unseen = deque(children.get(pid, ()))
+    while unseen:
+        below = unseen.popleft()
+        other = StackRequest(below)
+        if other.offered:
+            request.close()
+            return other
+        other.close()
+        unseen.extend(children.get(below, ()))
+    return request
+
+
+def _wait(requests: list[StackRequest], end: float) -> None:
+    """Advance the requests until all are done, or the time has passed."""
+    pause = _SHORT_POLL
+    while time.monotonic() < end:
+        left = [request for request in requests if not request.done]
+        if not left:
+            return
+        # Not any(): each request must advance.
+        if sum(request.step() for request in left):
+            pause = _SHORT_POLL
+        else:
+            time.sleep(min(pause, max(0.0, end - time.monotonic())))
+            pause = min(2 * pause, POLL_SECONDS)

@@ -1,0 +1,27 @@
+"""Read what the kernel knows of a process and its threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clusterjob.node.system import processes
+
+_STATES = {
+    "R": "runs", "S": "sleeps", "D": "waits for a disk or a file system",
+    "T": "is stopped", "t": "is being traced", "Z": "has ended", "X": "has ended",
+}  # fmt: skip
+STOPPED = ("is stopped", "is being traced")
+ENDED = "has ended"
+
+
+def state(pid: int) -> str:
+    """Return the state of a process's main thread, such as ``sleeps (hrtimer_nanosleep)``."""
+    fields = processes.stat_fields(pid)
+    text = ENDED if fields is None else _STATES.get(fields[0], "is about to end")
+    if text == ENDED:
+        return text
+    try:
+        channel = Path(f"/proc/{pid}/wchan").read_text().strip()
+    except OSError:
+        channel = ""
+    return f"{text} ({channel})" if channel.strip("0") else text

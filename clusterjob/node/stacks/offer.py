@@ -1,0 +1,77 @@
+"""Let other processes of the user read the Python stacks of this process.
+
+faulthandler's signal handler writes the stack into an unnamed file. It is written in C, so it also
+works while a thread sleeps, waits for a lock or holds the interpreter in native code.
+
+- Each thread writes its own stack, when it gets the signal. faulthandler can write the stacks of
+  all threads at once, but it reads those of running threads, and that crashes the process.
+- The signal is SIGURG, which is ignored by default. So it ends no process, even if the process
+  executes another program just before the signal arrives.
+- The open file shows that the process wants the signal. It is closed when the program sets its own
+  handler or executes another program.
+
+`hook` loads a copy of this file into Python 3.7 and newer. It imports only modules that Python has
+loaded already or contains, so that it takes less than a millisecond.
+"""
+
+import _signal  # type: ignore[import-not-found]  # `signal` takes a millisecond
+import os
+
+SIGNAL = int(_signal.SIGURG)
+FILE = "clusterjob-stack"  # in the link of the descriptor in /proc/PID/fd
+
+
+class _Offer:
+    """Python-level signal handler that owns the file; faulthandler's C handler does the work.
+
+    When the program sets another handler, Python frees this object, and its file is closed.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = anonymous_file(FILE)
+        self._inode = os.fstat(self.descriptor).st_ino
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Do nothing; faulthandler has been disabled."""
+
+    def __del__(self) -> None:
+        try:
+            if os.fstat(self.descriptor).st_ino == self._inode:
+                os.close(self.descriptor)
+        except (AttributeError, OSError):
+            pass
+
+
+def offer() -> None:
+    """Offer the stacks; do nothing if the signal already has a handler."""
+    if _signal.getsignal(SIGNAL) is not _signal.SIG_DFL:
+        return
+    try:
+        import faulthandler
+
+        own = _Offer()
+        _signal.signal(SIGNAL, own)
+        # Not all threads: see above.
+        faulthandler.register(SIGNAL, file=own.descriptor, all_threads=False, chain=False)
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):
+        pass  # outside of the main thread, or without faulthandler
+
+
+def anonymous_file(name: str) -> int:
+    """Return the descriptor of a new file for appending, which is in no directory.
+
+    Args:
+        name: part of the link of the descriptor in /proc/PID/fd.
+    """
+    append = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+    if hasattr(os, "memfd_create"):  # Python may be built without it
+        created = os.memfd_create(name)
+        try:
+            return os.open(f"/proc/self/fd/{created}", append)
+        finally:
+            os.close(created)
+    directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"  # noqa: S108
+    path = f"{directory}/{name}.{os.getpid()}.{os.urandom(4).hex()}"
+    descriptor = os.open(path, append | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(path)
+    return descriptor

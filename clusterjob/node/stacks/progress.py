@@ -1,0 +1,160 @@
+"""Tell from samples of the stacks whether the workers of a node move.
+
+A worker moves between two samples if one of these holds:
+
+1. **Its main thread is in another function.** Lines do not count, so a loop that only computes
+   stands still. Neither does a deeper or shallower call of the same function, so a loop that
+   calls one function to wait stands still too.
+2. **Its main thread has read or written something**, or torch's thread that takes batches from a
+   DataLoader has: a batch arrives, a checkpoint is written. Other threads do not count, because a
+   monitor reads files all the time.
+3. **The processes below it work**: a compiler, the workers of a DataLoader. They use a tenth of a
+   core, or read and write 1 MB/s, or run in two samples in a row, as on a busy machine. A monitor
+   uses less.
+4. **Another thread works**: in this sample and in the one before, it was in two different
+   functions, and in neither of them for half of the samples. A thread with a usual place, such as
+   a monitor that wakes up once per second, only waits there.
+5. **Its stack does not show its work**, and its main thread works by the same measures: a program
+   that is not Python, or the import of an extension module. A worker that is stopped, or waits for
+   a file system, does not work.
+
+A main thread that spins in one call, such as a wait for a GPU, stands still. So does a long call
+that computes. Such a program has to print a line or call ``ctx.heartbeat()`` now and then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from clusterjob.node.stacks import activity
+from clusterjob.node.stacks.activity import Activity
+from clusterjob.node.stacks.frames import RankStack, ThreadStack
+
+# The functions of a thread, outermost first: pairs of file and name.
+Functions = tuple[tuple[str, str], ...]
+_WORKING_CPU = 0.1  # of one core
+_WORKING_IO = 1e6  # bytes per second
+_IMPORT = "<frozen importlib"  # the file of frames in which an extension module is loaded
+_MIN_SAMPLES = 4  # samples after which a thread has a usual place
+_MAX_PLACES = 256  # different places of a thread that are counted
+
+
+@dataclass
+class _Thread:
+    """The places of a thread in the samples since the last output."""
+
+    places: Counter[Functions] = field(default_factory=Counter)
+    last: Functions = ()
+    away: bool = False  # whether it was not at its usual place in the last sample
+
+    def works(self, place: Functions) -> bool:
+        """Record a sample; return whether the thread works."""
+        if len(self.places) < _MAX_PLACES or place in self.places:
+            self.places[place] += 1
+        samples = sum(self.places.values())
+        away = samples >= _MIN_SAMPLES and 2 * self.places[place] < samples
+        working = away and self.away and place != self.last
+        self.last, self.away = place, away
+        return working
+
+
+@dataclass
+class _Rank:
+    """The last sample of one rank."""
+
+    pid: int
+    main: Functions | None = None
+    threads: dict[str, _Thread] = field(default_factory=dict)
+
+
+class Progress:
+    """Compare samples of the ranks of one node."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._before: dict[int, Activity] = {}
+        self._last: dict[int, Activity] = {}  # that of the sample before
+        self._after: dict[int, Activity] = {}
+        self._read_at = 0.0
+
+    def begin(self) -> None:
+        """Read the workers' counters; call this before each sample, which changes them."""
+        self._last = self._before
+        self._before = activity.read(rank.pid for rank in self._ranks.values())
+        self._elapsed = time.monotonic() - self._read_at
+
+    def moved(self, stacks: Iterable[RankStack], *, first: bool) -> bool:
+        """Record a sample, and return whether a rank has moved since the last one.
+
+        Args:
+            stacks: the stacks of the living ranks.
+            first: whether earlier samples are to be forgotten.
+        """
+        if first:
+            self._ranks.clear()
+        found = {stack.rank: stack for stack in stacks}
+        news = [self._record(stack) for stack in found.values()]
+        self._ranks = {rank: known for rank, known in self._ranks.items() if rank in found}
+        self._after = activity.read(rank.pid for rank in self._ranks.values())
+        self._read_at = time.monotonic()
+        # Without a rank, such as before torchrun has started its workers, nothing stands still.
+        return not first and (any(news) or not found)
+
+    def _record(self, stack: RankStack) -> bool:
+        rank = self._ranks.get(stack.rank)
+        if rank is None or rank.pid != stack.pid:
+            self._ranks[stack.rank] = rank = _Rank(stack.pid)
+            moved = True
+        else:
+            moved = self._used(rank.pid, hidden=_is_hidden(stack))
+        for index, thread in enumerate(stack.threads):
+            place = _functions(thread)
+            if index == 0:
+                if not stack.answered:
+                    continue  # a machine under load answers late
+                moved |= rank.main is not None and _differ(rank.main, place)
+                rank.main = _deeper(rank.main, place)
+            elif not thread.name.startswith("clusterjob"):
+                known = rank.threads.setdefault(f"{index} {thread.name}", _Thread())
+                moved |= known.works(place)
+        return moved
+
+    def _used(self, pid: int, *, hidden: bool) -> bool:
+        """Return whether a worker has read or written, or the processes below it have worked.
+
+        Args:
+            pid: the worker.
+            hidden: whether its stack does not show whether it works.
+        """
+        old, new = self._after.get(pid), self._before.get(pid)
+        if old is None or new is None or self._elapsed <= 0:
+            return False
+        last = self._last.get(pid, old)
+        cpu, io = _WORKING_CPU * self._elapsed, _WORKING_IO * self._elapsed
+        below = new.below_cpu - old.below_cpu > cpu or new.below_io - old.below_io > io
+        below |= new.below_runs and last.below_runs
+        own = hidden and (new.cpu - old.cpu > cpu or (new.runs and last.runs))
+        return new.io > old.io or below or own
+
+
+def _is_hidden(stack: RankStack) -> bool:
+    main = stack.threads[0].frames if stack.answered and stack.threads else ()
+    return not main or main[0].file.startswith(_IMPORT)
+
+
+def _functions(thread: ThreadStack) -> Functions:
+    return tuple((frame.file, frame.function) for frame in reversed(thread.frames))
+
+
+def _differ(old: Functions, new: Functions) -> bool:
+    """Return whether neither place is inside the other."""
+    common = min(len(old), len(new))
+    return old[:common] != new[:common]
+
+
+def _deeper(old: Functions | None, new: Functions) -> Functions:
+    """Return the deeper of two places if one is inside the other, else the new one."""
+    return old if old is not None and len(old) > len(new) and not _differ(old, new) else new

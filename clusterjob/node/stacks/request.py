@@ -1,0 +1,270 @@
+"""Ask a running process of the same user for the Python stacks of its threads.
+
+The process must have called `offer`. Each of its threads is asked in turn, the main thread first,
+and writes its own stack. Threads of native libraries write nothing.
+
+The kernel shows when an answer is complete: the file is not empty, and the thread does not block
+the signal any more, as it does while it writes. A thread that sleeps with an empty file, and for
+which the signal is not pending, has no Python stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from clusterjob.node.stacks import frames, offer
+from clusterjob.node.stacks.frames import MAX_THREADS, ThreadStack
+
+# Seconds for a process to answer; with a free core a thread needs less than a millisecond.
+ANSWER_SECONDS = 1.5
+POLL_SECONDS = 0.01  # between two calls of `StackRequest.step` without progress
+_SLICE = 0.05  # seconds after which the other threads are asked before a thread that is silent
+_MAX_BYTES = 1 << 18
+_MAX_ASKED = 1000  # threads
+_HEADER = "Stack (most recent call first):"
+_BIT = 1 << (offer.SIGNAL - 1)
+# The number of the system call tgkill(2), by CPU architecture; C libraries may lack the function.
+_TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241, "riscv64": 131}
+
+
+@dataclass(frozen=True)
+class _Signals:
+    """Whether the signal is pending for a thread, whether it blocks it, and whether it sleeps."""
+
+    pending: bool
+    blocked: bool
+    sleeps: bool
+
+
+class StackRequest:
+    """A request for the stacks of one process; call `step` until `done`, then `answer`.
+
+    Args:
+        pid: the process.
+
+    Attributes:
+        offered: whether the process offers its stacks.
+        done: whether all threads have answered that can answer.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._file: int | None = None
+        self._directory: int | None = None
+        # The open directory stays that of this process, even if its pid is used again.
+        with contextlib.suppress(OSError):
+            self._directory = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._file = _open_offer(self._directory)
+        self.offered = self._file is not None
+        self.done = not self.offered
+        self._locked = False
+        self._waiting: deque[int] = deque()  # threads to ask
+        self._asked: int | None = None  # the thread that has been asked
+        self._asked_at = 0.0
+        self._late: set[int] = set()  # threads that have been asked and have not begun to answer
+        self._blocked: set[int] = set()  # threads that have blocked the signal
+        self._found: dict[int, str] = {}
+
+    def step(self) -> bool:
+        """Collect an answer that is complete and ask the next thread; return whether it did."""
+        if self.done or not (self._locked or self._lock()):
+            return False
+        try:
+            if self._asked is not None and not self._collect(self._asked):
+                return False
+            return self._ask()
+        except OSError:  # the process has ended
+            self._finish()
+            return True
+
+    def answer(self) -> tuple[ThreadStack, ...]:
+        """Return the stacks, the main thread's first, and close the request.
+
+        If the main thread has not answered, its stack has no frames.
+        """
+        main = self._comm(self.pid)
+        threads = []
+        for tid in sorted(self._found, key=lambda tid: (tid != self.pid, tid))[:MAX_THREADS]:
+            comm = self._comm(tid)
+            name = comm if comm != main and comm else f"thread {tid}"
+            threads.append(
+                frames.parse_thread("MainThread" if tid == self.pid else name, self._found[tid])
+            )
+        if threads and self.pid not in self._found:
+            threads.insert(0, ThreadStack("MainThread", ()))
+        self.close()
+        return tuple(threads)
+
+    def close(self) -> None:
+        """Close the request."""
+        self._finish()
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
+    def _finish(self) -> None:
+        """End the request, so that the next one can lock the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self.done = True
+
+    def _lock(self) -> bool:
+        """Lock the file against other requests, and list the threads."""
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                return False
+            raise
+        self._locked = True
+        try:
+            listed = os.open("task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._directory)
+            try:
+                threads = sorted(int(name) for name in os.listdir(listed))[:_MAX_ASKED]
+            finally:
+                os.close(listed)
+        except OSError:
+            threads = []
+        for tid in sorted(threads, key=lambda tid: tid != self.pid):
+            signals = self._signals(tid)
+            if signals is not None and signals.pending:  # of an earlier request
+                self._late.add(tid)
+            elif signals is not None:
+                self._waiting.append(tid)
+        return True
+
+    def _ask(self) -> bool:
+        """Ask the next thread; return False if only late threads are left."""
+        for tid in list(self._late):
+            signals = self._signals(tid)
+            if signals is None:
+                self._late.discard(tid)
+            elif not (signals.pending or signals.blocked):
+                self._late.discard(tid)  # its answer may be mixed with another one: ask again
+                self._waiting.append(tid)
+        if not self._waiting:
+            if not self._late:
+                self._finish()
+            return self.done
+        assert self._file is not None
+        os.ftruncate(self._file, 0)
+        tid = self._waiting.popleft()
+        signals = self._signals(tid)
+        if signals is None or not signals.blocked:
+            self._asked, self._asked_at = tid, time.monotonic()
+            if not _signal_thread(self.pid, tid):
+                self._asked = None
+        elif tid not in self._blocked:  # also for a moment, while it creates a thread: try again
+            self._blocked.add(tid)
+            self._waiting.append(tid)
+        return True
+
+    def _collect(self, tid: int) -> bool:
+        """Return whether the thread has answered, has ended, or is late."""
+        assert self._file is not None
+        begun = os.fstat(self._file).st_size > 0  # before the signals: see above
+        signals = self._signals(tid)
+        in_time = time.monotonic() < self._asked_at + _SLICE
+        if signals is None:
+            pass
+        elif signals.pending or (tid == self.pid and not begun and not signals.sleeps):
+            if in_time or not self._waiting:
+                return False
+            self._late.add(tid)
+        elif signals.blocked or not (begun or signals.sleeps or not in_time):
+            return False
+        elif begun:
+            text = os.pread(self._file, _MAX_BYTES, 0).decode(errors="replace")
+            others = (self._signals(late) for late in self._late)
+            if _is_one_stack(text) and all(each is None or each.pending for each in others):
+                self._found[tid] = text
+            else:  # another thread has written too
+                self._waiting.append(tid)
+        elif os.fstat(self._file).st_size:  # written in the meantime
+            return False
+        self._asked = None
+        return True
+
+    def _signals(self, tid: int) -> _Signals | None:
+        """Return the state of the signal in a thread; None if the thread has ended."""
+        lines = (line.partition(":") for line in self._read(f"task/{tid}/status").splitlines())
+        values = {name: value.split()[0] for name, _, value in lines if value.strip()}
+        if "SigBlk" not in values or values["State"] in "ZX":
+            return None
+        return _Signals(
+            bool(int(values["SigPnd"], 16) & _BIT),
+            blocked=bool(int(values["SigBlk"], 16) & _BIT),
+            sleeps=values["State"] in "SD",
+        )
+
+    def _comm(self, tid: int) -> str:
+        return self._read(f"task/{tid}/comm").strip()
+
+    def _read(self, path: str) -> str:
+        return "" if self._directory is None else _read_at(self._directory, path)
+
+
+def _is_one_stack(text: str) -> bool:
+    return text.startswith(_HEADER) and text.count(_HEADER) == 1
+
+
+def _open_offer(directory: int) -> int | None:
+    """Open the file of a process that offers its stacks, and catches the signal.
+
+    Args:
+        directory: the descriptor of its directory in /proc.
+    """
+    caught = _read_at(directory, "status").partition("SigCgt:")[2].split()
+    if not caught or not int(caught[0], 16) & _BIT:
+        return None
+    opened = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        for name in os.listdir(opened):
+            with contextlib.suppress(FileNotFoundError):
+                link = os.readlink(name, dir_fd=opened).rpartition("/")[2]
+                # The file is in no directory: another file of this name must not be truncated.
+                if (
+                    link.startswith((offer.FILE, f"memfd:{offer.FILE}"))
+                    and os.stat(name, dir_fd=opened).st_nlink == 0
+                ):
+                    return os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=opened)
+    finally:
+        os.close(opened)
+    return None
+
+
+def _read_at(directory: int, path: str) -> str:
+    """Return the text of a file; empty if it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, 1 << 14).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _signal_thread(pid: int, tid: int) -> bool:
+    """Send the signal to one thread; return False if it has ended, or on an unknown CPU."""
+    number = _TGKILL.get(os.uname().machine)
+    if number is None:
+        return False
+    return bool(_libc().syscall(ctypes.c_long(number), pid, tid, offer.SIGNAL) == 0)

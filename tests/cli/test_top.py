@@ -1,0 +1,286 @@
+"""The live screen of `top` in a real terminal: real jobs, 256 ranks, keys, a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from procs import TEST_TIMEOUT, wait_until
+from screens import Screen, require_tmux
+from terminals import Terminal
+from written_job import WrittenJob
+
+from clusterjob.cli import tables
+
+SIZES = [(80, 24), (200, 60)]
+TOP = f"{sys.executable} -m clusterjob top"
+LOOPING = """
+    import os, time
+
+    def train_one_epoch():
+        step = 0
+        while True:
+            step += 1
+            print(f"epoch 1 step {step} of rank {os.environ['RANK']}", flush=True)
+            time.sleep(0.5)
+
+    train_one_epoch()
+"""
+
+
+def clusterjob(*words: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def state(job_id: str) -> str:
+    return json.loads(clusterjob("status", job_id, "--json"))["jobs"][0]["state"]
+
+
+@pytest.fixture
+def real_job(tmp_path: Path) -> Iterator[str]:
+    """A job of two ranks that runs until it is cancelled."""
+    require_tmux()
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(LOOPING))
+    job_id = clusterjob(
+        "submit", "--cluster", "local", "--nproc-per-node", "2", str(script)
+    ).strip()
+    yield job_id
+    clusterjob("cancel", job_id)
+    clusterjob("wait", job_id, code=143)
+
+
+def window(size: tuple[int, int], directory: Path, command: str = TOP) -> Screen:
+    return Screen(command, columns=size[0], rows=size[1], directory=directory)
+
+
+def assert_fits(screen: Screen) -> None:
+    """Check that no line is wrapped: each table has its header, and the last line the keys."""
+    lines = screen.lines
+    assert lines[0].startswith("clusterjob top"), screen.text
+    assert lines[screen.rows - 1].startswith("q Quit"), screen.text
+    assert all(tables.width_of(line) <= screen.columns for line in lines)
+    heads = [line for line in lines if re.match(r" (JOB|NODE|RANK)\b", line)]
+    assert len(heads) == 3, screen.text
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["80x24", "200x60"])
+def test_top_shows_two_real_ranks_and_obeys_keys(
+    size: tuple[int, int], real_job: str, tmp_path: Path
+) -> None:
+    with window(size, tmp_path) as screen:
+        screen.wait_for_all(real_job, "RUNNING", "of rank 0", "of rank 1", "SILENT", "2 ranks")
+        # The first metrics come after 5 s: the memory of rank 1.
+        row = r"\n.? +1 .* \d+(\.\d)?[MG] .* of rank 1"
+        wait_until(lambda: re.search(row, _ranks(screen)), TEST_TIMEOUT, row)
+        assert "CPU TREND" in _ranks(screen)
+        assert_fits(screen)
+
+        screen.press("?")
+        screen.wait_for_all("Keys of clusterjob top", "stacks of the row's processes")
+        screen.press("Escape")
+        screen.wait_without("Keys of clusterjob top")
+
+        screen.press("Enter")  # from the job to its ranks
+        screen.press("Down")
+        screen.wait_for_all("▶   1")
+        screen.press("l")
+        text = screen.wait_for_all(f"log of rank 1 of {real_job}", "epoch 1 step")
+        assert "of rank 0" not in text
+        newest = max(map(int, re.findall(r"step (\d+) of rank 1", text)))
+        screen.wait_for_all(f"step {newest + 2} of rank 1")  # it follows
+        screen.press("q")
+        screen.wait_for_all("RANK▲")
+
+        screen.press("t")
+        screen.wait_for_all(f"stacks of rank 1 of {real_job}", "train_one_epoch", "train.py")
+        screen.press("q")
+        screen.wait_for_all("RANK▲")
+
+        screen.press("/")
+        screen.press("rank 0")
+        wait_until(lambda: "of rank 1" not in _ranks(screen), TEST_TIMEOUT)
+        screen.press("Escape")
+        wait_until(lambda: "of rank 1" in _ranks(screen), TEST_TIMEOUT)
+
+        screen.press("r")
+        screen.wait_for_all("RANK▼")
+        screen.press("c")
+        screen.wait_for_all(f"Cancel job {real_job}")
+        screen.press("n")
+        screen.wait_without("Cancel job")
+        assert state(real_job) == "RUNNING"
+        screen.press("c")
+        screen.wait_for_all(f"Cancel job {real_job}")
+        screen.press("y")
+        screen.wait_for_all("CANCELLED")
+        screen.press("q")
+        screen.wait_for_all("exit code 0")
+        screen.assert_clean()
+
+
+def _ranks(screen: Screen) -> str:
+    """Return the table of ranks."""
+    return screen.text.partition("RANK")[2]
+
+
+@pytest.fixture
+def large() -> WrittenJob:
+    """A job of 32 nodes with 8 ranks each, whose last hour is in its files."""
+    require_tmux()
+    job = WrittenJob("large-222222", nodes=32, ranks=8, gpus=8)
+    job.past(60)
+    job.grow()
+    return job
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["80x24", "200x60"])
+def test_top_shows_256_ranks_at_little_cost(
+    size: tuple[int, int], large: WrittenJob, tmp_path: Path
+) -> None:
+    with window(size, tmp_path) as screen:
+        screen.wait_for_all("large-222222", "RUNNING", "256 ranks: running", "epoch 3 step 61")
+        assert_fits(screen)
+        assert "GPU TREND" in screen.text
+        assert any(bar in screen.text for bar in "▃▄▅▆▇█")
+        screen.press("Tab", "Tab", "End")
+        screen.wait_for_all("▶ 255")
+        # Sort by CPU, the largest value first, then the smallest first: rank 3 of 7 is idle.
+        wait_until(lambda: _sorted_by(screen, "CPU%▼"), TEST_TIMEOUT)
+        screen.press("r", "Home")
+        wait_until(lambda: re.search(r"\n▶ +\d+ .* running +2 ", screen.text), TEST_TIMEOUT)
+        pid = screen.command_pid()
+        begin, ticks = time.monotonic(), _cpu(pid)
+        for _ in range(3):
+            large.grow()
+            time.sleep(2)
+        share = (_cpu(pid) - ticks) / (time.monotonic() - begin)
+        assert share < 0.15, f"{share:.1%} of a core"
+        screen.press("q")
+        screen.wait_for_all("exit code 0")
+
+
+def _sorted_by(screen: Screen, head: str) -> bool:
+    if head in screen.text:
+        return True
+    screen.press("s")
+    time.sleep(0.3)
+    return head in screen.text
+
+
+def _cpu(pid: int) -> float:
+    """Return the CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_top_follows_the_size_of_the_terminal_and_the_mouse(
+    large: WrittenJob, tmp_path: Path
+) -> None:
+    with window((200, 60), tmp_path) as screen:
+        screen.wait_for_all("256 ranks", "HOST", "RECV/s")
+        screen.resize(80, 24)
+        screen.wait_without("RECV/s")
+        wait_until(lambda: screen.lines[23].startswith("q Quit"), TEST_TIMEOUT)
+        assert_fits(screen)
+        screen.resize(30, 8)  # too small for most, but no traceback
+        screen.wait_without("LAST LINE")
+        screen.resize(120, 40)
+        screen.wait_for_all("LAST LINE", "256 ranks")
+        assert_fits(screen)
+        head = next(row for row, line in enumerate(screen.lines) if line.startswith(" RANK"))
+        screen.click(8, head + 3)
+        wait_until(lambda: screen.lines[head + 3].startswith("▶"), TEST_TIMEOUT)
+        screen.click(screen.lines[head].index("MEM"), head)
+        screen.wait_for_all("MEM▼")
+        screen.click(screen.lines[39].index("Help"), 39)
+        screen.wait_for_all("Keys of clusterjob top")
+
+
+@pytest.mark.parametrize("how", ["C-c", "SIGTERM", "SIGHUP"])
+def test_top_leaves_a_clean_terminal(how: str, tmp_path: Path) -> None:
+    WrittenJob("small-222222").grow()
+    with window((80, 24), tmp_path) as screen:
+        screen.wait_for_all("small-222222", "RUNNING")
+        assert screen.value("alternate_on") == "1"
+        if how == "C-c":
+            screen.press("C-c")
+            screen.wait_for_all("exit code 0")
+        else:
+            number = getattr(signal, how)
+            os.kill(screen.command_pid(), number)
+            screen.wait_for_all(f"exit code {128 + number}")
+        screen.assert_clean()
+
+
+def test_top_reports_its_own_crash_in_one_line(tmp_path: Path) -> None:
+    WrittenJob("small-222222").grow()
+    program = tmp_path / "crash.py"
+    program.write_text(
+        "from clusterjob.cli import main, top_table\n"
+        "def crash(self, y): raise RuntimeError('no \\x1b[31m line')\n"
+        "top_table.LiveTable.render_line = crash\n"
+        "raise SystemExit(main(['top']))\n"
+    )
+    with window((80, 24), tmp_path, f"{sys.executable} {program}") as screen:
+        text = screen.wait_for_all("exit code 1")
+        assert "clusterjob: error: the screen failed: RuntimeError: no  line" in text
+        assert "Traceback" not in text
+        screen.assert_clean()
+
+
+def test_top_obeys_no_color(tmp_path: Path) -> None:
+    WrittenJob("small-222222").grow()
+    for command, coloured in ((TOP, True), (f"NO_COLOR=1 {TOP}", False)):
+        with window((80, 24), tmp_path, command) as screen:
+            screen.wait_for_all("small-222222", "RUNNING", "2 ranks")
+            assert bool(screen.colours) is coloured
+            screen.press("q")
+            screen.wait_for_all("exit code 0")
+
+
+def test_top_without_terminal_names_other_commands() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", "top"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "top needs a terminal" in done.stderr
+    assert "status --watch" in done.stderr
+    assert "metrics" in done.stderr
+
+
+def test_top_of_unknown_job_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", "top", "nothing"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "there is no job 'nothing'" in done.stderr
+
+
+def test_top_without_textual_is_status_watch(tmp_path: Path) -> None:
+    WrittenJob("small-222222").grow()
+    program = (
+        "import sys; sys.modules['textual'] = None; from clusterjob.cli import main;"
+        " sys.exit(main(['top', 'small']))"
+    )
+    with Terminal([sys.executable, "-c", program], controlling=True) as terminal:
+        terminal.read_until(b"pip install 'clusterjob[top]'")
+        terminal.read_until(b"RUNNING")
+        terminal.type(b"\x03")
+        assert terminal.process.wait(TEST_TIMEOUT) in (0, 130)

@@ -1,0 +1,483 @@
+"""Stacks of running processes: offer, request, kernel state, py-spy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hooked import hooked_path
+from procs import wait_until
+
+from clusterjob.node.stacks import collect, kernel, py_spy
+from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.offer import FILE
+from clusterjob.node.stacks.request import StackRequest
+
+TIMEOUT = 20.0
+HAS_PY_SPY = shutil.which("py-spy", path=f"{sys.prefix}/bin") is not None
+
+
+@pytest.fixture(autouse=True)
+def path_without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+
+@contextlib.contextmanager
+def child(
+    directory: Path, text: str, *arguments: str, interpreter: str = sys.executable
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program, and wait until it has created the file ``up``."""
+    path = directory / "child.py"
+    path.write_text(
+        "import os, pathlib, signal, subprocess, sys, threading, time\n"
+        "from clusterjob.node.stacks.offer import SIGNAL, offer\n"
+        f"up = pathlib.Path('up').touch\n{textwrap.dedent(text)}"
+    )
+    process = subprocess.Popen([interpreter, "-S", str(path), *arguments], cwd=directory)
+    try:
+        wait_until(lambda: (directory / "up").exists() or process.poll() is not None, TIMEOUT)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stack_of(process: subprocess.Popen[bytes], timeout: float = TIMEOUT) -> RankStack:
+    (stack,) = collect.of_ranks([(0, process.pid)], 0, timeout)
+    return stack
+
+
+def functions(stack: RankStack, thread: int = 0) -> list[str]:
+    return [frame.function for frame in stack.threads[thread].frames]
+
+
+# -- one process -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "up(); time.sleep(1000)",  # this program never calls offer()
+        "offer(); signal.signal(SIGNAL, signal.SIG_DFL); up(); time.sleep(1000)",
+        "signal.signal(SIGNAL, lambda *_: os._exit(9)); offer(); up(); time.sleep(1000)",
+        "offer(); signal.signal(SIGNAL, lambda *_: os._exit(9)); up(); time.sleep(1000)",
+        "offer(); os.execvp('sh', ['sh', '-c', 'touch up; exec sleep 1000'])",
+        "offer(); os.closerange(3, 100); own = open('own', 'w'); up(); time.sleep(1000)",
+        f"offer(); os.closerange(3, 100); own = open('{FILE}', 'w'); up(); time.sleep(1000)",
+    ],
+)
+def test_process_without_stack_handler_is_not_signalled(tmp_path: Path, text: str) -> None:
+    with child(tmp_path, text) as process:
+        assert not StackRequest(process.pid).offered
+        stack = stack_of(process)
+        assert not stack.answered
+        assert stack.threads == ()
+        assert stack.state.startswith(("sleeps", "runs"))
+        assert process.poll() is None
+        for name in ("own", FILE):
+            assert not (tmp_path / name).exists() or not (tmp_path / name).read_text()
+
+
+def test_process_answers_repeatedly_and_continues_to_sleep(tmp_path: Path) -> None:
+    text = """
+        def größe():
+            up()
+            begin = time.monotonic()
+            time.sleep(3)
+            sys.exit(0 if time.monotonic() - begin >= 3 else 3)
+        offer()
+        größe()
+    """
+    with child(tmp_path, text) as process:
+        for _ in range(20):
+            stack = stack_of(process)
+            assert stack.answered
+            assert functions(stack) == ["größe", "<module>"]
+            assert stack.threads[0].frames[0].file.endswith("child.py")
+        assert process.wait(TIMEOUT) == 0
+
+
+def test_all_threads_answer_and_main_thread_is_first(tmp_path: Path) -> None:
+    text = """
+        def first(): threading.Event().wait()
+        def second():
+            pathlib.Path("/proc/thread-self/comm").write_text("loader")
+            up()
+            time.sleep(1000)
+        offer()
+        for each in (first, second): threading.Thread(target=each).start()
+        while True: pass
+    """
+    with child(tmp_path, text) as process:
+        stack = stack_of(process)
+        assert [thread.name for thread in stack.threads][:1] == ["MainThread"]
+        assert functions(stack) == ["<module>"]
+        by_function = {
+            next(name for name in functions(stack, index) if name in ("first", "second")): thread
+            for index, thread in enumerate(stack.threads)
+            if index
+        }
+        assert by_function["second"].name == "loader"
+        assert re.fullmatch(r"thread \d+", by_function["first"].name)
+
+
+def test_state_describes_sleeping_stopped_and_ended_process(tmp_path: Path) -> None:
+    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
+        wait_until(lambda: kernel.state(process.pid).startswith("sleeps"), TIMEOUT)
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: kernel.state(process.pid).startswith("is stopped"), TIMEOUT)
+        begin = time.monotonic()
+        stack = stack_of(process, 60)
+        assert time.monotonic() - begin < 30
+        assert not stack.answered
+        assert stack.state.startswith("is stopped")
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: kernel.state(process.pid).startswith("sleeps"), TIMEOUT)
+        assert functions(stack_of(process)) == ["<module>"]
+    assert kernel.state(process.pid) == "has ended"
+
+
+def test_main_thread_that_blocks_signal_is_reported_with_other_threads(tmp_path: Path) -> None:
+    text = """
+        offer()
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+        up()
+        time.sleep(1000)
+    """
+    with child(tmp_path, text) as process:
+        stack = stack_of(process, 2)
+        assert not stack.answered
+        assert [len(thread.frames) > 0 for thread in stack.threads] == [False, True]
+        assert stack.state.startswith("sleeps")
+
+
+def test_python_below_shell_answers_for_its_rank(tmp_path: Path) -> None:
+    text = """
+        if sys.argv[1:] == ["below"]:
+            offer(); up(); time.sleep(1000)
+        subprocess.run(["sh", "-c", f"{sys.executable} -S child.py below; true"])
+    """
+    with child(tmp_path, text) as process:
+        try:
+            stack = stack_of(process)
+            assert functions(stack) == ["<module>"]
+            assert stack.pid != process.pid
+        finally:
+            os.kill(stack.pid, signal.SIGKILL)
+
+
+def test_requests_at_same_time_wait_for_each_other(tmp_path: Path) -> None:
+    text = """
+        offer()
+        for _ in range(5): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        up()
+        time.sleep(1000)
+    """
+    with child(tmp_path, text) as process:
+        found: list[RankStack] = []
+
+        def ask() -> None:
+            for _ in range(20):
+                found.append(stack_of(process))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 80
+        assert all(functions(stack) == ["<module>"] for stack in found)
+        assert {len(stack.threads) for stack in found} == {6}
+
+
+# -- a worker is never ended -----------------------------------------------------------------------
+
+BUSY = """
+    import atexit
+    def recurse(count): return recurse(count - 1) if count else 1
+    def generate(count):
+        if count: yield from generate(count - 1)
+        yield count
+    def work():
+        while True:
+            recurse(300)
+            list(generate(30))
+            space = {}
+            exec(compile("def f(n):\\n return n and f(n - 1)\\n", "<text>", "exec"), space)
+            space["f"](200)
+    def fork():
+        while True:
+            pid = os.fork()
+            if not pid: os._exit(0)
+            os.waitpid(pid, 0)
+    def start_threads():
+        while True:
+            thread = threading.Thread(target=recurse, args=(100,))
+            thread.start()
+            thread.join()
+    offer()
+    for each in (work, work, work, work, fork, start_threads):
+        threading.Thread(target=each, daemon=True).start()
+    up()
+    end = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < end:
+        recurse(50)
+        time.sleep(0.0005)
+    os._exit(42)
+"""
+
+
+def interpreters() -> list[str]:
+    """Return this interpreter, and others of this machine."""
+    others = Path("~/.pyenv/versions").expanduser().glob("3.*/bin/python")
+    known = [str(path) for path in sorted(others) if path.parts[-3].split(".")[1] >= "8"]
+    return [sys.executable, *known]
+
+
+def test_busy_worker_survives_requests(tmp_path: Path) -> None:
+    with child(tmp_path, BUSY, "4") as process:
+        answers = 0
+        while process.poll() is None:
+            answers += stack_of(process, 5).answered
+        assert process.returncode == 42
+        assert answers >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreter", interpreters())
+def test_busy_worker_survives_thousands_of_signals(tmp_path: Path, interpreter: str) -> None:
+    offer = Path(collect.__file__).parent / "offer.py"
+    shutil.copy(offer, tmp_path / "own_offer.py")
+    path = tmp_path / "busy.py"
+    path.write_text(
+        "import os, pathlib, sys, threading, time\nfrom own_offer import offer\n"
+        f"up = pathlib.Path('up').touch\n{textwrap.dedent(BUSY)}"
+    )
+    process = subprocess.Popen([interpreter, "-W", "ignore", str(path), "20"], cwd=tmp_path)
+    signals = 0
+    wait_until((tmp_path / "up").exists, TIMEOUT)
+    while process.poll() is None:
+        signals += len(stack_of(process, 5).threads)
+    assert process.returncode == 42
+    assert signals > 500
+
+
+def test_process_that_executes_programs_meanwhile_survives_requests(tmp_path: Path) -> None:
+    text = """
+        offer()
+        count = int(sys.argv[1])
+        if count == 0: up()
+        if count < 60: os.execv(sys.executable, [sys.executable, "-S", __file__, str(count + 1)])
+        sys.exit(43)
+    """
+    with child(tmp_path, text, "0") as process:
+        while process.poll() is None:
+            request = StackRequest(process.pid)
+            for _ in range(20):
+                request.step()
+            request.close()
+        assert process.returncode == 43
+
+
+def test_workers_that_end_meanwhile_are_no_error(tmp_path: Path) -> None:
+    text = "offer(); up(); time.sleep(float(sys.argv[1]))"
+    for delay in (0.0, 0.01, 0.02, 0.05):
+        (tmp_path / "up").unlink(missing_ok=True)
+        with child(tmp_path, text, str(delay)) as process:
+            while process.poll() is None:
+                stack_of(process, 5)
+            assert process.returncode == 0
+            assert stack_of(process).state == "has ended"
+
+
+def test_children_of_worker_work_after_fork_and_spawn(tmp_path: Path) -> None:
+    text = """
+        import multiprocessing
+        def square(value): return value * value
+        if __name__ == "__main__":
+            offer()
+            up()
+            for method in ("fork", "spawn"):
+                with multiprocessing.get_context(method).Pool(2) as pool:
+                    for _ in range(20):
+                        assert pool.map(square, range(10)) == [n * n for n in range(10)]
+                        time.sleep(0.02)
+            sys.exit(44)
+    """
+    with child(tmp_path, text) as process:
+        answers = 0
+        while process.poll() is None:
+            answers += stack_of(process, 5).answered
+        assert process.returncode == 44
+        assert answers
+
+
+def test_request_pauses_thread_for_less_than_50_ms(tmp_path: Path) -> None:
+    """The pause is measured in the thread's processor time, which other processes do not change."""
+    text = """
+        import json
+        def deep(count): return deep(count - 1) if count else loop()
+        def loop():
+            up()
+            longest, last = 0.0, time.thread_time()
+            while not os.path.exists("leave"):
+                for _ in range(20000):
+                    now = time.thread_time()
+                    longest, last = max(longest, now - last), now
+                last = time.thread_time()
+            pathlib.Path("longest").write_text(str(longest))
+        offer()
+        for _ in range(50): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        deep(150)
+        os._exit(0)
+    """
+    with child(tmp_path, text) as process:
+        for _ in range(20):
+            stack = stack_of(process)
+            assert len(stack.threads[0].frames) >= 100  # the maximum of faulthandler
+            assert len(stack.threads) == 51
+        (tmp_path / "leave").touch()
+        assert process.wait(TIMEOUT) == 0
+    assert float((tmp_path / "longest").read_text()) < 0.05
+
+
+# -- the hook --------------------------------------------------------------------------------------
+
+WAIT = "import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"
+
+
+@contextlib.contextmanager
+def hooked(
+    directory: Path, text: str, interpreter: str = sys.executable, **environ: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program with the hook of a job, and wait for the file ``up``."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("RANK", "PYTHONPATH")},
+        "PYTHONPATH": hooked_path(directory),
+        **environ,
+    }
+    process = subprocess.Popen([interpreter, "-c", text], cwd=directory, env=environment)
+    try:
+        wait_until(lambda: (directory / "up").exists() or process.poll() is not None, TIMEOUT)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_hook_offers_stacks_of_ranks_alone(tmp_path: Path) -> None:
+    for name, environ in (("a", {"RANK": "0"}), ("b", {}), ("c", {"CLUSTERJOB_TASK_RANK": "0"})):
+        (tmp_path / name).mkdir()
+        with hooked(tmp_path / name, WAIT, **environ) as process:
+            assert functions(stack_of(process, 5)) == ["<module>"] if "RANK" in environ else True
+            assert StackRequest(process.pid).offered == ("RANK" in environ)
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.7", "3.8", "3.9", "3.10", "3.12", "3.13"])
+def test_hook_offers_stacks_in_other_python_versions(tmp_path: Path, version: str) -> None:
+    found = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    if not found:
+        pytest.skip(f"no Python {version}; pyenv install {version}")
+    text = "import time; open('up', 'w'); time.sleep(1000)"
+    with hooked(tmp_path, text, str(found[0]), RANK="0") as process:
+        assert process.poll() is None
+        assert StackRequest(process.pid).offered == (version not in ("2.7", "3.6"))
+
+
+def test_hook_needs_less_than_a_millisecond_for_offer(tmp_path: Path) -> None:
+    """Compare the imports of the whole hook with RANK and without."""
+    text = "import time; print(time.process_time())"
+    path = hooked_path(tmp_path)
+    shortest = {}
+    for _ in range(15):
+        for environ in ({"RANK": "0"}, {}):
+            given = {"PATH": os.environ["PATH"], "PYTHONPATH": path, **environ}
+            out = subprocess.check_output([sys.executable, "-c", text], env=given, text=True)
+            key = bool(environ)
+            shortest[key] = min(float(out), shortest.get(key, 9.0))
+    assert shortest[True] - shortest[False] < 0.003
+
+
+# -- py-spy ----------------------------------------------------------------------------------------
+
+py_spy_installed = pytest.mark.skipif(not HAS_PY_SPY, reason="needs py-spy; pip install py-spy")
+
+
+@pytest.fixture
+def with_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{sys.prefix}/bin:/usr/bin:/bin")
+
+
+@py_spy_installed
+@pytest.mark.usefixtures("with_py_spy")
+def test_py_spy_reads_process_without_offer_and_stopped_process(tmp_path: Path) -> None:
+    text = """
+        def inner():
+            up()
+            time.sleep(1000)
+        if sys.argv[1:]: offer()
+        inner()
+    """
+    for arguments in ((), ("offer",)):
+        (tmp_path / "up").unlink(missing_ok=True)
+        with child(tmp_path, text, *arguments) as process:
+            if arguments:
+                process.send_signal(signal.SIGSTOP)
+                wait_until(lambda p=process: kernel.state(p.pid).startswith("is stopped"), TIMEOUT)
+            stack = stack_of(process)
+            if (
+                not stack.answered
+                and "ermission"
+                in py_spy.dump([process.pid], time.monotonic() + TIMEOUT, native=False)[
+                    process.pid
+                ].error
+            ):
+                pytest.skip("py-spy is not permitted here")
+            assert functions(stack) == ["inner", "<module>"]
+
+
+@py_spy_installed
+@pytest.mark.usefixtures("with_py_spy")
+def test_native_frames_of_py_spy_are_above_python_frames(tmp_path: Path) -> None:
+    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
+        lines: list[str] = []
+        (stack,) = collect.of_ranks([(0, process.pid)], 0, TIMEOUT, native=True, warn=lines.append)
+        if lines:
+            pytest.skip(lines[0])
+        names = functions(stack)
+        assert "<module>" in names
+        assert any("sleep" in name for name in names[: names.index("<module>")])
+
+
+def test_native_without_py_spy_is_one_line_and_python_stacks(tmp_path: Path) -> None:
+    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
+        lines: list[str] = []
+        ranks = [(0, process.pid), (1, process.pid)]
+        stacks = collect.of_ranks(ranks, 0, TIMEOUT, native=True, warn=lines.append)
+        assert lines == ["no native frames: py-spy is not installed on the node"]
+        assert [functions(stack) for stack in stacks] == [["<module>"]] * 2
+
+
+def test_forbidden_py_spy_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\necho 'Permission Denied: Try again with sudo' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
+        lines: list[str] = []
+        stacks = collect.of_ranks([(0, process.pid)], 0, TIMEOUT, native=True, warn=lines.append)
+        assert functions(stacks[0]) == ["<module>"]
+        assert len(lines) == 1
+        assert "py-spy may not read the process: ptrace_scope" in lines[0]

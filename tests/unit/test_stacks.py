@@ -1,0 +1,471 @@
+"""Stacks as data: faulthandler's text, py-spy's JSON, groups, headlines, answers of nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside_job import Link
+
+from clusterjob.backends import base
+from clusterjob.backends.base import Status
+from clusterjob.cli import main
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.errors import InsideError, UsageError
+from clusterjob.insight import stacks as insight
+from clusterjob.node.inside import streams
+from clusterjob.node.logs.events import now
+from clusterjob.node.program import Program
+from clusterjob.node.stacks import frames, grouping, py_spy, waits
+from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.verdict import JobState, Verdict
+
+TORCH = "/x/lib/python3.11/site-packages/torch/distributed"
+LIBRARY = "/x/lib/python3.11"
+MODULE = Frame("/w/train.py", 60, "<module>")
+ALL_REDUCE = (
+    Frame(f"{TORCH}/distributed_c10d.py", 3252, "all_reduce"),
+    Frame(f"{TORCH}/c10d_logger.py", 83, "wrapper"),
+    Frame("/w/train.py", 30, "step"),
+    MODULE,
+)
+DECODE = (Frame("/w/data.py", 41, "decode"), MODULE)
+
+
+def stack(rank: int, main: Sequence[Frame], state: str = "sleeps (futex_wait)") -> RankStack:
+    threads = (ThreadStack("MainThread", tuple(main)),) if main else ()
+    return RankStack(rank, rank // 4, "gpu1", 100 + rank, state, bool(main), threads)
+
+
+# -- parsing ---------------------------------------------------------------------------------------
+
+
+def test_text_of_faulthandler_is_parsed_with_escapes_and_unknown_lines() -> None:
+    text = (
+        "Stack (most recent call first):\n"
+        '  File "/x/my data.py", line 7 in load\n'
+        '  File "/x/gr\\xf6\\u20ac.py", line ??? in gr\\xf6\\xdfe\n'
+        "  File ???, line 3 in ???\n"
+        "  ...\n"
+        '  File "/w.pyz/clusterjob/node/program.py", line 116 in run_as_main\n'
+        '  File "/w.pyz/clusterjob/node/launch.py", line 9 in launch\n'
+    )
+    assert frames.parse_thread("MainThread", text).frames == (
+        Frame("/x/my data.py", 7, "load"),
+        Frame("/x/grö€.py", None, "größe"),
+        Frame("???", 3, "???"),
+    )
+
+
+LINES = st.lists(
+    st.text(max_size=40)
+    | st.builds(
+        '  File "{}", line {} in {}'.format,
+        st.text(max_size=2000),
+        st.integers() | st.just("???"),
+        st.text(max_size=2000),
+    ),
+    max_size=400,
+)
+
+
+@settings(max_examples=150)
+@given(lines=LINES)
+def test_any_text_gives_bounded_frames(lines: list[str]) -> None:
+    found = frames.parse_thread("t", "\n".join(lines))
+    assert len(found.frames) <= frames.MAX_FRAMES
+    for frame in found.frames:
+        assert len(frame.file) <= frames.MAX_TEXT
+        assert len(frame.function) <= frames.MAX_TEXT
+        assert frame.line is None or 0 <= frame.line < 10**9
+    json.dumps(stack(0, found.frames).to_json())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["os_thread_id", "thread_name", "frames", "name", "filename", "line"])
+            | st.text(max_size=5),
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=150)
+@given(data=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_output_of_py_spy_gives_stacks_or_nothing(data: bytes) -> None:
+    for thread in py_spy.parse(data, 7):
+        assert all(isinstance(frame.file, str) for frame in thread.frames)
+
+
+def test_main_thread_of_py_spy_is_first_and_native_frames_have_no_line() -> None:
+    def frame(name: str, **more: Any) -> dict[str, Any]:
+        return {"name": name, "filename": "/w/a.py", "module": None, "line": 3, **more}
+
+    native = frame("sleep", filename="", module="/lib/libc.so.6", line=0)
+    data = json.dumps(
+        [
+            {"os_thread_id": 9, "thread_name": "Thread-1", "frames": [frame("Loader.get")]},
+            {"os_thread_id": 7, "thread_name": None, "frames": [native, frame("main")]},
+        ]
+    )
+    assert py_spy.parse(data.encode(), 7) == (
+        ThreadStack(
+            "thread 7", (Frame("/lib/libc.so.6", None, "sleep"), Frame("/w/a.py", 3, "main"))
+        ),
+        ThreadStack("Thread-1", (Frame("/w/a.py", 3, "Loader.get"),)),
+    )
+
+
+def test_position_text_names_innermost_line_of_script() -> None:
+    loading = (
+        Frame(os.__file__, 1, "wait"),
+        Frame("/x/my data.py", 7, "load"),
+        Frame("/x/train.py", 9, "<module>"),
+    )
+    assert (
+        frames.position_text(loading) == "it is in os.py line 1, wait, from my data.py line 7, load"
+    )
+    assert frames.position_text(loading[1:]) == "it is in my data.py line 7, load"
+    importing = (
+        loading[1],
+        Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
+        loading[2],
+    )
+    assert frames.position_text(importing) == "it imports, in my data.py line 7, load"
+    assert frames.position_text(()) == "its stack names no file"
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def test_headline_of_issue_and_groups_with_smallest_first() -> None:
+    stacks = [stack(rank, DECODE if rank == 3 else ALL_REDUCE) for rank in range(8)]
+    groups = grouping.group(stacks)
+    assert [each.ranks for each in groups] == [(3,), (0, 1, 2, 4, 5, 6, 7)]
+    assert grouping.headline(groups) == (
+        "7 ranks wait in all_reduce; rank 3 is in decode (data.py:41)"
+    )
+    data = grouping.to_json("train-1", stacks)
+    assert list(data) == ["schema", "id", "ranks", "groups"]
+    assert data["groups"][0] == {
+        "ranks": [3],
+        "frames": [
+            {"file": "/w/data.py", "line": 41, "function": "decode"},
+            {"file": "/w/train.py", "line": 60, "function": "<module>"},
+        ],
+    }
+    assert list(data["ranks"][0]) == [
+        "rank", "node_rank", "host", "pid", "state", "answered", "threads"
+    ]  # fmt: skip
+
+
+def test_ranks_at_different_lines_of_same_wait_are_one_group_and_other_lines_are_not() -> None:
+    moved = (Frame(ALL_REDUCE[0].file, 3261, "all_reduce"), *ALL_REDUCE[1:])
+    other = (*ALL_REDUCE[:2], Frame("/w/train.py", 31, "step"), MODULE)
+    groups = grouping.group([stack(0, ALL_REDUCE), stack(1, moved), stack(2, other)])
+    assert [each.ranks for each in groups] == [(2,), (0, 1)]
+    assert grouping.headline(groups) == (
+        "ranks 0, 1 wait in all_reduce (train.py:30); rank 2 waits in all_reduce (train.py:31)"
+    )
+
+
+def test_headlines_of_one_group_silent_ranks_imports_and_many_groups() -> None:
+    assert (
+        grouping.headline(grouping.group([stack(0, DECODE)])) == "rank 0 is in decode (data.py:41)"
+    )
+    everywhere = [stack(rank, ALL_REDUCE) for rank in range(8)]
+    assert grouping.headline(grouping.group(everywhere)) == (
+        "all 8 ranks wait in all_reduce (train.py:30)"
+    )
+    silent = [stack(0, DECODE), stack(1, (), "is stopped"), stack(2, (), "is stopped")]
+    assert grouping.headline(grouping.group(silent)) == (
+        "ranks 1, 2 do not answer: the process is stopped; rank 0 is in decode (data.py:41)"
+    )
+    importing = (
+        Frame("<frozen importlib._bootstrap>", 2, "_load"),
+        Frame("/w/a.py", 1, "<module>"),
+    )
+    assert grouping.headline(grouping.group([stack(0, importing)])) == (
+        "rank 0 imports in <module> (a.py:1)"
+    )
+    many = [stack(rank, (Frame("/w/a.py", rank, "f"),)) for rank in range(9)]
+    assert grouping.headline(grouping.group(many)).endswith("; 5 more ranks are elsewhere")
+    assert grouping.headline(()) == "no ranks"
+
+
+@pytest.mark.parametrize(
+    ("innermost", "name"),
+    [
+        ("threading.py wait, queue.py get", "queue.get"),
+        ("selectors.py select, multiprocessing/connection.py wait", "connection.wait"),
+        ("subprocess.py _try_wait, subprocess.py run", "subprocess.run"),
+        ("threading.py wait, TORCH/utils/data/dataloader.py __next__", "DataLoader"),
+        ("DISTRIBUTED _new, DISTRIBUTED barrier", "barrier"),
+        ("multiprocessing/queues.py Queue.get", "queues.get"),
+        ("json/decoder.py decode, TORCH/utils/data/dataloader.py __next__", None),
+    ],
+)
+def test_known_waits_are_named(innermost: str, name: str | None) -> None:
+    text = innermost.replace("DISTRIBUTED", "TORCH/distributed/distributed_c10d.py")
+    words = (each.split() for each in text.replace("TORCH", "site-packages/torch").split(", "))
+    found = waits.find([*(Frame(f"{LIBRARY}/{file}", 1, each) for file, each in words), MODULE])
+    assert (found.function if found else None) == name
+
+
+def test_own_file_with_name_of_library_is_no_wait() -> None:
+    assert waits.find([Frame("/home/me/queue.py", 3, "get")]) is None
+
+
+def test_directories_of_hosts_do_not_separate_groups() -> None:
+    there = [Frame(frame.file.replace("/w/", "/home/me/w/"), 41, "f") for frame in DECODE]
+    here = [Frame(frame.file, 41, "f") for frame in DECODE]
+    assert len(grouping.group([stack(0, here), stack(1, there)])) == 1
+
+
+def test_native_addresses_do_not_separate_groups() -> None:
+    both = [
+        stack(rank, (Frame("/lib/libc.so.6", None, f"0x7f{rank}"), *DECODE)) for rank in range(2)
+    ]
+    assert len(grouping.group(both)) == 1
+    assert grouping.headline(grouping.group(both)) == "all 2 ranks are in decode (data.py:41)"
+
+
+FRAMES = st.builds(
+    Frame,
+    st.text(max_size=20) | st.sampled_from([ALL_REDUCE[0].file, f"{LIBRARY}/queue.py"]),
+    st.none() | st.integers(0, 99),
+    st.text(max_size=20) | st.sampled_from(["all_reduce", "get"]),
+)
+
+
+@settings(max_examples=100)
+@given(mains=st.lists(st.lists(FRAMES, max_size=5), max_size=12))
+def test_any_stacks_give_groups_of_all_ranks_and_lines(mains: list[list[Frame]]) -> None:
+    stacks = [stack(rank, main) for rank, main in enumerate(mains)]
+    groups = grouping.group(stacks)
+    assert sorted(rank for each in groups for rank in each.ranks) == list(range(len(mains)))
+    sizes = [len(each.ranks) for each in groups]
+    assert sizes == sorted(sizes)
+    assert "\n" not in grouping.headline(groups) or any(
+        "\n" in frame.function + frame.file for main in mains for frame in main
+    )
+    grouping.text(stacks, all_threads=True)
+
+
+def test_text_shows_all_threads_of_smallest_group_alone() -> None:
+    def with_loader(rank: int, main: Sequence[Frame]) -> RankStack:
+        loader = ThreadStack("loader", (Frame("/w/data.py", 9, "read"),))
+        return RankStack(
+            rank, 0, "gpu1", 1, "sleeps", True, (ThreadStack("MainThread", tuple(main)), loader)
+        )
+
+    stacks = [with_loader(0, DECODE), with_loader(1, ALL_REDUCE), with_loader(2, ALL_REDUCE)]
+    lines = grouping.text(stacks)
+    assert lines[0] == "ranks 1, 2 wait in all_reduce; rank 0 is in decode (data.py:41)"
+    assert lines[2] == "rank 0 (node 0, gpu1, pid 1: sleeps)"
+    assert lines[3] == "  decode (/w/data.py:41)"
+    assert sum("read (/w/data.py:9)" in line for line in lines) == 1
+    every = grouping.text(stacks, all_threads=True)
+    assert sum("read (/w/data.py:9)" in line for line in every) == 3
+    assert "  loader of rank 2:" in every
+
+
+# -- answers of nodes ------------------------------------------------------------------------------
+
+
+class Backend:
+    """A backend whose nodes send the scripted bytes; `None` is a node that cannot be reached."""
+
+    capabilities: ClassVar[Sequence[Any]] = ()
+
+    def __init__(self, state: JobState, *answers: bytes | None) -> None:
+        self.state, self.answers = state, answers
+
+    def status(self, records: Sequence[Record]) -> dict[str, Status]:
+        verdict = Verdict(self.state, 1, reason="") if self.state.final else None
+        return {each.job_id: Status(self.state, "", verdict) for each in records}
+
+    def enter(self, record: Record, node: int) -> Link:
+        sent = self.answers[node] if self.answers else None
+        if sent is None:
+            raise InsideError(f"gpu{node}: no route to host")
+        return Link(sent)
+
+
+MakeRecord = Callable[..., Record]
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRecord:
+    def make(backend: Any, *, nodes: int = 2, **more: Any) -> Record:
+        monkeypatch.setitem(base._loaded, "fake", backend)
+        spec = JobSpec(
+            Program("command", "true"), resources=Resources(nodes=nodes), nproc_per_node=4,
+            name="t", workdir=tmp_path,
+        )  # fmt: skip
+        made = Record(
+            "t-1", "t", cluster="fake", backend="fake", job_dir=tmp_path / "job", nodes=nodes,
+            submitted_at=now(), spec=spec.to_json(), handle=Handle("fake", "1", {}), **more,
+        )  # fmt: skip
+        Records().save(made)
+        return made
+
+    return make
+
+
+def node_answer(data: bytes, **facts: Any) -> bytes:
+    """Return what a node sends: its answer, the data in frames, and its end."""
+    first = {"rank": 0, "host": "gpu1", "stacks": True, **facts}
+    parts = [data[at : at + 30000] for at in range(0, len(data), 30000)]
+    frames_ = [(streams.DATA, 1, part) for part in parts]
+    frames_ += [(streams.END, 1, b""), (streams.EXIT, 0, b'{"code": 0, "ended": false}')]
+    sent = b"".join(
+        streams._HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+        for kind, number, payload in frames_
+    )
+    return b"a login's text\n" + streams.MARKER + json.dumps(first).encode() + b"\n" + sent
+
+
+def ranks_json(ranks: Sequence[int], **more: Any) -> bytes:
+    found = [stack(rank, ALL_REDUCE).to_json() | more for rank in ranks]
+    return json.dumps({"ranks": found, "warnings": []}).encode()
+
+
+def ask(made: Record, **options: Any) -> insight.JobStacks:
+    return insight.of_job(made, **{"node": None, "rank": None, "native": False} | options)
+
+
+def test_nodes_that_answer_are_shown_and_other_is_named(
+    record: MakeRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = record(Backend(JobState.RUNNING, node_answer(ranks_json([0, 1])), None))
+    found = ask(made)
+    assert [each.rank for each in found.stacks] == [0, 1]
+    assert found.errors == ["node 1: gpu1: no route to host"]
+    assert main(["stacks", "t-1", "--json"]) == 255
+    out, err = capsys.readouterr()
+    assert [each["rank"] for each in json.loads(out)["ranks"]] == [0, 1]
+    assert err == "clusterjob: node 1: gpu1: no route to host\n"
+
+
+def test_job_whose_nodes_do_not_answer_is_one_error(record: MakeRecord) -> None:
+    with pytest.raises(InsideError, match="node 0: gpu0: no route to host"):
+        ask(record(Backend(JobState.RUNNING, None, None)))
+
+
+def test_node_of_older_version_is_one_line(record: MakeRecord) -> None:
+    older = node_answer(b"", stacks=False)
+    found = ask(record(Backend(JobState.RUNNING, older, node_answer(ranks_json([4])))))
+    assert found.errors == ["node 0: it runs an older version of clusterjob"]
+
+
+def test_node_speaks_for_itself_alone_and_not_for_256_ranks(record: MakeRecord) -> None:
+    forged = node_answer(ranks_json([0, 4], node_rank=1, host="gpu9"), host="gpu7")
+    ranks = [stack(rank, ()).to_json() for rank in range(257)]
+    many = node_answer(json.dumps({"ranks": ranks, "warnings": []}).encode())
+    found = ask(record(Backend(JobState.RUNNING, forged, many)))
+    assert {(each.node_rank, each.host) for each in found.stacks} == {(0, "gpu7")}
+    assert found.errors == ["node 1: it sends too many ranks"]
+
+
+@settings(max_examples=60)
+@given(
+    data=st.binary(max_size=100)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | JSON.map(lambda value: json.dumps({"ranks": [value], "warnings": [value]}).encode())
+)
+def test_any_answer_of_node_is_shown_or_one_error(data: bytes) -> None:
+    made = Record(
+        "t-1", "t", cluster="none", backend="none", job_dir=Path("/nonexistent"), nodes=1,
+        submitted_at="", spec={},
+    )  # fmt: skip
+    backend = Backend(JobState.RUNNING, node_answer(data))
+    with contextlib.suppress(InsideError):
+        answer = insight._of_node(made, backend, node=0, rank=None, native=False)
+        assert all(isinstance(each, RankStack) for each in answer.ranks)
+
+
+def test_foreign_text_is_shown_without_control_characters(
+    record: MakeRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = (Frame("/w/\x1b[2Ja.py", 1, "f\x1b]0;x\x07\ng"),)
+    answer = {"ranks": [stack(0, hostile, "\x1b[31m").to_json()], "warnings": ["\x1b[0m"]}
+    record(Backend(JobState.RUNNING, node_answer(json.dumps(answer).encode())), nodes=1)
+    for words in ([], ["--json"]):
+        assert main(["stacks", "t-1", *words]) == 0
+        out, err = capsys.readouterr()
+        assert "\x1b" not in out + err
+        assert "\x07" not in out + err
+
+
+# -- jobs that do not run --------------------------------------------------------------------------
+
+
+def save(made: Record, node: int, name: str, data: Any) -> None:
+    directory = made.job_dir / "logs" / f"node{node}"
+    directory.mkdir(parents=True, exist_ok=True)
+    text = data if isinstance(data, str) else json.dumps(data)
+    (directory / name).write_text(text)
+
+
+def saved_json(ranks: Sequence[int], **more: Any) -> dict[str, Any]:
+    return grouping.to_json("t-1", [stack(rank, DECODE) for rank in ranks]) | more
+
+
+def test_last_saved_stacks_of_ended_job_are_shown(
+    record: MakeRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = record(Backend(JobState.FAILED))
+    assert main(["stacks", "t-1"]) == 255
+    assert "job t-1 has ended: FAILED" in capsys.readouterr().err
+    save(made, 0, "stacks.json", saved_json([0]))
+    save(made, 0, "stacks.restart1.json", saved_json([0, 1], why="hang", time="2026-01-01"))
+    save(made, 1, "stacks.restart1.json", saved_json([1, 4]))
+    save(made, 1, "stacks.restart9.txt", "text")
+    assert main(["stacks", "t-1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [each["rank"] for each in json.loads(out)["ranks"]] == [0, 1, 4]
+    assert err.startswith("clusterjob: job t-1 has ended: FAILED; these stacks were saved in ")
+    assert err.endswith(": hang, 2026-01-01\n")
+    assert [each.rank for each in ask(made, rank=4).stacks] == [4]
+
+
+@pytest.mark.parametrize(
+    "data", ["", "{", "[]", '{"ranks": 3}', json.dumps(saved_json([0]))[:-30], "[" * 100_000]
+)
+def test_malformed_file_is_one_line_and_other_files_are_shown(
+    record: MakeRecord, data: str
+) -> None:
+    made = record(Backend(JobState.FAILED))
+    save(made, 0, "stacks.json", data)
+    with pytest.raises(InsideError, match="has ended"):
+        ask(made)
+    save(made, 1, "stacks.json", saved_json([4]))
+    found = ask(made)
+    assert [each.rank for each in found.stacks] == [4]
+    assert [line.endswith("stacks.json is malformed") for line in found.warnings] == [True]
+
+
+def test_pending_job_array_and_unknown_rank_are_one_error(record: MakeRecord) -> None:
+    with pytest.raises(InsideError, match="job t-1 has not started"):
+        ask(record(Backend(JobState.PENDING)))
+    made = record(Backend(JobState.RUNNING))
+    for options, text in (({"rank": 8}, "no rank 8"), ({"node": 2}, "no node 2")):
+        with pytest.raises(UsageError, match=text):
+            ask(made, **options)
+    with pytest.raises(UsageError, match="is an array"):
+        ask(record(Backend(JobState.RUNNING), array={"indices": [0, 1]}))
