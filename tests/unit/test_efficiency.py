@@ -224,6 +224,9 @@ def test_job_without_samples_has_durations_only(tmp_path: Path) -> None:
     found = efficiency(record)
     assert (found["wall_seconds"], found["nodes"], found["gpu_hours_held"]) == (1.5, [], 0)
     assert shown.lines(found) == []
+    end(record, 0, {"wall": 3600.0, "visible_gpus": 8})  # the driver's library is missing
+    found = efficiency(record)
+    assert (found["gpu_hours_held"], found["gpu_hours_idle"]) == (8, None)
     end(record, 0, None)  # an older version
     assert efficiency(record) is None
 
