@@ -1,4 +1,4 @@
-"""Sample a node every 5 s in a thread of its agent, for files, Prometheus and the end record."""
+"""Sample a node every 5 s in a thread of its agent, for files, Prometheus and its end."""
 
 from __future__ import annotations
 
