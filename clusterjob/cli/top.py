@@ -44,6 +44,8 @@ def top(
         return manage.status(ids, watch=True)
     from clusterjob.cli.top_screen import Top
 
+    for name in ("COLUMNS", "LINES"):  # they do not change with the terminal
+        os.environ.pop(name, None)
     app = Top(wanted)
     with _no_questions():
         app.run()

@@ -9,7 +9,7 @@ from rich.text import Text
 from clusterjob.cli.top_table import Column
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.times import show_age, show_duration
-from clusterjob.insight.live import JobNow, Snapshot
+from clusterjob.insight.live_jobs import JobNow, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.node.system.sanitize import sanitize
 
@@ -110,7 +110,7 @@ JOB_COLUMNS: list[Column[ListRow]] = [
 def _node_state(node: NodeNow) -> str:
     if node.no_data:
         return f"no data {silence(node.no_data)}"
-    return f"{node.phase} {node.detail}".strip()
+    return node.phase if node.phase == "running" else f"{node.phase} {node.detail}".strip()
 
 
 def _node_style(node: NodeNow) -> str:
@@ -233,6 +233,11 @@ NODE_COLUMNS: list[Column[NodeNow]] = [
 ]
 
 
+def _rank_state(rank: RankNow) -> str:
+    # While it runs, the detail is how that was noticed.
+    return rank.phase if rank.phase == "running" else f"{rank.phase} {rank.detail}".strip()
+
+
 def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
     """Return the columns of ranks.
 
@@ -259,7 +264,7 @@ def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
         Column("HOST", lambda rank: rank.host, priority=8, width=20),
         Column(
             "STATE",
-            lambda rank: f"{rank.phase} {rank.detail}".strip(),
+            _rank_state,
             width=14,
             style=lambda rank: (
                 "bold red" if rank.rank in failed else _PHASE_STYLE.get(rank.phase, "yellow")
@@ -318,7 +323,7 @@ def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
             steady=True,
             descending=True,
         ),
-        Column("LAST LINE", lambda rank: rank.line, priority=2, width=20, wide=True),
+        Column("LAST LINE", lambda rank: rank.line, priority=2, width=26, wide=True),
     ]
 
 

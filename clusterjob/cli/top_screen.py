@@ -24,10 +24,13 @@ from clusterjob.cli.top_dialogs import HelpScreen, LogScreen, Question, TextScre
 from clusterjob.cli.top_table import LiveTable
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.records import Record
-from clusterjob.insight.live import JobNow, Live, Snapshot
+from clusterjob.insight.live_jobs import JobNow, JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.node.logs.log_reader import LogReader
 
+_OF_MAIN_SCREEN = {
+    "keys", "filter", "sort", "reverse", "log", "stacks", "cancel", "pause", "open", "end_filter",
+}  # fmt: skip
 _SHARE = 4  # the tables of jobs and of nodes each have at most this part of the screen
 
 
@@ -35,7 +38,7 @@ class Top(App[None]):
     """The live screen.
 
     Args:
-        wanted: the jobs to show; see `Live`.
+        wanted: the jobs to show; see `JobPoller`.
     """
 
     CSS = """
@@ -46,7 +49,6 @@ class Top(App[None]):
     #summary { margin-top: 1; }
     #ranks { height: 1fr; min-height: 2; }
     #filter { height: 1; border: none; padding: 0; display: none; }
-    #filter.open { display: block; }
     RichLog { background: ansi_default; overflow-y: auto; }
     VerticalScroll { background: ansi_default; }
     ModalScreen { align: center middle; background: ansi_default; }
@@ -68,6 +70,7 @@ class Top(App[None]):
         Binding("t", "stacks", "Stacks"),
         Binding("c", "cancel", "Cancel"),
         Binding("space", "pause", "Pause", show=False),
+        Binding("enter", "open", "Open", show=False),
         Binding("escape", "end_filter", "End the filter", show=False),
     ]
 
@@ -75,11 +78,11 @@ class Top(App[None]):
         """A new snapshot is there."""
 
     def __init__(self, wanted: Sequence[Record] | None) -> None:
-        super().__init__()
+        super().__init__(ansi_color=True)
         self.crash: Exception | None = None
         self._failed: set[int] = set()
         self._paused = False
-        self._live = Live(wanted, self._tell)
+        self._live = JobPoller(wanted, self._tell)
         self._job_table: LiveTable[ListRow] = LiveTable(
             JOB_COLUMNS, lambda row: row.job_id, id="jobs", sort=False
         )
@@ -174,12 +177,9 @@ class Top(App[None]):
             self._live.choose(row.job_id)
             self._draw(self._live.snapshot)
 
-    def on_live_table_opened(self, message: LiveTable.Opened) -> None:
-        """Go from a job to its ranks; open the log of a node or a rank."""
-        if message.table is self._job_table:
-            self._rank_table.focus()
-        else:
-            self.action_log()
+    def on_live_table_opened(self) -> None:
+        """Open a row that was clicked twice."""
+        self.action_open()
 
     # -- keys --------------------------------------------------------------------------------------
 
@@ -196,9 +196,8 @@ class Top(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Take the keys of the main screen away from the screens above it."""
-        own = ("keys", "filter", "sort", "reverse", "log", "stacks", "cancel", "pause", "leave")
-        if len(self.screen_stack) > 1 and action in own:
-            return action == "leave"
+        if len(self.screen_stack) > 1 and action in _OF_MAIN_SCREEN:
+            return False
         return super().check_action(action, parameters)
 
     def action_leave(self) -> None:
@@ -208,6 +207,13 @@ class Top(App[None]):
     def action_keys(self) -> None:
         """Show the keys."""
         self.push_screen(HelpScreen())
+
+    def action_open(self) -> None:
+        """Go from a job to its ranks; open the log of a node or a rank."""
+        if self._table is self._job_table:
+            self.screen.set_focus(self._rank_table)
+        else:
+            self.action_log()
 
     def action_sort(self, step: int) -> None:
         """Sort the table by another column."""
@@ -226,9 +232,9 @@ class Top(App[None]):
         """Ask for the text that rows must have."""
         field = self.query_one("#filter", Input)
         self._filtered = self._table
-        field.add_class("open")
+        field.display = True
         field.value = self._filtered.filter_text
-        field.focus()
+        self.screen.set_focus(field)  # at once: the next keys are for it
 
     def action_end_filter(self) -> None:
         """Show all rows again."""
@@ -250,8 +256,8 @@ class Top(App[None]):
         self._close_filter()
 
     def _close_filter(self) -> None:
-        self.query_one("#filter", Input).remove_class("open")
-        self._filtered.focus()
+        self.query_one("#filter", Input).display = False
+        self.screen.set_focus(self._filtered)
 
     def action_log(self) -> None:
         """Show the log of the selected rank, node or job."""

@@ -89,7 +89,6 @@ class LiveTable(ScrollView, Generic[_Row]):
         Binding("pagedown", "page(1)", "Page down", show=False),
         Binding("home,g", "move(-1_000_000_000)", "Top", show=False),
         Binding("end,G", "move(1_000_000_000)", "Bottom", show=False),
-        Binding("enter", "open", "Open", show=False),
     ]
 
     class Moved(Message):
@@ -100,7 +99,7 @@ class LiveTable(ScrollView, Generic[_Row]):
             self.table = table
 
     class Opened(Moved):
-        """Enter was pressed on a row, or a row was clicked again."""
+        """A row was clicked twice."""
 
     def __init__(
         self,
@@ -202,11 +201,6 @@ class LiveTable(ScrollView, Generic[_Row]):
         """Move the cursor by this many pages."""
         self.action_move(pages * max(1, self.size.height - 2))
 
-    def action_open(self) -> None:
-        """Tell that the current row is to be opened."""
-        if self.current is not None:
-            self.post_message(self.Opened(self))
-
     def on_click(self, event: events.Click) -> None:
         """Sort by the column of the header, or move the cursor; open the row of a double click."""
         if event.y == 0:
@@ -221,7 +215,7 @@ class LiveTable(ScrollView, Generic[_Row]):
         if row < len(self._visible):
             self.action_move(row - self._cursor)
             if event.chain > 1:
-                self.action_open()
+                self.post_message(self.Opened(self))
 
     def _show_cursor(self) -> None:
         page = max(1, self.size.height - 1)

@@ -22,8 +22,8 @@ from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Handle, Record, Records, secure_home
 from clusterjob.errors import ClusterJobError
-from clusterjob.insight import live, live_node
-from clusterjob.insight.live import Live, Snapshot
+from clusterjob.insight import live_jobs, live_node
+from clusterjob.insight.live_jobs import JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeReader, gpu_of_ranks
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import PHASES, Phase
@@ -184,10 +184,10 @@ def test_malformed_files_are_skipped(
 
 
 class Watched:
-    """A `Live` and its newest snapshot."""
+    """A `JobPoller` and its newest snapshot."""
 
     def __init__(self, wanted: list[Record] | None = None) -> None:
-        self.live = Live(wanted, lambda: None)
+        self.live = JobPoller(wanted, lambda: None)
 
     def __enter__(self) -> Watched:
         self.live.start()
@@ -320,4 +320,4 @@ def test_thousand_records_are_listed_soon() -> None:
     with Watched() as watched:
         snapshot = watched.wait(lambda now: now.jobs)
     assert time.process_time() - begin < 5
-    assert len(snapshot.jobs) == 1 + live._RECENT
+    assert len(snapshot.jobs) == 1 + live_jobs._RECENT

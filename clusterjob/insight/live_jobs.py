@@ -93,7 +93,7 @@ class _Lane(threading.Thread):
 
 @dataclass
 class _Known:
-    """What the polls have found; the lock of `Live` protects it."""
+    """What the polls have found; the lock of `JobPoller` protects it."""
 
     open: dict[str, Record] = field(default_factory=dict)
     rows: dict[str, ListRow] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class _Known:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-class Live:
+class JobPoller:
     """Poll jobs until `close`.
 
     Each backend is asked by a thread of its own, so that a host that does not answer delays only
