@@ -13,7 +13,7 @@ import tmux
 from procs import TEST_TIMEOUT, wait_until
 from ssh_network import python_without_torch
 from terminals import Terminal
-from tmux import Tmux
+from tmux_shell import Tmux
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.cli import colours

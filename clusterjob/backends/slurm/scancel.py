@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_progress, shared
 from clusterjob.backends.slurm import status
 from clusterjob.backends.slurm.client import Client, SlurmOutput
 from clusterjob.backends.slurm.squeue import QueueSnapshot
@@ -58,7 +58,7 @@ def wait_for_stacks(records: Sequence[Record]) -> None:
         record
         for record in records
         if ends.stacks_wanted(record.job_dir)
-        and shared.progress(record.job_dir).started_at is not None
+        and job_progress.progress(record.job_dir).started_at is not None
     ]
     while wanted and time.monotonic() < until:
         time.sleep(0.1)

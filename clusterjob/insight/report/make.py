@@ -7,7 +7,7 @@ from dataclasses import replace
 from clusterjob.core import polling
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import ClusterJobError
-from clusterjob.insight.efficiency import efficiency, total
+from clusterjob.insight.efficiency import total
 from clusterjob.insight.report import page, values
 from clusterjob.insight.report.gather import gather
 from clusterjob.node.system.sanitize import sanitize
@@ -20,7 +20,7 @@ def make(record: Record) -> str:
     """
     if record.array is not None:
         pairs = polling.statuses(Records().elements(record))
-        used = total([efficiency(element) for element, _ in pairs])
+        used = total([element for element, _ in pairs])
         return page.render(lambda _: values.of_array(record, pairs, used))
     [(record, status)] = polling.statuses([record])
     problems = [] if status.state.final or not status.reason else [status.reason]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.logs import environment_log
-from clusterjob.node.logs.folding import ranges
 from clusterjob.node.logs.job_dir import DIFF
 from clusterjob.node.logs.log_files import (
     FILE_NAME,
@@ -20,6 +19,7 @@ from clusterjob.node.logs.log_files import (
     node_directory,
     open_regular,
 )
+from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 
 _LINES, _LINES_OF_FAILED = 12, 30  # last lines of each stream of a rank
