@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tmux
 from procs import TEST_TIMEOUT, wait_until
 from ssh_network import python_without_torch
 from terminals import Terminal
-from tmux_shell import Tmux
+from tmux_shell import Tmux, missing
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.cli import colours
@@ -22,7 +21,7 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 RUN = [*CLUSTERJOB, "run", "--cluster", "local"]
-needs_tmux = pytest.mark.skipif(tmux.missing(), reason="tmux is not installed")
+needs_tmux = pytest.mark.skipif(missing(), reason="tmux is not installed")
 # Each file lets the job go on: `import` ends the import of torch, `end` the program.
 WAIT = "while not os.path.exists({!r}): time.sleep(0.01)\n"
 TORCH = f"import os, time\n{WAIT.format('import')}raise ModuleNotFoundError(name='torch')\n"
