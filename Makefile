@@ -10,18 +10,18 @@ FOUR := --numprocesses 4 --dist worksteal
 # Some images set this variable. Without cached bytecode, each command of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-unit test-slow test-gpu slurm mpi sshd shells packers paddle lint bench clean
+.PHONY: demo test test-unit test-slow test-gpu slurm mpi sshd shells packers browser paddle lint bench clean
 
 demo: $(DEMO)  ## Train a small CNN on two "nodes" of this machine with two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
-test: lint slurm mpi sshd shells packers  ## Run lint and all tests except the slow fault and scale tests
+test: lint slurm mpi sshd shells packers browser  ## Run lint and all tests except the slow fault and scale tests
 	$(BIN)/python -m pytest -m "not slow" $(FOUR)
 
 test-unit: $(READY)  ## Run the unit tests: one minute, without root and daemons
 	$(BIN)/python -m pytest tests/unit $(FOUR)
 
-test-slow: $(READY) slurm mpi sshd shells packers paddle
+test-slow: $(READY) slurm mpi sshd shells packers browser paddle
 	$(BIN)/python -m pytest -m slow $(FOUR)
 
 test-gpu:  ## Run the tests that need an NVIDIA GPU, with the torch of PYTHON
@@ -42,6 +42,9 @@ shells:  ## Install zsh, fish and tmux for the tests of the completion and of sc
 
 packers:  ## Install the programs that pack and unpack environments, and strace, if missing
 	tools/packers.sh
+
+browser:  ## Install Chromium for the tests of the report, if missing
+	tools/browser.sh
 
 paddle: $(READY)  ## Install PaddlePaddle's CPU wheel into .venv-paddle, if missing
 	tools/paddle.sh

@@ -21,6 +21,7 @@ _PREPARING = re.compile(
 )
 _MAX_CLOCK = 1e12  # seconds; no machine runs that long
 _MAX_COUNT = 1 << 24  # ranks or nodes
+_MAX_NODES = 1 << 16  # nodes that are told apart
 _MAX_DETAIL = 300  # characters
 
 
@@ -137,8 +138,9 @@ class _Phases:
             self._joined, self._nodes = {0}, _count(event, "nnodes")
             self.progress = JobProgress(JobPhase.NODES, 1, self._nodes)
         elif kind == "joined":
-            self._joined.add(_count(event, "node_rank"))
-            if self.progress is None or self.progress.phase is JobPhase.NODES:
+            if len(self._joined) < _MAX_NODES:
+                self._joined.add(_count(event, "node_rank"))
+            if self.progress is not None and self.progress.phase is JobPhase.NODES:
                 self.progress = JobProgress(JobPhase.NODES, len(self._joined), self._nodes)
         elif kind == "started":
             self._world_size = _count(event, "world_size")
@@ -157,6 +159,8 @@ class _Phases:
             why = event.get("why")
             detail = why[:_MAX_DETAIL] if isinstance(why, str) else ""
             self.progress = JobProgress(JobPhase.STOP, detail=detail)
+        elif kind == "ended":  # the job may be queued again
+            self.progress = None
 
 
 def _clock(event: Mapping[str, Any]) -> float | None:

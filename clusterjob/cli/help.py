@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "clusterjob list --state failed --since 2d",
         "clusterjob list --name 'train-*' --columns id,state,duration",
         "clusterjob list --watch",
+        "clusterjob list --efficiency",
     ),
     "wait": ("clusterjob wait train-7f3a && bash eval.sh",),
     "cancel": ("clusterjob cancel train-7f3a", "clusterjob cancel --name 'eval-*' --state pending"),
@@ -39,6 +40,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "clusterjob logs -f train-7f3a",
         "clusterjob logs --rank 0-3,7 -n 50",
         "clusterjob logs -f --stderr --grep 'error|warning' --since 10m @2",
+    ),
+    "metrics": (
+        "clusterjob metrics train-7f3a",
+        "clusterjob metrics train-7f3a --rank 3 --since 10m --csv",
     ),
     "rerun": ("clusterjob rerun train-7f3a", "clusterjob rerun @ --failed --secret HF_TOKEN=token"),
     "clean": (

@@ -49,7 +49,9 @@ class LiveProgress:
         text = self._clock.text(status)
         if not live.has_terminal:
             self._print(status)
-        elif not has_open_lines:
+        if status.reason not in text:  # such as why the workers are not forked
+            self._print_once(status.reason, status.reason)
+        if not has_open_lines:
             live.show([] if self._is_read() else [text])
 
     def _is_read(self) -> bool:
@@ -68,8 +70,12 @@ class LiveProgress:
             key = text = status.reason
         elif status.progress is not None:
             # Counts change, and each phase gets one line.
-            key = f"{status.progress.phase} {status.restarts} {text == 'running'} {status.reason}"
+            reason = status.reason if status.reason in text else ""
+            key = f"{status.progress.phase} {status.restarts} {text == 'running'} {reason}"
             text += f", restart {status.restarts}" if status.restarts else ""
-        if text and key not in self._printed:
+        self._print_once(key, text)
+
+    def _print_once(self, key: str, text: str) -> None:
+        if key and key not in self._printed:
             self._printed.add(key)
             print_message(text)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from clusterjob.backends.base import JobProgress, Status
 
 SILENT = 5.0  # seconds without output after which the text says so
+SLOW = 2.0  # seconds after which the text of a phase contains its time
 
 
 def phase_text(status: Status, *, has_output: bool = False) -> str:
@@ -70,6 +71,7 @@ class PhaseClock:
         self.has_output = False
         self._restarts = 0
         self._begin = self._heard_at = time.monotonic()
+        self._phase = ""  # the first word of the text
         self._saw_begin = False  # whether an earlier phase was seen, so that `_begin` is right
 
     def hear(self) -> None:
@@ -78,21 +80,23 @@ class PhaseClock:
         self._heard_at = time.monotonic()
 
     def text(self, status: Status) -> str:
-        """Return the phase of a job with the time for which it has run, and its restarts."""
+        """Return the phase of a job with the time for which it has lasted, and its restarts."""
         moment = time.monotonic()
         if status.restarts != self._restarts:
             self._restarts, self.has_output = status.restarts, False
         text = phase_text(status, has_output=self.has_output)
-        if not text.startswith("running"):
-            self._begin, self._saw_begin, self._heard_at = moment, True, moment
-        else:
-            seconds = moment - self._begin if self._saw_begin else None
-            if status.progress is not None and status.progress.seconds is not None:
-                seconds = status.progress.seconds
-            if seconds is not None:
-                text = text.replace("running", f"running {show_duration(seconds)}", 1)
-            if moment - self._heard_at >= SILENT:
-                text += f", no output for {show_duration(moment - self._heard_at)}"
-        if status.restarts:
-            text += f", restart {status.restarts}"
-        return text
+        runs = text.startswith("running")
+        phase = "running" if runs else str(status.progress and status.progress.phase)
+        if phase != self._phase:
+            self._saw_begin = bool(self._phase)
+            self._phase, self._begin, self._heard_at = phase, moment, moment
+        seconds = moment - self._begin
+        if not runs:
+            return f"{text} ({show_duration(seconds)})" if seconds >= SLOW else text
+        known = None if status.progress is None else status.progress.seconds
+        if known is not None or self._saw_begin:
+            seconds = seconds if known is None else known
+            text = text.replace("running", f"running {show_duration(seconds)}", 1)
+        if moment - self._heard_at >= SILENT:
+            text += f", no output for {show_duration(moment - self._heard_at)}"
+        return text + (f", restart {status.restarts}" if status.restarts else "")

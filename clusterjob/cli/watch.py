@@ -137,6 +137,7 @@ class Watch:
 
     def to_the_end(self) -> int:
         """Show the output until the job ends, then print the verdict; return the exit code."""
+        live.clear_at_sigterm()
         try:
             verdict = polling.follow(
                 self._record, self._show, progress=self._show_phase, reader=self._reader

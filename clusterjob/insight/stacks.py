@@ -79,22 +79,25 @@ def of_job(record: Record, *, node: int | None, rank: int | None, native: bool) 
         UsageError: the job is an array, or has no such node or rank.
         InsideError: the job does not run and has no saved stacks, or no node answered.
     """
+    backend = connection.executor(record, node, rank)
+    errors: list[str] = []
+    if record.handle is not None:
+        # The status is not read before: a host that does not answer would delay the others.
+        found = _ask(record, backend, node=node, rank=rank, native=native)
+        if found.stacks:
+            return found
+        errors = found.errors
     try:
-        backend = connection.check(record, node, rank)
+        connection.check(record, node, rank)
     except InsideError as error:
-        found = _saved(record, node, rank=rank)
-        if found is None:
+        saved = _saved(record, node, rank=rank)
+        if saved is None:
             raise
-        return replace(found, saved=f"{error.message}; {found.saved}")
-    found = _ask(record, backend, node=node, rank=rank, native=native)
-    if not found.stacks:
-        if found.errors:
-            raise InsideError(found.errors[0])
-        raise InsideError(
-            f"job {record.job_id}: no rank runs",
-            f"`clusterjob status {record.job_id}` shows its state",
-        )
-    return found
+        return replace(saved, saved=f"{error.message}; {saved.saved}")
+    raise InsideError(
+        errors[0] if errors else f"job {record.job_id}: no rank runs",
+        f"`clusterjob status {record.job_id}` shows its state",
+    )
 
 
 def _ask(

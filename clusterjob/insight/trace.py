@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from clusterjob import __version__
 from clusterjob.core.records import Record
 from clusterjob.insight import sample_lines
 from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
@@ -51,7 +51,8 @@ def write(record: Record) -> Iterator[str]:
             until[begin.attempt] = max(time, until.get(begin.attempt, 0.0))
         spans[node] = spans_of(node, begins, clock, until)
     marks, _ = marks_of(told, clock)
-    yield MARK + f', "version": "{__version__}", "job": {json.dumps(record.job_id)}}}, '
+    version = sys.modules["clusterjob"].__version__
+    yield f'{MARK}, "version": "{version}", "job": {json.dumps(record.job_id)}}}, '
     yield '"displayTimeUnit": "ms", "traceEvents": [\n'
     streams = [
         iter(sorted(_phase_events(spans), key=_time)),

@@ -211,7 +211,7 @@ def test_run_exits_with_exit_code_of_job(terminal: Terminal, code: int) -> None:
     assert done.stdout == "to stdout\n", (
         "the output of one worker has no labels, so that it can be piped on"
     )
-    assert done.stderr.startswith("to stderr\n")
+    assert "\nto stderr\nclusterjob: " in done.stderr
     state = "FAILED" if code else "SUCCEEDED"
     assert re.search(rf"^clusterjob: job script-\w+ {state}", done.stderr, re.MULTILINE)
     assert ("  logs: " in done.stderr) == bool(code)
@@ -237,7 +237,8 @@ def test_run_with_several_workers_labels_output_with_ranks(terminal: Terminal) -
         label == text.removeprefix("own ") for label, text in labelled if text.startswith("own")
     )
     assert {text for _, text in labelled} == {"the same", *(f"own {rank}" for rank in range(4))}
-    *warnings, last = done.stderr.splitlines()
+    *messages, last = done.stderr.splitlines()
+    warnings = [line for line in messages if not line.startswith("clusterjob: ")]
     assert {line.partition("] ")[2] for line in warnings} == {"warning"}
     assert re.fullmatch(r"clusterjob: job script-\w+ SUCCEEDED", last)
 
@@ -878,7 +879,7 @@ def test_run_in_terminal_shows_progress_of_waiting_job(terminal: Terminal) -> No
             nonlocal shown
             with contextlib.suppress(BlockingIOError):
                 shown += os.read(master, 65536)
-            return b"starting (" in shown
+            return b"starting the agents (" in shown
 
         os.set_blocking(master, False)
         wait_until(starting, TEST_TIMEOUT, "a line that says what is waited for")

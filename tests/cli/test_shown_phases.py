@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tmux
 from procs import TEST_TIMEOUT, wait_until
 from ssh_network import python_without_torch
 from terminals import Terminal
-from tmux_shell import Tmux, missing
+from tmux import Tmux
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.cli import colours
@@ -21,7 +23,7 @@ from clusterjob.node.verdict import Failure, JobState, Verdict
 
 CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 RUN = [*CLUSTERJOB, "run", "--cluster", "local"]
-needs_tmux = pytest.mark.skipif(missing(), reason="tmux is not installed")
+needs_tmux = pytest.mark.skipif(tmux.missing(), reason="tmux is not installed")
 # Each file lets the job go on: `import` ends the import of torch, `end` the program.
 WAIT = "while not os.path.exists({!r}): time.sleep(0.01)\n"
 TORCH = f"import os, time\n{WAIT.format('import')}raise ModuleNotFoundError(name='torch')\n"
@@ -86,7 +88,8 @@ def test_pipe_gets_one_plain_line_per_phase(work: Path) -> None:
     wait_until(lambda: ": running" in shown.read_text(), TEST_TIMEOUT, "running")
     (work / "end").touch()
     assert process.wait(TEST_TIMEOUT) == 0
-    assert (work / "out").read_text() == "[0-1] hello\n[0-1] bye\n"
+    printed = set((work / "out").read_text().splitlines())
+    assert {line.partition("] ")[2] for line in printed} == {"hello", "bye"}
     text = shown.read_text()
     assert "\x1b" not in text
     assert "\r" not in text
@@ -147,6 +150,22 @@ def test_live_line_stays_below_output_and_disappears(work: Path, columns: int) -
     *_, hello, bye, verdict, prompt = text.splitlines()
     assert (hello, bye, prompt) == ("hello", "bye", "$")
     assert verdict.endswith("SUCCEEDED")
+
+
+@needs_tmux
+def test_narrower_terminal_keeps_no_part_of_wrapped_line(work: Path) -> None:
+    with Tmux(work, columns=100) as screen:
+        screen.start(slow(work, *RUN))
+        screen.wait_for("waiting for node 1")
+        above = screen.screen().splitlines()[:-1]
+        screen.resize(22)  # the line takes two rows until it is shown again
+        wait_until(lambda: "waiting" not in screen.screen(), TEST_TIMEOUT, "a shorter line")
+        screen.resize(100)
+        screen.wait_for("waiting for node 1")
+        assert screen.screen().splitlines()[:-1] == above
+        for name in ("node", "import", "end"):
+            (work / name).touch()
+        assert "nodes joined" not in screen.wait_for("SUCCEEDED")
 
 
 @needs_tmux
@@ -250,8 +269,15 @@ def test_clock_adds_time_restarts_and_silence(monkeypatch: pytest.MonkeyPatch) -
     assert clock.text(Status(JobState.RUNNING, progress=running)) == "running"
     assert "import" in clock.text(Status(JobState.RUNNING, progress=JobProgress(JobPhase.IMPORT)))
     moment = 103.0
+    assert clock.text(Status(JobState.PENDING, "Resources")) == "queued: Resources"
+    moment = 105.0
+    assert clock.text(Status(JobState.PENDING, "Resources")) == "queued: Resources (2 s)"
     status = Status(JobState.RUNNING, progress=running, restarts=1)
+    assert clock.text(status) == "running 0 s, restart 1"
+    moment = 108.0
     assert clock.text(status) == "running 3 s, restart 1"
     clock.hear()
-    moment = 223.0
+    moment = 228.0
     assert clock.text(status) == "running 2m 03s, no output for 2m 00s, restart 1"
+    by_node_0 = replace(status, progress=replace(running, seconds=600.0))
+    assert clock.text(by_node_0).startswith("running 10m 00s")

@@ -17,6 +17,7 @@ from procs import TEST_TIMEOUT
 
 from clusterjob.backends import job_progress
 from clusterjob.backends.batch_command.log_stream import LogStream
+from clusterjob.cli.phase_text import phase_text
 from clusterjob.core import polling
 from clusterjob.core.listing import Listing
 from clusterjob.core.records import Handle, Record, Records
@@ -24,6 +25,8 @@ from clusterjob.core.selection import Selection
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import read_events
 from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.phases import PHASES, Phase, read_phases
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 VERDICT = Verdict(
@@ -132,9 +135,17 @@ def test_job_directory_of_any_content_has_a_status(
     ends.has_result(tmp_path, 0)
 
 
-EVENTS = st.sampled_from(["started", "waiting", "exec", "warned", "ended", 1, None])
+EVENTS = st.sampled_from([
+    "started", "waiting", "exec", "warned", "ended", "listening", "joined", "running", "ranks",
+    "stop", 1, None,
+])  # fmt: skip
+FIELDS = (
+    "time", "restart", "missing", "why", "monotonic", "nnodes", "node_rank", "world_size",
+    "preload", "joined", "formed",
+)  # fmt: skip
 EVENT = st.fixed_dictionaries(
-    {"event": EVENTS}, optional=dict.fromkeys(("time", "restart", "missing", "why"), JSON)
+    {"event": EVENTS},
+    optional=dict.fromkeys(FIELDS, JSON | st.booleans() | st.integers(-1, 9) | st.floats()),
 )
 
 
@@ -144,13 +155,37 @@ def test_events_of_any_content_give_valid_progress(
 ) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + garbage)
-    started_at, restarts, waiting, started = job_progress.progress(tmp_path)
+    progress = job_progress.progress(tmp_path)
+    started_at, restarts, waiting, started, _, _ = progress
+    status = progress.status(JobState.RUNNING, clock=1.0)
+    assert "\n" not in sanitize(phase_text(status))
+    shown = status.progress
+    assert shown is None or (shown.done >= 0 and shown.total >= 0)
+    assert shown is None or shown.seconds is None or shown.seconds >= 0
     assert started is None or started >= 0
     assert (started_at is None or isinstance(started_at, str), type(restarts), type(waiting)) == (
         True,
         int,
         str,
     )
+
+
+PHASE = st.fixed_dictionaries(
+    {"phase": st.sampled_from([*Phase, "x", None]), "restart": JSON, "attempt": JSON},
+    optional=dict.fromkeys(("time", "monotonic", "rank", "detail"), JSON | st.integers(0, 9)),
+)
+
+
+@fuzz(lines=st.lists(PHASE | JSON, max_size=6), garbage=st.binary(max_size=20))
+def test_phases_of_any_content_are_skipped_or_valid(
+    tmp_path: Path, lines: list[object], garbage: bytes
+) -> None:
+    path = tmp_path / "logs" / "node0" / PHASES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines) + garbage)
+    for begin in read_phases(tmp_path, 0):
+        assert isinstance(begin.phase, Phase)
+        assert isinstance(begin.detail, str)
 
 
 NAMES = st.sampled_from(
@@ -268,9 +303,9 @@ def test_event_line_of_64_mb_is_skipped_in_little_memory(tmp_path: Path) -> None
     program = f"""
 import resource, sys
 from pathlib import Path
-from clusterjob.backends.shared import progress
+from clusterjob.backends.job_progress import progress
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(tuple(progress(Path({str(tmp_path)!r}))))
+print(tuple(progress(Path({str(tmp_path)!r})))[:4])
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10, "KiB"
 """
     done = subprocess.run(

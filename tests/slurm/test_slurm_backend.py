@@ -287,7 +287,7 @@ def test_ctrl_c_in_run_cancels_pending_job(user: User) -> None:
     command = user.start("run", "--cluster", "slurm", "--set", "hold=true", user.script(SAVER))
     wait_until(user.jobs, PROMPT)
     wait_until(
-        lambda: "JobHeldUser" in user.output_of(command)[1], PROMPT
+        lambda: "clusterjob: queued: JobHeldUser" in user.output_of(command)[1], PROMPT
     )  # run follows the job now
     command.send_signal(signal.SIGINT)
     assert command.wait(PROMPT) == 130, user.output_of(command)

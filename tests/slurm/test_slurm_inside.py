@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 
 import pytest
 from inside_job import LEFT, Inside, get, of_command
@@ -13,6 +15,9 @@ from login_user import GUEST as MEETING
 from login_user import Laptop
 from procs import TEST_TIMEOUT, wait_until
 from slurm_user import GUEST, SLEEPER, User
+from stacked import LIMIT, NOISE, WAITING, check_stacks
+
+HOST = socket.gethostname()
 
 
 def started(user: User, *options: str, text: str = SLEEPER, ranks: int = 4) -> Inside:
@@ -27,6 +32,24 @@ def test_exec_runs_in_step_of_job_and_killed_client_leaves_nothing(user: User) -
     job.check_exec("$SLURMD_NODENAME $SLURM_JOB_ID $PWD", f"n2 {number} {user.directory}")
     job.check_killed_client(node=1)
     assert user.job(job.id)["state"] == "RUNNING"
+    user("cancel", job.id)
+
+
+def test_stacks_of_16_ranks_in_2_steps(user: User) -> None:
+    job_id = user.submit(WAITING, "--nodes", "2", "--nproc-per-node", "8")
+    user.wait_for(*(f"up{rank}" for rank in range(16)))
+    job = Inside(job_id, user.directory)
+    assert check_stacks(job, 16, [HOST] * 2) < LIMIT * NOISE
+    user("cancel", job.id)
+
+
+@pytest.mark.slow
+def test_stacks_of_tasks_of_srun(user: User) -> None:
+    options = ("--launcher", "srun", "--python", sys.executable)
+    job_id = user.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2", *options)
+    user.wait_for(*(f"up{rank}" for rank in range(4)))
+    job = Inside(job_id, user.directory)
+    check_stacks(job, 4, [HOST] * 2)
     user("cancel", job.id)
 
 
@@ -107,6 +130,14 @@ def test_login_host_runs_command_shell_and_forward(laptop: Laptop) -> None:
     wait_until(lambda: not of_command("http.server"), LEFT, "the end of the server")
     laptop.leave()
     laptop("wait", job_id)
+
+
+@pytest.mark.slow
+def test_stacks_through_login_host(laptop: Laptop) -> None:
+    job_id = laptop.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2")
+    laptop.wait_for("up0", "up1", "up2", "up3")
+    check_stacks(Inside(job_id, laptop.directory), 4, [HOST] * 2)
+    laptop("cancel", job_id)
 
 
 @pytest.mark.slow

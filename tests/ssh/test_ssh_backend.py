@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import socket
@@ -294,7 +295,7 @@ def test_following_logs_opens_one_connection_per_host(site: Site) -> None:
     }
 
 
-def test_submit_on_terminal_shows_code_upload_progress(site: Site) -> None:
+def test_submit_on_terminal_shows_hosts_and_code_upload_progress(site: Site) -> None:
     with site.path("weights.bin").open("wb") as stream:
         for _ in range(60):
             stream.write(os.urandom(1 << 20))
@@ -315,8 +316,21 @@ def test_submit_on_terminal_shows_code_upload_progress(site: Site) -> None:
     os.close(ours)
     out, _ = submitted.communicate(timeout=TEST_TIMEOUT)
     assert submitted.returncode == 0, seen
-    assert b"sending code to 2 hosts" in seen
+    assert b"\r\x1b[J0 of 2 hosts reached\r\x1b[J1 of 2 hosts reached\r\x1b[J2 of 2 hosts" in seen
+    assert re.search(rb"sending code to 2 hosts: \d+ MB of 126 MB, [\d.]+ [MG]B/s", seen)
+    assert seen.endswith(b"\r\x1b[J")
     assert wait_for_verdict(Records().find(out.decode().strip())).state is JobState.SUCCEEDED
+
+
+def test_follow_without_terminal_prints_hosts_and_bytes_once(site: Site) -> None:
+    followed = site.command("submit", "--follow", *site.options(), site.script("print('hello')"))
+    out, err = followed.communicate(timeout=TEST_TIMEOUT)
+    assert followed.returncode == 0, err
+    assert out.splitlines()[1:] == ["[0-1] hello"]
+    lines = err.splitlines()
+    assert len(set(lines)) == len(lines)
+    assert lines[0] == "clusterjob: 2 of 2 hosts reached"
+    assert re.fullmatch(r"clusterjob: sent code to 2 hosts: .*", lines[1])
 
 
 # -- invalid input and unusable hosts ------------------------------------------------------------

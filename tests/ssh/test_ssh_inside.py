@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import signal
+import time
 
 import pytest
 from inside_job import LEFT, Inside, get
 from procs import TEST_TIMEOUT, command_line, wait_until
 from sshsite import SLEEPER, Site, wait_for_lines
+from stacked import LIMIT, NOISE, WAITING, check_stacks, stacks_json
 
 from clusterjob.core.records import Records
 
@@ -109,4 +113,32 @@ def test_cut_network_ends_client_and_later_the_command(site: Site) -> None:
             site.ssh_network.hosts["gpu2"].link("up")
     # The program's next sign of life shows the host that the connection is gone.
     wait_until(lambda: not on_host(site, "gpu2", "sleep 7777"), TEST_TIMEOUT, "the end")
+    cancel(site, job)
+
+
+def test_stacks_of_16_ranks_on_2_hosts_within_3_seconds(site: Site) -> None:
+    record = site.submit(WAITING, nproc_per_node=8)
+    wait_for_lines(record, *(f"up {rank}" for rank in range(16)))
+    job = Inside(record.job_id, site.directory)
+    assert check_stacks(job, 16, ["gpu1", "gpu2"]) < LIMIT * NOISE
+    cancel(site, job)
+
+
+@pytest.mark.slow
+def test_host_that_does_not_answer_is_named_and_other_is_shown(site: Site) -> None:
+    record = site.submit(WAITING, nproc_per_node=2)
+    wait_for_lines(record, *(f"up {rank}" for rank in range(4)))
+    job = Inside(record.job_id, site.directory)
+    host = site.ssh_network.hosts["gpu2"]
+    os.kill(host.sshd, signal.SIGSTOP)  # the kernel accepts connections, and nobody answers
+    try:
+        begin = time.monotonic()
+        out, err = job.exec("--json", verb="stacks", code=255)
+        assert time.monotonic() - begin < 40
+    finally:
+        os.kill(host.sshd, signal.SIGCONT)
+    assert [each["rank"] for each in json.loads(out)["ranks"]] == [0, 1]
+    assert err.decode().startswith("clusterjob: node 1: ")
+    assert len(err.splitlines()) == 1
+    assert len(stacks_json(job)["ranks"]) == 4
     cancel(site, job)

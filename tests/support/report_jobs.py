@@ -315,3 +315,18 @@ _TRACEBACK = f"""Traceback (most recent call last):
   File "train.py", line 30, in main
     raise ValueError("loss is nan {HOSTILE}")
 ValueError: loss is nan"""
+
+
+def page_of(job: WrittenJob) -> str:
+    """Write a job and return its report."""
+    from clusterjob.backends.base import Status
+    from clusterjob.backends.shared import ended
+    from clusterjob.insight.report import page, values
+    from clusterjob.insight.report.gather import gather
+    from clusterjob.insight.report.make import stacks_of
+
+    record = job.write()
+    verdict = record.verdict
+    now = Status(JobState.RUNNING) if verdict is None else ended(verdict)
+    data = gather(record, now, stacks_of(record) if verdict is not None else None)
+    return page.render(lambda detail: values.of_job(data, detail))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, below, wait_until
-from tmux_shell import Tmux, missing
+from tmux import Tmux, missing
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

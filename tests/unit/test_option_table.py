@@ -111,6 +111,8 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         insecure_no_token=True,
         lifeline=True,
         echo=False,
+        metrics=False,
+        metrics_port=9400,
     )
     assert all(
         getattr(changed, field.name) != field.default

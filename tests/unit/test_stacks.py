@@ -230,6 +230,12 @@ def test_own_file_with_name_of_library_is_no_wait() -> None:
     assert waits.find([Frame("/home/me/queue.py", 3, "get")]) is None
 
 
+def test_directories_of_hosts_do_not_separate_groups() -> None:
+    there = [Frame(frame.file.replace("/w/", "/home/me/w/"), 41, "f") for frame in DECODE]
+    here = [Frame(frame.file, 41, "f") for frame in DECODE]
+    assert len(grouping.group([stack(0, here), stack(1, there)])) == 1
+
+
 def test_native_addresses_do_not_separate_groups() -> None:
     both = [
         stack(rank, (Frame("/lib/libc.so.6", None, f"0x7f{rank}"), *DECODE)) for rank in range(2)
@@ -294,7 +300,7 @@ class Backend:
         return {each.job_id: Status(self.state, "", verdict) for each in records}
 
     def enter(self, record: Record, node: int) -> Link:
-        sent = self.answers[node]
+        sent = self.answers[node] if self.answers else None
         if sent is None:
             raise InsideError(f"gpu{node}: no route to host")
         return Link(sent)

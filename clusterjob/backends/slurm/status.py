@@ -199,7 +199,7 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
             reason = f"queued again, it was {own.state.value.lower()} before; {reason}"
         if row.start:
             reason += f"; expected to start at {row.start}"
-        return progress.status(
+        return progress._replace(phase=None).status(
             JobState.PENDING, "it is being cancelled" if cancelled else reason, handle
         )
     # Slurm changes the state before it sends a signal. So while the state is RUNNING, a node's

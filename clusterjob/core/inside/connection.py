@@ -131,12 +131,11 @@ class InsideConnection:
             raise FrameError(f"a frame of kind {kind}")
 
 
-def check(record: Record, node: int | None = None, rank: int | None = None) -> base.Executor:
-    """Return the backend of a running job, if it can run commands inside its jobs.
+def executor(record: Record, node: int | None = None, rank: int | None = None) -> base.Executor:
+    """Return the backend of a job, if it can run commands inside its jobs.
 
     Raises:
         UsageError: the job is an array, has no such node, or its backend has no such feature.
-        InsideError: the job does not run.
     """
     if record.array is not None:
         raise UsageError(
@@ -155,6 +154,17 @@ def check(record: Record, node: int | None = None, rank: int | None = None) -> b
             f"the {record.backend} backend cannot run commands inside a job",
             f"`clusterjob logs {record.job_id}` shows the job's output",
         )
+    return backend
+
+
+def check(record: Record, node: int | None = None, rank: int | None = None) -> base.Executor:
+    """Return the backend of a running job, if it can run commands inside its jobs.
+
+    Raises:
+        UsageError: as from `executor`.
+        InsideError: the job does not run.
+    """
+    backend = executor(record, node, rank)
     status = polling.status(record)
     if status.state.final:
         raise InsideError(

@@ -9,7 +9,7 @@ from typing import Any
 from clusterjob.core.records import Record
 from clusterjob.insight.report.measured import Key
 from clusterjob.insight.report.series import Series
-from clusterjob.insight.report.stack_groups import Stacks
+from clusterjob.insight.stacks import JobStacks
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.verdict import Verdict
 
@@ -85,7 +85,7 @@ class ReportData:
         series: the metrics of each node, and of its ranks and GPUs.
         attempts: the begin of each attempt, in seconds.
         efficiency: the result of `clusterjob.insight.efficiency.efficiency`; None without one.
-        stacks: the stacks of the ranks.
+        stacks: the stacks of the ranks; None if there are none.
         environments: what each group of equal nodes has recorded of its environment.
         script, diff: the rendered script and the uncommitted changes; empty without them.
         notes: what the report lacks, and why; one line each.
@@ -103,7 +103,7 @@ class ReportData:
     series: Mapping[int, Mapping[Key, Series]] = field(default_factory=dict)
     attempts: Mapping[int, float] = field(default_factory=dict)
     efficiency: Mapping[str, Any] | None = None
-    stacks: Stacks | None = None
+    stacks: JobStacks | None = None
     environments: Sequence[Mapping[str, Any]] = ()
     script: Sequence[tuple[str, str]] = ()
     diff: str = ""

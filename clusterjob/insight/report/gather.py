@@ -12,7 +12,7 @@ from clusterjob.insight.efficiency import efficiency
 from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
 from clusterjob.insight.report import measured, texts, workers
 from clusterjob.insight.report.data import Node, ReportData
-from clusterjob.insight.report.stack_groups import Stacks, recorded
+from clusterjob.insight.stacks import JobStacks
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.metrics import segments
@@ -22,13 +22,13 @@ _MAX_NODES = 4096
 _MAX_READ = 8  # nodes without an end record, for whose efficiency all samples are read
 
 
-def gather(record: Record, status: Status, live: Stacks | None = None) -> ReportData:
+def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportData:
     """Return what a report shows of a job, which may still run; the texts are added later.
 
     Args:
         record: the job; its logs are on this machine.
         status: its status.
-        live: the stacks of a running job; by default those that were recorded at its stop.
+        stacks: the stacks of its ranks; None if there are none.
     """
     job_dir = record.job_dir
     nodes = sorted({*range(min(record.nodes, _MAX_NODES)), *segments.nodes(job_dir)})[:_MAX_NODES]
@@ -90,7 +90,7 @@ def gather(record: Record, status: Status, live: Stacks | None = None) -> Report
         marks=marks,
         series=metrics.series,
         attempts={attempt: clock.begin(attempt) for attempt in clock.attempts},
-        stacks=live or recorded(job_dir, nodes),
+        stacks=stacks,
         environments=texts.environments(job_dir, nodes),
         script=texts.scripts(dict.fromkeys((job_dir, record.whole_dir))),
         diff=texts.diff(record.whole_dir),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from clusterjob.core import polling
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import ClusterJobError
+from clusterjob.insight import stacks
 from clusterjob.insight.efficiency import total
 from clusterjob.insight.report import page, values
 from clusterjob.insight.report.gather import gather
@@ -28,6 +29,16 @@ def make(record: Record) -> str:
         polling.collect(record)
     except ClusterJobError as error:
         problems.append(f"The latest logs could not be fetched: {error.message}")
-    data = gather(record, status)
+    found = stacks_of(record)
+    problems += found.errors if found is not None else []
+    data = gather(record, status, found)
     data = replace(data, notes=[*map(sanitize, problems), *data.notes])
     return page.render(lambda detail: values.of_job(data, detail))
+
+
+def stacks_of(record: Record) -> stacks.JobStacks | None:
+    """Return the stacks of a running job, or those that were saved at its end; None without any."""
+    try:
+        return stacks.of_job(record, node=None, rank=None, native=False)
+    except ClusterJobError:  # it waits, it ended well, or its backend reaches no worker
+        return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterjob import __version__
 from clusterjob.backends.base import Status
 from clusterjob.core.arrays import ranges_text
 from clusterjob.core.listing import row_of
@@ -13,7 +13,7 @@ from clusterjob.core.records import Record
 from clusterjob.core.times import parse_recorded, show_duration
 from clusterjob.core.units import show_size
 from clusterjob.insight.efficiency import averages
-from clusterjob.insight.report import heat_map, plots, svg, texts, timeline
+from clusterjob.insight.report import heat_map, plots, stack_groups, svg, texts, timeline
 from clusterjob.insight.report.data import ReportData
 from clusterjob.node.logs import events
 from clusterjob.node.system.sanitize import sanitize
@@ -128,7 +128,7 @@ def _common(record: Record, state: str, *, snapshot: bool) -> dict[str, Any]:
         "icon": icon,
         "snapshot": snapshot,
         "taken_at": events.now(),
-        "version": __version__,
+        "version": sys.modules["clusterjob"].__version__,
         "footnote": "",
         "revision": sanitize(str(git.get("revision") or ""))[:80],
         "branch": sanitize(str(git.get("branch") or ""))[:200],
@@ -151,7 +151,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
     failure = verdict.failure if verdict is not None else None
     hosts = {node.rank: node.host for node in data.nodes}
     metrics, node_rows, _ = plots.table(data)
-    stacks = data.stacks
+    stacks = data.stacks.stacks if data.stacks is not None else []
     values = _common(record, data.state, snapshot=verdict is None) | {
         "taken_at": data.taken_at,
         "restarts": data.restarts,
@@ -171,9 +171,9 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "node_metrics": metrics,
         "node_rows": node_rows,
         "heat_maps": heat_map.draw(data),
-        "stacks": stacks.groups(int(_STACKS * detail)) if stacks is not None else [],
-        "stacks_note": stacks.note if stacks is not None else "",
-        "stacks_headline": stacks.headline if stacks is not None else "",
+        "stacks": stack_groups.groups(stacks, int(_STACKS * detail)),
+        "stacks_note": sanitize(data.stacks.saved)[:600] if data.stacks is not None else "",
+        "stacks_headline": stack_groups.headline(stacks),
         **_last_lines(data, detail),
         "environments": data.environments,
         "settings": _settings(record),

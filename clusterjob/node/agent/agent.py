@@ -89,6 +89,7 @@ class Agent:
         self._reports = StackReports(
             job.job_id,
             topology.node_rank,
+            dumps=self._workers.dumps,
             signs=self._signs_of_life,
             send=self._send,
             watch=lambda task: self._crashes.watch(task),  # noqa: PLW0108 - made in run()

@@ -142,8 +142,10 @@ class NodeMetrics:
         first = min((each.monotonic for each in begins), default=self._begin)
         # A phase of another boot is not of this attempt.
         begin = first if now - 30 * 86400 < first <= self._begin else self._begin
+        # The first output of a rank that joins no group says nothing about its start.
+        formed = [each for each in begins if each.phase is not Phase.RUNNING or not each.detail]
         running = [
-            _last(begins, Phase.RUNNING, number) or at for number, at in enumerate(self._rounds)
+            _last(formed, Phase.RUNNING, number) or at for number, at in enumerate(self._rounds)
         ]
         lost = 0.0
         for number in range(1, len(running)):

@@ -25,6 +25,7 @@ from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.system import devices, processes
 from clusterjob.node.verdict import Failure
 from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers.flight_recorder import Dumps
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
@@ -110,10 +111,17 @@ class NodeWorkers:
                 self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
             ),
         }
+        variables |= self.dumps(world.restart).variables(os.environ)
         self._send_exec_reason()
         store = order.store if isinstance(order, messages.StartWithStore) else None
         if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
             self._on_started()
+
+    def dumps(self, restart: int) -> Dumps:
+        """Return the dumps of torch's flight recorder in a round."""
+        return Dumps(
+            self._job_dir, self._topology.node_rank, attempt=self._job.attempt, restart=restart
+        )
 
     def stop(self, grace: float, number: int = signal.SIGTERM) -> None:
         """Stop the workers: a signal, then SIGKILL after `grace` seconds."""

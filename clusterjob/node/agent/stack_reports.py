@@ -16,6 +16,7 @@ from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.stacks.progress import Progress
+from clusterjob.node.workers.flight_recorder import Dumps
 
 _SAMPLE_SECONDS = 1.5  # maximum time for one sample
 _SAVE_SECONDS = 1.9  # maximum time until the stacks are saved
@@ -32,6 +33,7 @@ class StackReports:
     Args:
         job_id: the job.
         node_rank: this node.
+        dumps: returns the dumps of torch's flight recorder in a round.
         signs: returns the monotonic time of the last output or heartbeat of a worker, and the
             step of the last heartbeat.
         send: sends a message to the coordinator.
@@ -42,12 +44,14 @@ class StackReports:
         self,
         job_id: str,
         node_rank: int,
+        dumps: Callable[[int], Dumps],
         signs: Callable[[], tuple[float, int]],
         send: Callable[[Any], object],
         watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._job_id = job_id
         self._node_rank = node_rank
+        self._dumps = dumps
         self._signs = signs
         self._send = send
         self._watch = watch
@@ -74,15 +78,21 @@ class StackReports:
         with contextlib.suppress(asyncio.TimeoutError, *_ERRORS):
             found = await asyncio.wait_for(self.stacks(_SAMPLE_SECONDS), _SAVE_SECONDS)
             if found:
-                path = evidence_files.write(job_dir, round_, found, why=why, silent=())
+                dumps = self._dumps(round_.restart).request([each.rank for each in found], 0.0)
+                path = evidence_files.write(job_dir, round_, found, why=why, dumps=dumps)
                 return path, len(found)
         return "", 0
 
     async def _collect(self, order: messages.CollectStacks) -> None:
+        dumps: tuple[str, ...] = ()
         with contextlib.suppress(*_ERRORS):
-            for stack in await self.stacks(order.seconds):
+            found = await self.stacks(order.seconds)
+            for stack in found:
                 self._send(messages.StackFound(order.restart, bounded(stack)))
-        self._send(messages.StacksCollected(order.restart))
+            dumps = await asyncio.to_thread(
+                self._dumps(order.restart).request, [each.rank for each in found], order.dumps
+            )
+        self._send(messages.StacksCollected(order.restart, dumps))
 
     async def _report_progress(self, order: messages.ReportProgress) -> None:
         moved = False

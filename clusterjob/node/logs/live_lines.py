@@ -52,8 +52,17 @@ class LiveLines:
     def clear(self) -> None:
         """Erase the lines; call it before other output is printed."""
         if self._shown:
-            self._write((_UP.format(len(self._shown) - 1) if len(self._shown) > 1 else "") + _ERASE)
+            rows = self._rows()
+            self._write((_UP.format(rows - 1) if rows > 1 else "") + _ERASE)
             self._shown = []
+
+    def _rows(self) -> int:
+        """Return the rows that the lines take: a terminal that became narrower wraps them."""
+        try:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        except OSError:
+            columns = 80
+        return sum(max(1, -(-_width(line) // columns)) for line in self._shown)
 
     def _write(self, text: str) -> None:
         try:
@@ -72,11 +81,15 @@ def write_text(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
 def _cut(text: str, columns: int) -> str:
     """Return the part of a text that fits into the columns; a wrapped line cannot be replaced."""
     used = 0
     for index, character in enumerate(text):
-        used += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        used += _width(character)
         if used > columns:
             return text[:index]
     return text

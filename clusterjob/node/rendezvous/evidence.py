@@ -12,8 +12,10 @@ from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.system.sanitize import sanitize
 
 _ANSWER_SECONDS = 1.5  # seconds for a rank to answer its agent
+_DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
 _SECONDS = 1.9  # seconds for all agents to answer; the stop follows within 2 s
 
 
@@ -41,7 +43,9 @@ class Evidence:
         self._events = events
         self._unanswered: set[int] = set()
         self._stacks: dict[int, RankStack] = {}
+        self._dumps: list[str] = []
         self._why = ""
+        self._asked_at = 0.0
         self.path = ""
         self.handlers: dict[type, Callable[[Peer, Any], None]] = {
             messages.StackFound: self._on_stack_found,
@@ -58,18 +62,23 @@ class Evidence:
         """Whether all agents have answered."""
         return not self._unanswered
 
-    def ask(self, nodes: Collection[int], why: str) -> float:
+    def ask(self, nodes: Collection[int], why: str, *, dumps: bool = True) -> float:
         """Ask agents for the stacks; return the monotonic time at which to stop waiting.
 
         Args:
             nodes: the nodes whose workers have not all ended.
             why: why the round is stopped.
+            dumps: whether to wait for the dumps of torch's flight recorder.
         """
-        self._why = why
+        self._why, self._asked_at = why, time.monotonic()
         peers = self._membership.peers
         self._unanswered = {rank for rank in nodes if not peers[rank].lost}
         for rank in self._unanswered:
-            peers[rank].send(messages.CollectStacks(self._round.restart, _ANSWER_SECONDS))
+            peers[rank].send(
+                messages.CollectStacks(
+                    self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if dumps else 0.0
+                )
+            )
         return time.monotonic() + _SECONDS
 
     def save(self) -> None:
@@ -82,12 +91,23 @@ class Evidence:
         ]
         try:
             self.path = evidence_files.write(
-                self._job_dir, self._round, self.stacks, why=self._why, silent=silent
+                self._job_dir,
+                self._round,
+                self.stacks,
+                why=self._why,
+                silent=silent,
+                dumps=self._dumps,
             )
         except OSError as error:
             self._events.add("evidence", why=self._why, error=error.strerror)
             return
-        self._events.add("evidence", why=self._why, path=self.path, ranks=len(self._stacks))
+        self._events.add(
+            "evidence",
+            why=self._why,
+            path=self.path,
+            ranks=len(self._stacks),
+            seconds=round(time.monotonic() - self._asked_at, 3),
+        )
 
     def _on_stack_found(self, _peer: Peer, message: messages.StackFound) -> None:
         if message.restart == self._round.restart:
@@ -96,3 +116,4 @@ class Evidence:
     def _on_stacks_collected(self, peer: Peer, message: messages.StacksCollected) -> None:
         if message.restart == self._round.restart:
             self._unanswered.discard(peer.node_rank)
+            self._dumps += map(sanitize, message.dumps)

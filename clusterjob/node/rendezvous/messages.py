@@ -199,9 +199,14 @@ class StackFound:
 
 @dataclass(frozen=True)
 class StacksCollected:
-    """The end of the answer to `CollectStacks`."""
+    """The end of the answer to `CollectStacks`.
+
+    Attributes:
+        dumps: the dumps of torch's flight recorder, relative to the job directory.
+    """
 
     restart: Rank
+    dumps: Annotated[tuple[Name, ...], Limit(1 << 12)] = ()
 
 
 @dataclass(frozen=True)
@@ -294,10 +299,14 @@ class ReportFailures:
 
 @dataclass(frozen=True)
 class CollectStacks:
-    """Send the stacks of all living ranks within `seconds`: one `StackFound` for each."""
+    """Send the stacks of all living ranks within `seconds`: one `StackFound` for each.
+
+    `dumps`: seconds to wait for the dumps of torch's flight recorder.
+    """
 
     restart: Rank
     seconds: float
+    dumps: float = 0.0
 
 
 @dataclass(frozen=True)

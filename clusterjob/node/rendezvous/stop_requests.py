@@ -38,7 +38,8 @@ class StopRequests:
     Attributes:
         cancelled: done when the job must end; its result is the reason.
         interrupted: whether the reason is Ctrl-C; workers then get SIGINT instead of SIGTERM.
-        terminated: whether the reason is a SIGTERM without a cancel, as at a scheduler's time limit.
+        terminated: whether the reason is a SIGTERM without a cancel, such as a scheduler's at its
+            time limit.
         kill_now: done at the second Ctrl-C: stop the workers without grace.
         warned: done when a preemption is near; its result is the reason.
     """

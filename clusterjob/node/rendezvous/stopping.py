@@ -59,7 +59,9 @@ class RoundStop:
         """Save the stacks of the living ranks; return the outcome, which names ranks that hang."""
         evidence = self._round.evidence
         if end.stacks:
-            deadline = evidence.ask(self._round.living_nodes(), end.reason)
+            # A restart after a failure must not wait for dumps.
+            failed = end.failure is not None and end.failure.kind is not FailureKind.HANG
+            deadline = evidence.ask(self._round.living_nodes(), end.reason, dumps=not failed)
             while not (evidence.complete or self._kill_now):
                 if not await self._receive(deadline):
                     break

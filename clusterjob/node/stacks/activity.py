@@ -20,20 +20,24 @@ _OWN, _REAPED = slice(11, 13), slice(13, 15)
 
 @dataclass(frozen=True)
 class Activity:
-    """The counters of one worker; each only grows.
+    """The counters of one worker, which only grow, and who runs at the moment.
 
     Attributes:
         io: bytes that its main thread, and torch's thread that takes batches, have read and
             written. Other threads do not count: a monitor reads files all the time.
         cpu: seconds of CPU time of the main thread.
+        runs: whether the main thread runs, or waits for a core.
         below_io: bytes that the processes below the worker have read and written.
         below_cpu: their seconds of CPU time; processes that have ended count too.
+        below_runs: whether one of them runs, or waits for a core.
     """
 
     io: int
     cpu: float
+    runs: bool
     below_io: int
     below_cpu: float
+    below_runs: bool
 
 
 def read(pids: Iterable[int]) -> dict[int, Activity]:
@@ -57,9 +61,11 @@ def _of_worker(
     return Activity(
         io=sum(_io(f"{tasks}/{thread}/io") for thread in threads),
         cpu=_seconds(main[_OWN]),
+        runs=main[:1] == ["R"],
         below_io=sum(_io(f"/proc/{each}/io") for each in below),
         below_cpu=_seconds(stats[pid][_REAPED])
         + sum(_seconds(stats[each][_OWN]) + _seconds(stats[each][_REAPED]) for each in below),
+        below_runs=any(stats[each][0] == "R" for each in below),
     )
 
 

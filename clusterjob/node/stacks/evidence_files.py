@@ -30,7 +30,12 @@ class Round:
 
 
 def write(
-    job_dir: Path, round_: Round, stacks: Sequence[RankStack], why: str, silent: Sequence[str]
+    job_dir: Path,
+    round_: Round,
+    stacks: Sequence[RankStack],
+    why: str,
+    silent: Sequence[str] = (),
+    dumps: Sequence[str] = (),
 ) -> str:
     """Write the files; return the path of the text, relative to the job directory.
 
@@ -40,6 +45,7 @@ def write(
         stacks: the stacks of the living ranks.
         why: why the job is stopped.
         silent: the nodes that did not answer, one text for each.
+        dumps: the dumps of torch's flight recorder, relative to the job directory.
 
     Raises:
         OSError: a file cannot be written.
@@ -53,9 +59,12 @@ def write(
         "why": why,
         "time": at,
         "silent_nodes": list(silent),
+        "flight_recorder": list(dumps),
     }
     _write(path.with_suffix(".json"), json.dumps(data))
-    lines = [f"{at} {why}", *(f"{node} did not answer" for node in silent), ""]
+    lines = [f"{at} {why}", *(f"{node} did not answer" for node in silent)]
+    lines += [f"torch's flight recorder: {name}" for name in dumps]
+    lines.append("")
     lines += grouping.text(stacks, all_threads=True)
     _write(path, "".join(f"{sanitize(line)}\n" for line in lines))
     return str(path.relative_to(job_dir))

@@ -38,7 +38,8 @@ class Group:
 def group(stacks: Iterable[RankStack]) -> list[Group]:
     """Return the groups of ranks with equal stacks, the smallest first.
 
-    Two stacks are equal if file, line and function of all frames are equal. Ranks that wait in the
+    Two stacks are equal if file, line and function of all frames are equal, where a file is its
+    name and the name of its directory. Ranks that wait in the
     same function are equal wherever they are inside of it. Ranks without an answer are grouped by
     the kernel's state.
     """
@@ -60,9 +61,17 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
 
 
 def _comparable(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Return the Python frames: addresses of native functions differ between processes."""
+    """Return the Python frames without what may differ between hosts.
+
+    Addresses of native functions differ between processes, and the directories of the code and of
+    the packages between hosts.
+    """
     return tuple(
-        replace(frame, function=waits.short_name(frame))
+        replace(
+            frame,
+            file="/".join(frame.file.rsplit("/", 2)[1:]),
+            function=waits.short_name(frame),
+        )
         for frame in frames
         if frame.line is not None
     )

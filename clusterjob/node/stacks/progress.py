@@ -8,13 +8,15 @@ A worker moves between two samples if one of these holds:
 2. **Its main thread has read or written something**, or torch's thread that takes batches from a
    DataLoader has: a batch arrives, a checkpoint is written. Other threads do not count, because a
    monitor reads files all the time.
-3. **The processes below it work**: a compiler, the workers of a DataLoader. They work from a tenth
-   of a core, or 1 MB/s, on; less is a monitor.
+3. **The processes below it work**: a compiler, the workers of a DataLoader. They use a tenth of a
+   core, or read and write 1 MB/s, or run in two samples in a row, as on a busy machine. A monitor
+   uses less.
 4. **Another thread works**: in this sample and in the one before, it was in two different
    functions, and in neither of them for half of the samples. A thread with a usual place, such as
    a monitor that wakes up once per second, only waits there.
-5. **It cannot show its stack**, as a program that is not Python, and its main thread uses a tenth
-   of a core. A worker that is stopped, or waits for a file system, uses none.
+5. **Its stack does not show its work**, and its main thread works by the same measures: a program
+   that is not Python, or the import of an extension module. A worker that is stopped, or waits for
+   a file system, does not work.
 
 A main thread that spins in one call, such as a wait for a GPU, stands still. So does a long call
 that computes. Such a program has to print a line or call ``ctx.heartbeat()`` now and then.
@@ -35,6 +37,7 @@ from clusterjob.node.stacks.frames import RankStack, ThreadStack
 Functions = tuple[tuple[str, str], ...]
 _WORKING_CPU = 0.1  # of one core
 _WORKING_IO = 1e6  # bytes per second
+_IMPORT = "<frozen importlib"  # the file of frames in which an extension module is loaded
 _MIN_SAMPLES = 4  # samples after which a thread has a usual place
 _MAX_PLACES = 256  # different places of a thread that are counted
 
@@ -73,11 +76,13 @@ class Progress:
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._before: dict[int, Activity] = {}
+        self._last: dict[int, Activity] = {}  # that of the sample before
         self._after: dict[int, Activity] = {}
         self._read_at = 0.0
 
     def begin(self) -> None:
         """Read the workers' counters; call this before each sample, which changes them."""
+        self._last = self._before
         self._before = activity.read(rank.pid for rank in self._ranks.values())
         self._elapsed = time.monotonic() - self._read_at
 
@@ -104,7 +109,7 @@ class Progress:
             self._ranks[stack.rank] = rank = _Rank(stack.pid)
             moved = True
         else:
-            moved = self._used(rank.pid, answered=stack.answered)
+            moved = self._used(rank.pid, hidden=_is_hidden(stack))
         for index, thread in enumerate(stack.threads):
             place = _functions(thread)
             if index == 0:
@@ -117,17 +122,27 @@ class Progress:
                 moved |= known.works(place)
         return moved
 
-    def _used(self, pid: int, *, answered: bool) -> bool:
-        """Return whether a worker has read or written, or the processes below it have worked."""
+    def _used(self, pid: int, *, hidden: bool) -> bool:
+        """Return whether a worker has read or written, or the processes below it have worked.
+
+        Args:
+            pid: the worker.
+            hidden: whether its stack does not show whether it works.
+        """
         old, new = self._after.get(pid), self._before.get(pid)
         if old is None or new is None or self._elapsed <= 0:
             return False
-        return (
-            new.io > old.io
-            or new.below_cpu - old.below_cpu > _WORKING_CPU * self._elapsed
-            or new.below_io - old.below_io > _WORKING_IO * self._elapsed
-            or (not answered and new.cpu - old.cpu > _WORKING_CPU * self._elapsed)
-        )
+        last = self._last.get(pid, old)
+        cpu, io = _WORKING_CPU * self._elapsed, _WORKING_IO * self._elapsed
+        below = new.below_cpu - old.below_cpu > cpu or new.below_io - old.below_io > io
+        below |= new.below_runs and last.below_runs
+        own = hidden and (new.cpu - old.cpu > cpu or (new.runs and last.runs))
+        return new.io > old.io or below or own
+
+
+def _is_hidden(stack: RankStack) -> bool:
+    main = stack.threads[0].frames if stack.answered and stack.threads else ()
+    return not main or main[0].file.startswith(_IMPORT)
 
 
 def _functions(thread: ThreadStack) -> Functions:

@@ -20,11 +20,13 @@ PATCHES_FILE = "clusterjob_torch_patches.py"
 SNAPSHOT_FILE = "clusterjob_snapshot_imports.py"
 STACKS_FILE = "clusterjob_stacks.py"
 PHASES_FILE = "clusterjob_rank_phases.py"
+DUMPS_FILE = "clusterjob_flight_dumps.py"
 # The patches of each module, as (module of the package, its copy, function).
 _CHANGED = {
     "torch.distributed.distributed_c10d": (
         ("torch_patches", PATCHES_FILE, "keep_groups"),
         ("rank_phases", PHASES_FILE, "report_phases"),
+        ("flight_dumps", DUMPS_FILE, "watch"),
     ),
     "torch.distributed.rendezvous": (("torch_patches", PATCHES_FILE, "choose_store"),),
 }

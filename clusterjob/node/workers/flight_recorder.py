@@ -1,0 +1,89 @@
+"""Ask torch's flight recorder of each worker for a dump: its last collectives.
+
+torch records the collectives of a process. With NCCL, a thread of torch writes the record to a file
+when something is written into a pipe; these variables name both. With gloo, torch has no such
+thread: `flight_dumps` adds it. The workers' pipes are in the job directory, the dumps in the logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from clusterjob.node.logs import log_files
+from clusterjob.node.system import private_dirs
+
+PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch appends the rank and ".pipe"
+DUMP_FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # torch appends the rank
+_NEW_DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # the name in torch 2.8 and newer
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_ENTRIES = "2000"  # torch's own default in new versions; older ones record nothing by default
+_PIPES = "pipes"
+_POLL = 0.01
+
+
+class Dumps:
+    """The dumps of one round of a node's workers.
+
+    Args:
+        job_dir: the job's directory.
+        node_rank: the node.
+        attempt, restart: the round.
+    """
+
+    def __init__(self, job_dir: Path, node_rank: int, attempt: int, restart: int) -> None:
+        self._job_dir = job_dir
+        stem = f".attempt{attempt}" * bool(attempt) + f".restart{restart}" * bool(restart)
+        self._pipe = str(job_dir / _PIPES / f"node{node_rank}{stem}.rank")
+        self._dump = str(
+            log_files.node_directory(job_dir, node_rank) / f"flight_recorder{stem}.rank"
+        )
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the workers' variables; empty if the user has set them, or pipes cannot be made.
+
+        torch's NCCL group fails if it cannot make its pipe.
+        """
+        if any(name in environ for name in (PIPE_FILE, DUMP_FILE, _NEW_DUMP_FILE)):
+            return {}
+        try:
+            private_dirs.make(self._job_dir / _PIPES)
+            os.mkfifo(f"{self._pipe}.try", 0o600)
+            os.unlink(f"{self._pipe}.try")
+        except OSError:
+            return {}
+        sizes = {} if any(name in environ for name in _SIZES) else dict.fromkeys(_SIZES, _ENTRIES)
+        return {PIPE_FILE: self._pipe, DUMP_FILE: self._dump, _NEW_DUMP_FILE: self._dump} | sizes
+
+    def request(self, ranks: Iterable[int], seconds: float) -> tuple[str, ...]:
+        """Ask ranks for their dumps; return the paths of the files, relative to the job directory.
+
+        Args:
+            ranks: the ranks; one without a process group has no pipe.
+            seconds: maximum time to wait for the files.
+        """
+        wanted = []
+        for rank in ranks:
+            for pipe, dump in (("pipe", ""), ("json.pipe", ".json")):
+                if _write(f"{self._pipe}{rank}.{pipe}"):
+                    wanted.append(Path(f"{self._dump}{rank}{dump}"))
+        until = time.monotonic() + seconds
+        while not all(path.exists() for path in wanted) and time.monotonic() < until:
+            time.sleep(_POLL)
+        # Without a wait, the files follow in some milliseconds.
+        found = [path for path in wanted if path.exists() or not seconds]
+        return tuple(str(path.relative_to(self._job_dir)) for path in found)
+
+
+def _write(pipe: str) -> bool:
+    """Write into a pipe; return False if no process reads it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return os.write(descriptor, b"dump\n") > 0
+        finally:
+            os.close(descriptor)
+    return False

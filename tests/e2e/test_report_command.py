@@ -1,0 +1,105 @@
+"""`clusterjob report` and `clusterjob trace` of real local jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from procs import wait_until
+
+from clusterjob.core.records import Records
+from clusterjob.insight.report import page
+
+SCRIPT = """
+import os, pathlib, sys, threading, time
+
+def wait_for_end():
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not pathlib.Path("end").exists():
+        time.sleep(0.05)
+
+print("<b>step</b>", os.environ["SECRET_KEY"][:0], flush=True)
+wait_for_end()
+if os.environ["RANK"] == "3":
+    raise ValueError("<i>boom</i>")
+time.sleep(100)
+"""
+
+
+def command(*words: str, directory: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterjob", *words],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_report_and_trace_of_a_job_that_runs_and_has_failed(
+    tmp_path: Path, plain_python: str, monkeypatch
+) -> None:
+    monkeypatch.setenv("SECRET_KEY", "topsecretvalue")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("--cluster", "local", "--nodes", "2", "--nproc-per-node", "2")
+    words += ("--secret", "SECRET_KEY")
+    job_id = command("submit", *words, "train.py", directory=tmp_path).stdout.split()[-1]
+    logs = Records().find(job_id).job_dir / "logs"
+    wait_until(lambda: all((logs / f"node{node}/metrics.0").exists() for node in (0, 1)), 60.0)
+    wait_until(lambda: (logs / "node1/rank3.out").stat().st_size > 0, 60.0)
+
+    # While it runs: a snapshot with the stacks of this moment.
+    text = command("report", job_id, "-o", "-", directory=tmp_path).stdout
+    assert "The job has not ended" in text
+    assert "wait_for_end (" in text
+    assert "&lt;b&gt;step&lt;/b&gt;" in text
+    trace = json.loads(command("trace", job_id, "-o", "-", directory=tmp_path).stdout)
+    assert {"process_name", "running"} <= {event["name"] for event in trace["traceEvents"]}
+
+    (tmp_path / "end").touch()
+    command("wait", job_id, directory=tmp_path, code=1)
+    assert command("report", job_id, directory=tmp_path).stdout == f"{job_id}.html\n"
+    path = tmp_path / f"{job_id}.html"
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_text()
+    assert text.index("✕ FAILED") < text.index('id="timeline"')
+    assert "rank 3 (node 1, local rank 1, host" in text
+    assert "ValueError: &lt;i&gt;boom&lt;/i&gt;" in text
+    assert text.count('class="hit"') == 4
+    assert "CLUSTERJOB_NODE_RANK" in text  # the evidence of the environment
+    assert "as it was rendered" in text
+    assert "SECRET_KEY" in text
+    assert "topsecretvalue" not in text
+    # All ranks of both nodes form one picture: no row begins or ends far from the others.
+    rows = re.findall(
+        r"M[\d.]+ ([\d.]+)h", text[text.index('class="p-running" stroke-width="18"') :]
+    )
+    assert len({*rows[:4]}) == 4
+
+    # The same command replaces its file, and no other file.
+    assert command("report", job_id, directory=tmp_path).stdout == f"{job_id}.html\n"
+    (tmp_path / "mine.html").write_text("mine")
+    for words in (["report", job_id, "-o", "mine.html"], ["trace", job_id, "-o", path.name]):
+        refused = command(*words, directory=tmp_path, code=2)
+        assert "this command did not write it" in refused.stderr
+    command("report", job_id, "-o", os.devnull, directory=tmp_path, code=2)
+    assert not Path(os.devnull).is_file()
+    assert (tmp_path / "mine.html").read_text() == "mine"
+    assert page.MARK in path.read_text()
+    (tmp_path / "reports").mkdir()
+    command("trace", job_id, "-o", "reports", directory=tmp_path)
+    events = json.loads((tmp_path / f"reports/{job_id}.trace.json").read_text())["traceEvents"]
+    assert {"ended", "stop"} <= {event["name"] for event in events}
+    assert any(event["ph"] == "C" for event in events)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(f".{job_id}")]
+
+
+def test_report_refuses_unknown_job_and_missing_directory(tmp_path: Path) -> None:
+    assert "no job" in command("report", "nothing", directory=tmp_path, code=2).stderr
+    assert "no job" in command("trace", "nothing", directory=tmp_path, code=2).stderr

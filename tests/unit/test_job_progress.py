@@ -1,0 +1,56 @@
+"""The phase of a job from its events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clusterjob.backends.base import JobPhase
+from clusterjob.backends.job_progress import progress
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.verdict import JobState
+
+
+def test_each_event_gives_phase_counts_and_time(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    assert progress(tmp_path).phase is None
+    steps: list[tuple[str, dict[str, Any], tuple[str, int, int] | None]] = [
+        ("joined", {"node_rank": 0}, None),
+        ("listening", {"nnodes": 3}, ("nodes", 1, 3)),
+        ("joined", {"node_rank": 2}, ("nodes", 2, 3)),
+        ("waiting", {"missing": [1]}, ("nodes", 2, 3)),
+        ("joined", {"node_rank": 1}, ("nodes", 3, 3)),
+        ("started", {"preload": True, "world_size": 6, "restart": 0}, ("import", 0, 6)),
+        ("running", {}, ("start", 0, 6)),
+        ("ranks", {"joined": 5, "formed": 0}, ("ranks", 5, 6)),
+        ("ranks", {"joined": 6, "formed": 2}, ("ranks", 6, 6)),
+        ("ranks", {"joined": 6, "formed": 6}, ("running", 6, 6)),
+        ("stop", {"why": "boom"}, ("stop", 0, 0)),
+        ("restart", {}, ("stop", 0, 0)),
+        ("started", {"preload": False, "world_size": 6, "restart": 1}, ("start", 0, 6)),
+        ("ended", {}, None),
+        ("joined", {"node_rank": 0}, None),  # the next attempt
+        ("listening", {"nnodes": 3}, ("nodes", 1, 3)),
+    ]
+    for name, details, wanted in steps:
+        log.add(name, **details)
+        phase = progress(tmp_path).phase
+        assert (phase and (str(phase.phase), phase.done, phase.total)) == wanted, name
+
+
+def test_seconds_of_phase_are_those_of_clock_of_node_0(tmp_path: Path) -> None:
+    lines = (
+        '{"event": "listening", "monotonic": 5, "nnodes": 2}\n'
+        '{"event": "started", "monotonic": 7, "world_size": 2}\n'
+        '{"event": "running", "monotonic": 8}\n'
+    )
+    (tmp_path / "events.jsonl").write_text(lines)
+    found = progress(tmp_path)
+    status = found.status(JobState.RUNNING, clock=10.0)
+    assert status.progress is not None
+    assert (status.progress.phase, status.progress.seconds) == (JobPhase.START, 3.0)
+    assert status.elapsed == 3.0
+    for clock in (None, 6.0):  # unknown, or the clock of another boot
+        progress_then = found.status(JobState.RUNNING, clock=clock).progress
+        assert progress_then is not None
+        assert progress_then.seconds is None

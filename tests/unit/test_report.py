@@ -1,0 +1,284 @@
+"""The report of jobs whose files are written here: content, order, limits, damaged files."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import tracemalloc
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from report_jobs import HOSTILE, WrittenJob, page_of
+
+from clusterjob.backends.shared import ended
+from clusterjob.core.records import Record, Records
+from clusterjob.insight.report import page, values
+from clusterjob.insight.report.gather import gather
+from clusterjob.insight.report.make import make, stacks_of
+from clusterjob.node.logs.job_dir import EVENTS
+from clusterjob.node.logs.log_files import node_directory
+from clusterjob.node.logs.phases import PHASES
+from clusterjob.node.metrics.segments import THINNED
+from clusterjob.node.verdict import JobState, Verdict
+
+
+class Outline(HTMLParser):
+    """Collect the tags, attributes and text of a page; check that its elements are nested."""
+
+    VOID = ("meta", "input", "br", "link", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+
+def report_of(record: Record) -> str:
+    assert record.verdict is not None
+    data = gather(record, ended(record.verdict), stacks_of(record))
+    return page.render(lambda detail: values.of_job(data, detail))
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r'<section id="([a-z]+)"', text)
+
+
+def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
+    text = page_of(WrittenJob(tmp_path, nodes=2, per_node=2, restarts=1))
+    assert sections(text) == [
+        "verdict", "timeline", "metrics", "heat", "stacks", "output", "environment", "code",
+    ]  # fmt: skip
+    shown = "".join(Outline(text).text)
+    for wanted in (
+        "FAILED after 1 restart",
+        "rank 1 (node 0, local rank 1, host gpu0): ValueError: loss is nan",
+        "ranks 0,2-3 failed after it, as a consequence",
+        "GPU-hours",
+        "rank 1 failed ✕",
+        "is in decode (train.py:40)",
+        "a hang",
+        "SLURM_NNODES",
+        "torch",
+        "Revision 0123456789abcdef0123456789abcdef01234567",
+        "+++ b/train.py",
+        "exec python",
+        "WANDB_API_KEY",
+    ):
+        assert wanted in shown, wanted
+    for phase in ("setup", "import", "rendezvous", "init", "running", "stop"):
+        assert f'class="p-{phase}" stroke-width="18"' in text, phase
+
+
+def test_report_loads_nothing_and_allows_only_its_own_style_and_script(tmp_path: Path) -> None:
+    text = page_of(WrittenJob(tmp_path))
+    outline = Outline(text)
+    for tag, attributes in outline.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form"), tag
+        assert not {"style", "src", "srcset", "onclick", "onload"} & attributes.keys()
+        href = attributes.get("href") or "#"
+        assert href.startswith(("#", "data:image/png;base64,")), href
+    [policy] = [
+        attributes["content"]
+        for tag, attributes in outline.tags
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_hostile_text_is_escaped_and_has_no_control_characters(tmp_path: Path) -> None:
+    text = page_of(WrittenJob(tmp_path, restarts=1))
+    assert text.count("<script>") == 1  # the page's own
+    assert "alert(1)" in text
+    assert not set(re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", text))
+
+
+def test_report_of_running_job_is_a_snapshot(tmp_path: Path) -> None:
+    text = page_of(WrittenJob(tmp_path, failed=None, ended=False))
+    assert "The job has not ended: this page shows it at" in text
+    assert "▶ RUNNING" in text
+    # The last phase lasts until now: its line ends near the right margin.
+    [running] = re.findall(
+        r'class="p-running" stroke-width="18" d="M([\d.]+) [\d.]+h([\d.]+)', text
+    )
+    assert float(running[0]) + float(running[1]) > 950
+
+
+def test_report_of_older_version_shows_what_it_recorded(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path).write()
+    for node in (0, 1):
+        for path in node_directory(record.job_dir, node).iterdir():
+            if path.suffix not in (".out", ".err"):
+                path.unlink()
+    record = replace(record, code=None, spec={})
+    text = report_of(record)
+    assert sections(text) == ["verdict", "timeline", "output", "code"]
+    assert "No phases are recorded" in text
+    assert "No metrics are recorded" in text
+    assert "The record has no git revision." in text
+    (record.job_dir / EVENTS).unlink()
+    assert sections(report_of(record)) == ["verdict", "output", "code"]
+
+
+def test_report_without_job_directory_shows_the_record(tmp_path: Path) -> None:
+    record = replace(WrittenJob(tmp_path).write(), job_dir=tmp_path / "removed")
+    text = report_of(record)
+    assert "does not exist any more" in text
+    assert "loss is nan" in text
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "binary"])
+def test_damaged_files_cost_only_their_own_lines(tmp_path: Path, damage: str) -> None:
+    record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
+    directory = node_directory(record.job_dir, 1)
+    names = [THINNED, "metrics.0", PHASES, "environment.jsonl"]
+    for path in [directory / name for name in names] + [
+        node_directory(record.job_dir, 0) / "stacks.json",
+        record.job_dir / EVENTS,
+    ]:
+        data = path.read_bytes()
+        path.write_bytes(
+            {
+                "cut": data[: len(data) * 2 // 3],
+                "garbage": b'[1,2]\n{"a":\n[[[]]]\nNaN\n'
+                + data
+                + b'{"monotonic": "x"}\n[0,-1,0]\n',
+                "binary": data + bytes(range(256)) * 20,
+            }[damage]
+        )
+    text = report_of(record)
+    assert {"verdict", "timeline", "metrics", "heat"} <= {*sections(text)}
+    assert text.count('class="hit"') == 4
+    Outline(text)
+
+
+def test_jumping_wall_clock_changes_no_time(tmp_path: Path) -> None:
+    def times(text: str) -> list[str]:
+        return re.findall(r'<(?:path|circle|text)[^>]*d="[^"]*"', text)
+
+    record = WrittenJob(tmp_path).write()
+    before = times(report_of(record))
+    path = node_directory(record.job_dir, 1) / PHASES
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for index, line in enumerate(lines):
+        line["time"] += 86400 * (-1) ** index
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert times(report_of(record)) == before
+
+
+def test_nodes_with_different_clocks_lie_on_one_axis(tmp_path: Path) -> None:
+    text = page_of(WrittenJob(tmp_path, nodes=3, per_node=1, failed=None))
+    [path] = re.findall(r'class="p-running" stroke-width="18"[^>]*', text)
+    begins = re.findall(r"M([\d.]+) [\d.]+h", path)
+    assert len(begins) == 3
+    assert max(map(float, begins)) - min(map(float, begins)) <= 2  # of 876 units
+
+
+def test_node_without_workers_has_a_row(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path, failed=None).write()
+    path = node_directory(record.job_dir, 1) / PHASES
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:3]))
+    text = report_of(record)
+    assert "node 1</text>" in text
+    assert "Node 1 saw no event together with node 0" in text
+
+
+def test_secret_values_are_not_in_the_report(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path).write()
+    (record.job_dir / "secrets").write_text("WANDB_API_KEY=topsecret\0")
+    (record.job_dir / "token").write_text("tokentopsecret")
+    text = report_of(record)
+    assert "WANDB_API_KEY" in text
+    assert "topsecret" not in text
+
+
+def test_large_texts_keep_the_page_small(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, nodes=2, per_node=128, gpus=False)
+    record = job.write()
+    (record.job_dir / "code.diff").write_text("+ added line\n" * 300_000)
+    for node in (0, 1):
+        for rank in range(node * 128, node * 128 + 128):
+            path = node_directory(record.job_dir, node) / f"rank{rank}.out"
+            path.write_text("".join(f"{rank} {line} {HOSTILE * 40}\n" for line in range(30)))
+    text = report_of(record)
+    assert len(text.encode()) <= page.MAX_BYTES
+    assert "more bytes: see" in text
+    assert text.count("<details><summary>rank ") > 200
+
+
+@pytest.mark.slow
+def test_report_of_256_ranks_and_24_hours_is_small_fast_and_bounded(tmp_path: Path) -> None:
+    job = WrittenJob(
+        tmp_path, nodes=32, per_node=8, failed=77, seconds=86400, restarts=20, interval=60
+    )
+    record = job.write()
+    begin = time.process_time()
+    text = report_of(record)
+    seconds = time.process_time() - begin
+    assert len(text.encode()) <= page.MAX_BYTES
+    assert seconds < 20, seconds  # 3 s on an idle machine
+    assert text.count('class="hit"') == 256
+    tracemalloc.start()
+    report_of(record)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 120 << 20, peak
+
+
+# -- arrays ----------------------------------------------------------------------------------------
+
+
+def test_report_of_array_has_a_row_for_each_element(tmp_path: Path) -> None:
+    record = Record(
+        "sweep-abc234",
+        "sweep",
+        cluster="gpu-cluster",
+        backend="slurm",
+        job_dir=tmp_path / "sweep-abc234",
+        nodes=1,
+        submitted_at="2026-11-24T10:00:00.000Z",
+        spec={},
+        array={"indices": [0, 1, 2], "pieces": [0]},
+    )
+    records = Records()
+    records.save(record)
+    for index in (0, 1, 2):
+        bad = index == 1
+        verdict = Verdict(
+            JobState.FAILED if bad else JobState.SUCCEEDED,
+            3 if bad else 0,
+            reason=f"rank 0: {HOSTILE}" if bad else "",
+            started_at="2026-11-24T10:00:00.000Z",
+            ended_at="2026-11-24T10:05:00.000Z",
+        )
+        records.save(replace(record.element(index), end=verdict.to_json()))
+    text = make(record)
+    Outline(text)
+    assert "Array of 3 elements: 1 FAILED, 2 SUCCEEDED" in text
+    assert re.findall(r'<th scope="row">(sweep-\w+)</th>', text) == [
+        "sweep-abc234_1", "sweep-abc234_0", "sweep-abc234_2",
+    ]  # fmt: skip
+    assert "5m 00s" in text
+    assert text.count("<script>") == 1
