@@ -23,7 +23,7 @@ say "preparing .venv-gpu with the packages of $python"
 grep -v '^torch==' constraints.txt > .venv-gpu/constraints.txt
 .venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check \
   --constraint .venv-gpu/constraints.txt --editable '.[torch]' numpy pytest hypothesis
-nvidia-smi -L >&2 || say "nvidia-smi finds no GPU: the tests will be skipped"
+nvidia-smi -L 1>&2 2> /dev/null || say "nvidia-smi finds no GPU: the tests will be skipped"
 .venv-gpu/bin/python -c '
 import torch
 gpus = torch.cuda.device_count()
