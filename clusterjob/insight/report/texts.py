@@ -90,7 +90,7 @@ def _tail(path: Path, count: int, budget: int) -> list[str]:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``rank 3``, or ``ranks 0-2,5 (4 ranks)``; -1 - k is node k's torchrun."""
+    """Return ranks as text, as ``ranks 0-2,5 (4 ranks)``; -1 - k is the torchrun of node k."""
     if ranks[0] < 0:
         nodes = ranges(sorted(-1 - number for number in ranks))
         return f"torchrun of node{'s' if len(ranks) > 1 else ''} {','.join(nodes)}"
