@@ -40,8 +40,8 @@ _LOOKS = {  # state -> tone and sign; the sign also says what the colour does
 }
 _FOOTNOTE = (
     "Times are durations since the first record of the job. Each node measures with its own"
-    " monotonic clock; the clocks are aligned at the moment when all ranks had joined, or else when"
-    " the workers of a round started, which is accurate to about the start-up time. The time"
+    " monotonic clock; the clocks are aligned at the moment when the ranks formed their group, or"
+    " else when the workers started, which is accurate to about the start-up time. The time"
     " between two attempts was measured by no node and appears as a short gap."
 )
 
