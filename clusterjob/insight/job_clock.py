@@ -3,8 +3,8 @@
 Each node measures with its own monotonic clock. An event that all nodes see at the same moment
 aligns two clocks: the ranks of a round form their first group together, within milliseconds.
 Without a group, it is the start of the round's workers, which follows one message of the
-coordinator. The axis is node 0's clock. Attempts follow each other with a short gap: no node measured the time in
-the queue between them.
+coordinator. The axis is node 0's clock. Attempts follow each other with a short gap: no node
+measured the time in the queue between them.
 """
 
 from __future__ import annotations

@@ -118,6 +118,11 @@ SESSIONS = (
         ),
     ),
     Session(
+        "tests/e2e/test_stacks_local.py::test_stacks_of_forked_workers_and_of_a_stopped_one",
+        ("docs/troubleshooting.md",),
+        ("clusterjob stacks train-e7trvw",),
+    ),
+    Session(
         "test_hydra_command_of_scripts_page_submits_sweep",
         ("docs/scripts.md",),
         (
