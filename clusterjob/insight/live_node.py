@@ -146,7 +146,8 @@ class _Output:
             start = max(by_start(name)[:2] for name in names)
             name = max(
                 (name for name in names if by_start(name)[:2] == start),
-                key=lambda name: self._seen[name],
+                # Of files that grew at once, stderr: it may have the reason of what follows.
+                key=lambda name: (self._seen[name][0], name.endswith(".err"), name),
             )
             self.newest[rank], size = self._seen[name]
             if self._shown.get(rank) != (name, size):

@@ -115,6 +115,15 @@ def test_last_line_of_a_restarted_rank_is_of_its_newest_files() -> None:
     assert read(job).ranks[0].line == "50% done"
 
 
+def test_last_line_is_of_stderr_if_both_files_grew_at_once() -> None:
+    job = WrittenJob("a-222222", ranks=1)
+    directory = node_directory(job.dir, 0)
+    (directory / "rank0.out").write_text("epoch 1, a long line\n")
+    (directory / "rank0.err").write_text("warning\n")
+    (directory / "timeline").write_text("100.000 rank0.err 8\n100.000 rank0.out 21\n")
+    assert read(job).ranks[0].line == "warning"
+
+
 def test_lines_of_nodes_without_an_agent_are_found() -> None:
     job = WrittenJob("a-222222", ranks=1)
     (node_directory(job.dir, 0) / "rank0.out").write_text("hello\n\n")
