@@ -6,6 +6,7 @@ from collections import Counter
 
 from rich.text import Text
 
+from clusterjob.cli.phase_text import phase_text
 from clusterjob.cli.top_table import Column
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.times import show_age, show_duration
@@ -360,6 +361,10 @@ def job_lines(job: JobNow | None) -> tuple[Text, Text]:
     if status is not None and status.elapsed is not None:
         head.append(f" {show_duration(status.elapsed)}")
     ranks = job.ranks
+    if status is not None and verdict is None:
+        phase = phase_text(status, has_output=any(rank.line for rank in ranks))
+        if not phase.startswith("running"):
+            head.append(f"   {sanitize(phase)}", style="yellow")
     if ranks:
         phases = Counter(rank.phase or "started" for rank in ranks)
         head.append(f"   {len(ranks)} rank{'s' if len(ranks) > 1 else ''}: ")
