@@ -52,9 +52,9 @@ class Top(App[None]):
     #filter { height: 1; border: none; padding: 0; display: none; }
     RichLog { background: ansi_default; overflow-y: auto; }
     VerticalScroll { background: ansi_default; }
-    ModalScreen { align: center middle; background: ansi_default; }
-    .dialog { border: round ansi_blue; padding: 0 1; width: 76; max-width: 100%; height: auto;
-              max-height: 100%; }
+    ModalScreen { align: center middle; background: transparent; }
+    .dialog { border: round ansi_blue; background: ansi_default; padding: 0 1;
+              width: 76; max-width: 100%; height: auto; max-height: 100%; }
     .heading { text-style: bold; }
     """
     ENABLE_COMMAND_PALETTE = False
