@@ -37,6 +37,7 @@ def status(
     from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
+    from clusterjob.insight import silence
 
     if as_json and watch:
         raise UsageError("--json and --watch are both given", "--json prints all fields once")
@@ -56,6 +57,9 @@ def status(
         output.print_message("no job is running; `clusterjob list` shows those that have ended")
     else:
         job_table.print_jobs([row_of(record, now) for record, now in pairs], together=not ids)
+        for record, now in pairs:
+            if text := silence.hint(record, now):
+                output.print_message(f"job {record.job_id}: {text}")
         if ids:
             output.print_verdicts(pairs)
         if len(wanted) == 1 and pairs:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from docs_commands import SESSIONS
 from procs import wait_until
 
 from clusterjob.core.records import Records
 from clusterjob.insight.report import page
 
 SCRIPT = """
-import os, pathlib, sys, threading, time
+import os, pathlib, time
 
 def wait_for_end():
     deadline = time.monotonic() + 200
@@ -64,7 +66,10 @@ def test_report_and_trace_of_a_job_that_runs_and_has_failed(
 
     (tmp_path / "end").touch()
     command("wait", job_id, directory=tmp_path, code=1)
-    assert command("report", job_id, directory=tmp_path).stdout == f"{job_id}.html\n"
+    [session] = [each for each in SESSIONS if "test_report_command" in each.runner]
+    for each, suffix in zip(session.commands, ("html", "trace.json"), strict=True):
+        words = shlex.split(each.replace("train-e7trvw", job_id))[1:]
+        assert command(*words, directory=tmp_path).stdout == f"{job_id}.{suffix}\n"
     path = tmp_path / f"{job_id}.html"
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()

@@ -386,6 +386,7 @@ def test_agent_that_is_killed_leaves_its_samples(make_job: Callable[..., Job]) -
     assert samples(job)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
 def test_driver_that_hangs_stops_no_other_sample_and_not_the_job(
     make_job: Callable[..., Job], tmp_path: Path
@@ -473,6 +474,7 @@ def test_port_in_use_is_one_line_and_the_job_goes_on(make_job: Callable[..., Job
     assert said.count(f"node 0 serves no metrics on port {port}: ") == 1
 
 
+@pytest.mark.slow
 def test_torchrun_workers_are_sampled_by_rank(make_job: Callable[..., Job]) -> None:
     job = make_job()
     job.start_all("--launcher", "torchrun", "--nproc-per-node", "2", job.script(WORKER))
@@ -482,6 +484,7 @@ def test_torchrun_workers_are_sampled_by_rank(make_job: Callable[..., Job]) -> N
     assert all(worker.rss > 1 << 20 for worker in sample.workers.values())
 
 
+@pytest.mark.slow
 def test_stopped_worker_is_quiet_and_uses_no_cpu(make_job: Callable[..., Job]) -> None:
     job = make_job()
     job.start_all(job.script(WORKER), python=NO_TORCH)

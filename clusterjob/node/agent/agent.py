@@ -103,6 +103,7 @@ class Agent:
             job_dir=job_dir,
             forkserver=forkserver.pid,
             timeline=self._timeline,
+            alive=lambda: self._workers.alive_at,
             print_line=console.print,
         )
 

@@ -43,6 +43,7 @@ class NodeMetrics:
         job_dir: Path,
         forkserver: int,
         timeline: Timeline,
+        alive: Callable[[], float],
         print_line: Callable[[str], None],
     ) -> None:
         self._begin = time.monotonic()
@@ -53,6 +54,7 @@ class NodeMetrics:
         self._job_dir = job_dir
         self._forkserver = forkserver
         self._timeline = timeline
+        self._alive = alive
         self._print = print_line
         self._rounds: list[float] = []  # the begin of each
         self._found: dict[int, int] = {}  # the rank of each worker by pid
@@ -106,7 +108,7 @@ class NodeMetrics:
         return sums | self._durations()
 
     def _quiet(self) -> float:
-        return time.monotonic() - max(self._timeline.grown_at, self._rounds[-1])
+        return time.monotonic() - max(self._timeline.grown_at, self._alive(), self._rounds[-1])
 
     # -- the workers -------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class NodeMetrics:
     # -- the end record ----------------------------------------------------------------------------
 
     def _durations(self) -> dict[str, Any]:
-        """Return durations of this node, by its monotonic clock, in seconds.
+        """Return the number of this node's GPUs, and durations by its monotonic clock, in seconds.
 
         ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
         ran; ``restarts`` and
@@ -153,6 +155,7 @@ class NodeMetrics:
             lost += max(0.0, running[number] - min(ended))
         last = len(self._rounds) - 1
         return {
+            "visible_gpus": devices.visible_gpus(os.environ),
             "wall": round(now - begin, 1),
             "waited": round(self._rounds[0] - begin, 1) if running else round(now - begin, 1),
             "startup": round(running[0] - begin, 1) if running else None,

@@ -94,7 +94,8 @@ def _node(
     yield "info", "gauge", "The node of the job.", [(about, 1)]
     yield one("sample_timestamp_seconds", "gauge", "Time of the sample.", sample.time)
     yield one("restarts_total", "counter", "Restarts of the workers.", sample.restart)
-    yield one("output_age_seconds", "gauge", "Time since the last output.", sample.quiet)
+    quiet = "Time since the last output or heartbeat."
+    yield one("output_age_seconds", "gauge", quiet, sample.quiet)
     yield one("node_cpu_cores", "gauge", "Cores that the job may use.", facts.cores)
     yield one("node_cpu_seconds_total", "counter", "Busy time of all cores of the machine.",
         usage["machine_cpu_seconds"])  # fmt: skip

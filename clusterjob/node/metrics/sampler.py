@@ -1,4 +1,4 @@
-"""Sample a node every 5 s in a thread of its agent, for files, Prometheus and the end record."""
+"""Sample a node every 5 s in a thread of its agent, for files, Prometheus and its end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sampler:
         job_dir: the job's directory.
         facts: the node; memory and GPUs are found later.
         workers: returns the rank of each worker by pid.
-        quiet: returns the seconds since the workers wrote their last output.
+        quiet: returns the seconds since the last output or heartbeat of a worker.
         environ: selects the GPUs.
     """
 

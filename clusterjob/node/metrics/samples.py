@@ -88,7 +88,7 @@ class Sample:
         time: seconds since the epoch, by the node's clock; for display only.
         monotonic: seconds of the node's monotonic clock; differences are durations.
         restart: the round of the workers.
-        quiet: seconds since the node's workers wrote their last output.
+        quiet: seconds since the last output, or the last ``ctx.heartbeat()``, of a worker.
         cpu: percent of one core, all processes of the machine.
         memory: bytes in use on the machine, or in the job's control group.
         load: the load average of one minute.

@@ -1,0 +1,140 @@
+"""Before a job is stopped, the stacks of its living ranks are saved in the logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from procs import PLAIN, TEST_TIMEOUT, Job, wait_until
+
+from clusterjob.node.logs import ends
+
+MakeJob = Callable[..., Job]
+SLEEPER = """
+    import os, pathlib, time
+    def rest():
+        time.sleep(1000)
+    pathlib.Path(f"up{os.environ['RANK']}").touch()
+    rest()
+"""
+
+
+def saved(job: Job, node: int = 0, stem: str = "stacks") -> dict[str, Any]:
+    """Return the content of the JSON file; check the text beside it."""
+    path = job.dir / "logs" / f"node{node}" / f"{stem}.json"
+    data = json.loads(path.read_text())
+    text = path.with_suffix(".txt").read_text()
+    assert data["why"] in text.splitlines()[0]
+    for each in data["ranks"]:
+        for thread in each["threads"]:
+            for frame in thread["frames"]:
+                assert f"{frame['function']} ({frame['file']}:{frame['line']})" in text
+    return data
+
+
+def ranks(data: dict[str, Any]) -> list[int]:
+    return [each["rank"] for each in data["ranks"]]
+
+
+def wait_until_up(job: Job, count: int) -> None:
+    wait_until(lambda: all(job.path(f"up{n}").exists() for n in range(count)), TEST_TIMEOUT)
+
+
+def test_stacks_of_peers_are_saved_before_each_restart(make_job: MakeJob) -> None:
+    job = make_job(2)
+    script = job.script("""
+        import os, pathlib, time
+        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        pathlib.Path(f"up{restart}.{os.environ['RANK']}").touch()
+        if os.environ["RANK"] == "3":
+            while len(list(pathlib.Path().glob(f"up{restart}.*"))) < 4:
+                time.sleep(0.01)
+            raise ValueError("boom")
+        time.sleep(1000)
+    """)
+    job.start_all("--nproc-per-node", "2", "--max-restarts", "1", script)
+    assert job.wait() == [1, 1]
+    for stem in ("stacks", "stacks.restart1"):
+        data = saved(job, stem=stem)
+        assert ranks(data) == [0, 1, 2]
+        assert "boom" in data["why"]
+        assert all(each["answered"] for each in data["ranks"])
+    result = job.result
+    assert (result["evidence"], result["evidence_ranks"]) == ("logs/node0/stacks.restart1.txt", 3)
+    assert "stacks of 3 ranks: logs/node0/stacks.restart1.txt" in job.stderr(job.agents[0])
+
+
+def test_nothing_is_saved_when_no_rank_is_left(make_job: MakeJob) -> None:
+    job = make_job(1)
+    job.start_all(job.script("raise ValueError('boom')"))
+    assert job.wait() == [1]
+    assert job.result["evidence"] == ""
+    assert not list((job.dir / "logs" / "node0").glob("stacks*"))
+
+
+def test_stacks_and_flight_recorder_are_saved_at_the_time_limit(make_job: MakeJob) -> None:
+    job = make_job(1)
+    script = job.script("""
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        values = torch.ones(2)
+        dist.all_reduce(values)
+        if dist.get_rank() == 0:
+            dist.broadcast(values, src=1)
+        else:
+            dist.all_reduce(values)
+    """)
+    flags = ("--nproc-per-node", "2", "--time-limit", "15")
+    job.start_all(*flags, script, python=(sys.executable,))
+    assert job.wait() == [124]
+    data = saved(job)
+    assert ranks(data) == [0, 1]
+    assert data["why"] == "the time limit of 15 s was reached"
+    names = [f"logs/node0/flight_recorder.rank{rank}.json" for rank in (0, 1)]
+    assert sorted(data["flight_recorder"]) == names
+    last = [json.loads((job.dir / name).read_text())["entries"][-1] for name in names]
+    assert [each["profiling_name"] for each in last] == ["gloo:broadcast", "gloo:all_reduce"]
+    assert [each["collective_seq_id"] for each in last] == [2, 2]
+    assert (job.dir / names[0]).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_cancel_saves_stacks_only_on_request(make_job: MakeJob, wanted: bool) -> None:
+    job = make_job(1)
+    job.start_all("--nproc-per-node", "2", job.script(SLEEPER))
+    wait_until_up(job, 2)
+    if wanted:
+        ends.want_stacks(job.dir)
+    ends.cancel(job.dir)
+    job.agents[0].send_signal(signal.SIGTERM)
+    assert job.wait() == [143]
+    assert bool(job.result["evidence"]) is wanted
+    if wanted:
+        data = saved(job)
+        assert [each["threads"][0]["frames"][0]["function"] for each in data["ranks"]] == [
+            "rest"
+        ] * 2
+
+
+def test_agent_that_loses_the_coordinator_saves_its_own_stacks(make_job: MakeJob) -> None:
+    job = make_job(2)
+    flags = ("--nproc-per-node", "2", "--heartbeat", "0.5", "--lease", "2")
+    job.start_all(*flags, job.script(SLEEPER), python=PLAIN)
+    wait_until_up(job, 4)
+    os.kill(job.agents[0].pid, signal.SIGSTOP)
+    try:
+        assert job.agents[1].wait(TEST_TIMEOUT) == 1
+    finally:
+        os.kill(job.agents[0].pid, signal.SIGCONT)
+    data = saved(job, node=1)
+    assert ranks(data) == [2, 3]
+    assert data["why"].startswith("node 1 lost node 0: ")
+    end = json.loads((job.dir / "ends" / "node1.json").read_text())
+    assert (end["state"], end["evidence"]) == ("LOST", "logs/node1/stacks.txt")
+    assert job.wait()[0] == 1
+    assert ranks(saved(job)) == [0, 1]  # node 0 saves those that it still reaches

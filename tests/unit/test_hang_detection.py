@@ -1,0 +1,322 @@
+"""When a job hangs: the coordinator's clock, and the rule by which a worker moves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from clusterjob.core.records import Record
+from clusterjob.insight import silence
+from clusterjob.node.agent.stack_reports import bounded
+from clusterjob.node.logs.log_files import node_directory
+from clusterjob.node.metrics import lines
+from clusterjob.node.metrics.samples import NodeFacts, Sample
+from clusterjob.node.rendezvous import hang_detection, hang_verdict, messages
+from clusterjob.node.rendezvous.hang_detection import HangDetection
+from clusterjob.node.rendezvous.membership import Peer
+from clusterjob.node.rendezvous.sender_check import check_sender
+from clusterjob.node.stacks import activity, progress
+from clusterjob.node.stacks.activity import Activity
+from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.stacks.progress import Progress
+from clusterjob.node.system.codec import MalformedMessageError
+from clusterjob.node.verdict import FailureKind, JobState, Verdict
+from clusterjob.node.workers.flight_recorder import DUMP_FILE, PIPE_FILE, Dumps
+
+TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+
+
+class Clock:
+    """The coordinator's clock and two agents, which answer each question at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float | None = 20.0) -> None:
+        self.now = 100.0
+        self.asked: list[messages.ReportProgress] = []
+        self.output_at = [100.0, 100.0]
+        self.moved = [False, False]
+        self.silent: set[int] = set()
+        monkeypatch.setattr(hang_detection, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.peers = {
+            rank: Peer(rank, "host", pid=1, nproc=1, send=self.asked.append, heard_at=0.0)
+            for rank in (0, 1)
+        }
+        self.detection = HangDetection(timeout, self.peers)
+
+    def run(self, seconds: float) -> bool:
+        """Let time pass until the job hangs, or for a time; return whether it hangs."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = max(self.now, min(self.detection.due, end))
+            if self.detection.due > self.now:
+                continue
+            self.asked.clear()
+            if self.detection.check({0, 1}):
+                return True
+            for rank, question in enumerate(list(self.asked)):
+                if rank in self.silent:
+                    continue
+                quiet = self.now - self.output_at[rank]
+                moved = self.moved[rank] and question.sample and not question.first
+                answer = messages.ProgressReported(question.number, quiet, moved=moved, step=rank)
+                self.detection.receive(self.peers[rank], answer)
+        return False
+
+
+def test_job_hangs_after_the_timeout_without_any_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.detection.start()
+    assert clock.run(60)
+    assert clock.now == pytest.approx(120.0, abs=0.1)
+    assert clock.detection.step == 1
+
+
+def test_job_without_timeout_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, timeout=None)
+    clock.detection.start()
+    assert clock.detection.due == float("inf")
+
+
+def test_output_of_one_node_and_a_moving_rank_delay_the_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    clock.detection.start()
+    assert not clock.run(15)
+    clock.output_at[1] = clock.now
+    assert not clock.run(15)
+    clock.moved[0] = True
+    assert not clock.run(100)
+    clock.moved[0] = False
+    stopped = clock.now
+    assert clock.run(60)
+    assert clock.now - stopped < 20 + hang_detection._LONGEST + 0.1
+
+
+def test_agent_without_answer_proves_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.silent.add(1)
+    clock.detection.start()
+    assert not clock.run(200)
+    clock.silent.clear()
+    assert clock.run(30)
+
+
+def test_stop_of_the_coordinator_itself_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.detection.start()
+    assert not clock.run(10)
+    clock.now += 1000
+    resumed = clock.now
+    assert clock.run(60)
+    assert clock.now - resumed >= 20
+
+
+# -- workers that move -----------------------------------------------------------------------------
+
+
+def frames(*places: str) -> tuple[Frame, ...]:
+    """Return frames, the innermost first, of texts such as ``train.py:f``, the outermost first."""
+    parts = [place.partition(":") for place in places]
+    return tuple(Frame(file, 7, name) for file, _, name in reversed(parts))
+
+
+def stack(*main: str, rank: int = 0, answered: bool = True, **threads: str) -> RankStack:
+    others = tuple(ThreadStack(name, frames(place)) for name, place in threads.items())
+    return RankStack(
+        rank, 0, "host", 10 + rank, state="sleeps", answered=answered,
+        threads=(ThreadStack("MainThread", frames(*main) if answered else ()), *others),
+    )  # fmt: skip
+
+
+class Samples:
+    """Samples of one rank, with counters that the test sets."""
+
+    IDLE = Activity(io=0, cpu=0.0, runs=False, below_io=0, below_cpu=0.0, below_runs=False)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.activity, self.now = self.IDLE, 0.0
+        self.progress = Progress()
+        monkeypatch.setattr(activity, "read", lambda pids: dict.fromkeys(pids, self.activity))
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def take(self, found: RankStack, *, first: bool = False, **used: Any) -> bool:
+        self.now += 5.0
+        if used:
+            self.activity = replace(self.activity, **used)
+        self.progress.begin()
+        return self.progress.moved([found], first=first)
+
+
+@pytest.fixture
+def samples(monkeypatch: pytest.MonkeyPatch) -> Samples:
+    taken = Samples(monkeypatch)
+    assert not taken.take(stack("a.py:main", "a.py:step"), first=True)
+    return taken
+
+
+def test_rank_in_another_function_moves(samples: Samples) -> None:
+    assert not samples.take(stack("a.py:main", "a.py:step"))
+    assert samples.take(stack("a.py:main", "a.py:evaluate"))
+    assert not samples.take(stack("a.py:main", "a.py:evaluate"))
+
+
+def test_deeper_or_shallower_call_of_the_same_function_is_no_move(samples: Samples) -> None:
+    for main in (("a.py:main",), ("a.py:main", "a.py:step", "a.py:ready"), ("a.py:main",)):
+        assert not samples.take(stack(*main))
+    assert samples.take(stack("a.py:main", "a.py:other"))
+
+
+def test_rank_that_reads_or_writes_moves(samples: Samples) -> None:
+    assert samples.take(stack("a.py:main", "a.py:step"), io=1)
+    assert not samples.take(stack("a.py:main", "a.py:step"))
+
+
+@pytest.mark.parametrize(
+    ("used", "moves"),
+    [
+        ({"below_cpu": 4.0}, True),
+        ({"below_cpu": 0.1}, False),  # a monitor
+        ({"below_io": 50_000_000}, True),
+        ({"below_io": 500_000}, False),
+        ({"cpu": 5.0, "runs": True}, False),  # its own loop
+    ],
+)
+def test_work_below_a_rank_moves_it(samples: Samples, used: dict[str, Any], moves: bool) -> None:
+    assert samples.take(stack("a.py:main", "a.py:step"), **used) is moves
+
+
+def test_process_below_that_waits_for_a_core_works(samples: Samples) -> None:
+    assert not samples.take(stack("a.py:main", "a.py:step"), below_runs=True)
+    assert samples.take(stack("a.py:main", "a.py:step"), below_runs=True)
+
+
+@pytest.mark.parametrize("main", [None, "<frozen importlib._bootstrap>:exec_module"])
+def test_cpu_counts_where_the_stack_does_not_show_the_work(
+    monkeypatch: pytest.MonkeyPatch, main: str | None
+) -> None:
+    samples = Samples(monkeypatch)
+    found = stack(main or "", answered=main is not None)
+    assert not samples.take(found, first=True)
+    assert not samples.take(found)
+    assert samples.take(found, cpu=4.0)
+
+
+def test_late_answer_is_no_move(samples: Samples) -> None:
+    assert not samples.take(stack("", answered=False))
+    assert not samples.take(stack("a.py:main", "a.py:step"))
+
+
+def test_thread_with_a_usual_place_does_not_move_its_rank(samples: Samples) -> None:
+    places = ["w.py:wait"] * 6 + ["w.py:read", "w.py:wait", "w.py:wait", "w.py:send", "w.py:wait"]
+    for place in places:
+        assert not samples.take(stack("a.py:main", "a.py:step", monitor=place))
+
+
+def test_thread_that_works_moves_its_rank(samples: Samples) -> None:
+    moves = [
+        samples.take(stack("a.py:main", "a.py:step", pool=f"w.py:{name}")) for name in "abcdefgh"
+    ]
+    assert sum(moves) >= 3
+
+
+def test_new_worker_moves_and_no_worker_stands_still(samples: Samples) -> None:
+    other = replace(stack("a.py:main", "a.py:step"), pid=99)
+    assert samples.take(other)
+    samples.progress.begin()
+    assert samples.progress.moved([], first=False)
+
+
+# -- verdict and messages --------------------------------------------------------------------------
+
+
+def test_verdict_names_the_rank_outside_of_the_collective() -> None:
+    waiting = [f"{TORCH}:all_reduce"]
+    stacks = [stack("train.py:main", *waiting, rank=rank) for rank in (0, 2)]
+    stacks.append(stack("train.py:main", "data.py:decode", rank=1))
+    own = Peer(0, "host", pid=1, nproc=3, send=print, heard_at=0.0)
+    end = hang_verdict.hang(own, 600.0)
+    assert end.reason == "no progress for 10m"
+    found = hang_verdict.with_ranks(end, stacks, step=12, local_rank=lambda _node, rank: rank)
+    assert found.failure is not None
+    assert (found.failure.kind, found.failure.rank) == (FailureKind.HANG, 1)
+    assert found.failure.message == (
+        "no progress for 10m: ranks 0, 2 wait in all_reduce; rank 1 is in decode (data.py:7);"
+        " last step 12"
+    )
+    assert found.failure.last_lines[1] == "decode (data.py:7)"
+    assert found.stacks
+
+
+def test_verdict_names_no_rank_if_all_wait_alike() -> None:
+    stacks = [stack("train.py:main", f"{TORCH}:all_reduce", rank=rank) for rank in (0, 1)]
+    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
+    found = hang_verdict.with_ranks(
+        hang_verdict.hang(own, 90.0), stacks, step=-1, local_rank=lambda _node, rank: rank
+    )
+    assert found.failure is not None
+    assert found.failure.rank is None
+    assert found.reason.startswith("no progress for 90s: all 2 ranks wait in all_reduce")
+
+
+def test_evidence_of_a_verdict_survives_json_and_old_verdicts_have_none() -> None:
+    verdict = Verdict(JobState.FAILED, 1, evidence="logs/node0/stacks.txt", evidence_ranks=7)
+    data = verdict.to_json()
+    assert Verdict.from_json(data) == verdict
+    assert "  stacks of 7 ranks: logs/node0/stacks.txt" in verdict.text().splitlines()
+    for name in ("evidence", "evidence_ranks"):
+        del data[name]
+    assert Verdict.from_json(data).evidence == ""
+
+
+def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> None:
+    huge = replace(
+        stack("a.py:main"),
+        threads=tuple(ThreadStack(f"t{n}", frames(*["x" * 300 + ":f"] * 200)) for n in range(300)),
+    )
+    message = messages.StackFound(0, bounded(huge))
+    data = messages.FROM_AGENT.encode(message)
+    assert len(str(data)) < 256_000
+    assert messages.FROM_AGENT.decode(data) == message
+    with pytest.raises(MalformedMessageError, match="a stack of node 0"):
+        check_sender(message, node_rank=1)
+
+
+def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
+    dumps = Dumps(tmp_path, 0, attempt=0, restart=1)
+    variables = dumps.variables({})
+    assert variables["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert dumps.variables({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/own"}) == {}
+    assert "TORCH_FR_BUFFER_SIZE" not in dumps.variables({"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
+    assert dumps.request([3], 5.0) == ()  # no process reads the pipe
+    # As ProcessGroupNCCL does: <prefix><rank>.pipe, and a dump in <prefix><rank>.
+    pipe = f"{variables[PIPE_FILE]}3.pipe"
+    os.mkfifo(pipe, 0o600)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    target = Path(f"{variables[DUMP_FILE]}3")
+    target.parent.mkdir(parents=True)
+    threading.Timer(0.2, lambda: target.write_bytes(os.read(reader, 64))).start()
+    assert dumps.request([3], 10.0) == ("logs/node0/flight_recorder.restart1.rank3",)
+    assert target.read_bytes()
+    os.close(reader)
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [(599.0, False), (660.0, True)])
+def test_status_says_that_a_job_is_silent(tmp_path: Path, quiet: float, shown: bool) -> None:
+    directory = node_directory(tmp_path, 0)
+    directory.mkdir(parents=True)
+    facts = NodeFacts(0, "host", attempt=0, cores=1, memory=1)
+    sample = Sample(0.0, 1.0, 0, quiet, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    (directory / "metrics.0").write_bytes(lines.facts_line(facts) + lines.sample_line(sample))
+    record = cast("Record", SimpleNamespace(job_dir=tmp_path, job_id="train-x"))
+    running = cast("Any", SimpleNamespace(state=JobState.RUNNING))
+    text = silence.hint(record, running)
+    assert text == (
+        "no output for 11m: `clusterjob stacks train-x` shows what its ranks do" if shown else ""
+    )
+    assert silence.hint(record, cast("Any", SimpleNamespace(state=JobState.FAILED))) == ""
