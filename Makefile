@@ -1,4 +1,4 @@
-# Main targets: demo, test, test-unit, test-slow, slurm, lint, bench, clean. Each installs what it
+# Main targets: demo, test, test-unit, test-slow, test-gpu, slurm, lint, bench, clean. Each installs what it
 # needs in its first run. A new machine needs Python >= 3.10 and make; Python packages are installed
 # into .venv, and Slurm for the tests from Debian's packages.
 
@@ -10,7 +10,7 @@ FOUR := --numprocesses 4 --dist worksteal
 # Some images set this variable. Without cached bytecode, each command of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-unit test-slow slurm mpi sshd shells packers browser paddle lint bench clean
+.PHONY: demo test test-unit test-slow test-gpu slurm mpi sshd shells packers browser paddle lint bench clean
 
 demo: $(DEMO)  ## Train a small CNN on two "nodes" of this machine with two workers each
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
@@ -24,6 +24,10 @@ test-unit: $(READY)  ## Run the unit tests: one minute, without root and daemons
 test-slow: $(READY) slurm mpi sshd shells packers browser paddle
 	$(BIN)/python -m pytest -m slow $(FOUR)
 
+test-gpu:  ## Run the tests that need an NVIDIA GPU, with the torch of PYTHON
+	tools/gpu.sh
+	.venv-gpu/bin/python -m pytest tests/gpu -v
+
 slurm:  ## Install Debian packages for the tests' own Slurm, if missing
 	tools/slurm.sh
 
@@ -33,7 +37,7 @@ mpi:  ## Install the launchers of Open MPI and MPICH, and ip, if missing
 sshd:  ## Install sshd, pam_oath and a KDC for the tests of the SSH backend, if missing
 	tools/sshd.sh
 
-shells:  ## Install zsh and fish for the tests of the completion, if missing
+shells:  ## Install zsh, fish and tmux for the tests of the completion and of screens, if missing
 	tools/shells.sh
 
 packers:  ## Install the programs that pack and unpack environments, and strace, if missing
@@ -65,5 +69,5 @@ $(READY): pyproject.toml constraints.txt tools/setup.sh
 	tools/setup.sh dev
 
 clean:
-	rm -rf .venv .venv-paddle build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf .venv .venv-paddle .venv-gpu build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	  .import_linter_cache

@@ -1,4 +1,4 @@
-"""Colour a verdict on a terminal; NO_COLOR and TERM=dumb keep it plain (https://no-color.org)."""
+"""Colour verdicts on a terminal, unless NO_COLOR is set (https://no-color.org)."""
 
 from __future__ import annotations
 

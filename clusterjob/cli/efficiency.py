@@ -53,9 +53,9 @@ def lines(found: dict[str, Any] | None) -> list[str]:
         return []
     first = [f"wall {show_duration(found['wall_seconds'])}"]
     if found["startup_seconds"] is not None:
-        first.append(f"start-up {show_duration(found['startup_seconds'])}")
+        first.append(f"start-up {_short(found['startup_seconds'])}")
     if found["restarts"]:
-        lost = show_duration(found["restart_seconds"])
+        lost = _short(found["restart_seconds"])
         word = "restart" if found["restarts"] == 1 else "restarts"
         first.append(f"{found['restarts']} {word} cost {lost}")
     if found["gpu_hours_held"]:
@@ -73,12 +73,16 @@ def lines(found: dict[str, Any] | None) -> list[str]:
     if len(nodes) > _SHOWN:
         text.append(f"  and {len(nodes) - _SHOWN} more nodes: --json")
     if (slow := found.get("slowest_rank")) is not None:
-        share = "" if slow["percent"] is None else f" ({slow['percent']:.0f}%)"
+        share = f" ({slow['percent']:.0f}%)" if (slow["percent"] or 1e9) < 1000 else ""
         text.append(
             f"  slowest: rank {slow['rank']} (node {slow['node_rank']}, host {slow['host']}),"
             f" {slow['seconds']:g} s{share} more {slow['measure']} than the median rank"
         )
     return text + [f"  advice: {advice}" for advice in found["advice"]]
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else show_duration(seconds)
 
 
 def _use(node: dict[str, Any]) -> str:
@@ -137,5 +141,5 @@ def _cells(found: dict[str, Any] | None) -> tuple[str, ...]:
         shown(use["gpu_mean"], "{:.0f}%"),
         f"{found['gpu_hours_held']:.2f}" if found["gpu_hours_held"] else "",
         shown(found["gpu_hours_idle"], "{:.2f}") if found["gpu_hours_held"] else "",
-        show_duration(found["restart_seconds"]) if found["restarts"] else "",
+        _short(found["restart_seconds"]) if found["restarts"] else "",
     )

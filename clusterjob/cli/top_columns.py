@@ -6,6 +6,7 @@ from collections import Counter
 
 from rich.text import Text
 
+from clusterjob.cli.phase_text import phase_text
 from clusterjob.cli.top_table import Column
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.times import show_age, show_duration
@@ -110,7 +111,7 @@ JOB_COLUMNS: list[Column[ListRow]] = [
 def _node_state(node: NodeNow) -> str:
     if node.no_data:
         return f"no data {silence(node.no_data)}"
-    return node.phase if node.phase == "running" else f"{node.phase} {node.detail}".strip()
+    return _with_detail(node.phase, node.detail)
 
 
 def _node_style(node: NodeNow) -> str:
@@ -234,8 +235,14 @@ NODE_COLUMNS: list[Column[NodeNow]] = [
 
 
 def _rank_state(rank: RankNow) -> str:
-    # While it runs, the detail is how that was noticed.
-    return rank.phase if rank.phase == "running" else f"{rank.phase} {rank.detail}".strip()
+    return _with_detail(rank.phase, rank.detail)
+
+
+def _with_detail(phase: str, detail: str) -> str:
+    """Return a phase with its detail, such as how the process has ended."""
+    if phase == "running":  # the detail is how that was noticed
+        return phase
+    return detail if phase == "ended" and detail else f"{phase} {detail}".strip()
 
 
 def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
@@ -265,7 +272,7 @@ def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
         Column(
             "STATE",
             _rank_state,
-            width=14,
+            width=18,
             style=lambda rank: (
                 "bold red" if rank.rank in failed else _PHASE_STYLE.get(rank.phase, "yellow")
             ),
@@ -354,6 +361,10 @@ def job_lines(job: JobNow | None) -> tuple[Text, Text]:
     if status is not None and status.elapsed is not None:
         head.append(f" {show_duration(status.elapsed)}")
     ranks = job.ranks
+    if status is not None and verdict is None:
+        phase = phase_text(status, has_output=any(rank.line for rank in ranks))
+        if not phase.startswith("running"):
+            head.append(f"   {sanitize(phase)}", style="yellow")
     if ranks:
         phases = Counter(rank.phase or "started" for rank in ranks)
         head.append(f"   {len(ranks)} rank{'s' if len(ranks) > 1 else ''}: ")
@@ -372,9 +383,9 @@ def _matter(job: JobNow) -> Text:
     """Return why the job failed, waits or is silent; empty if it simply runs."""
     status, verdict = job.status, job.verdict
     if verdict is not None:
-        return Text(sanitize(verdict.reason.partition("\n")[0]), style="red")
+        return Text.assemble((sanitize(verdict.reason.partition("\n")[0]), "red"))
     reason = sanitize(status.reason.partition("\n")[0]) if status is not None else ""
     quiet = min((node.quiet for node in job.nodes if node.quiet is not None), default=0.0)
     if quiet >= _TOO_SILENT:
         reason = f"no output for {silence(quiet)}: t shows the stacks" + (reason and f"; {reason}")
-    return Text(reason, style="yellow")
+    return Text.assemble((reason, "yellow"))

@@ -25,34 +25,25 @@ _MAX_BATCH = 2000  # lines of one reading that are shown; more cannot be read by
 _MAX_COLUMNS = 2000  # characters of a line
 
 HELP = """\
- Tab, Shift-Tab   next table, table before
- Up, Down, PgUp, PgDn, Home, End   move
- Enter            job: its ranks; node, rank: its log
- l                log of the row, which follows it
- t                stacks of the row's processes, equal ones together
- c                cancel the job, after a question
- s, S             sort by the next column, by the one before
- r                reverse the order
- /                show only rows with a text; Esc ends it
- Space            stop and continue the refresh
- ?                this help
- q, Ctrl-C        quit; jobs continue
+Tab, Shift-Tab  next table, table before
+arrows, PgUp, PgDn, Home, End: move the cursor
+Enter           of a job: its ranks; of a node or a rank: its log
+l               log of the row; it follows new lines
+t               stacks of the row's processes, equal ones together
+c               cancel the job, after a question
+s, S            sort by the next column, by the one before
+r               reverse the order
+/               show only rows with a text; Esc ends it
+Space           stop and continue the refresh
+q, Ctrl-C       quit; jobs continue
 
- Mouse: click a row, a column's header, a key below; double-click opens.
+Mouse: click a row, a header or a key; a double click opens a row.
 
- SILENT  seconds since the last output
- CPU     rank: percent of one core; node: percent of all its cores
- GPU     percent of the time in which a kernel ran
- no data a node's metrics do not arrive any more
+SILENT          time since the last output
+CPU%            of a rank: of one core; of a node: of all its cores
+GPU%            share of the time in which a kernel ran
+no data         the metrics of a node do not arrive any more
 """
-
-
-class _Closing:
-    """Keys that close a screen."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,escape", "app.pop_screen", "Back", key_display="q"),
-    ]
 
 
 class HelpScreen(ModalScreen[None]):

@@ -30,6 +30,7 @@ from clusterjob.node.logs.log_reader import LogReader
 
 _OF_MAIN_SCREEN = {
     "keys", "filter", "sort", "reverse", "log", "stacks", "cancel", "pause", "open", "end_filter",
+    "leave",
 }  # fmt: skip
 _SHARE = 4  # the tables of jobs and of nodes each have at most this part of the screen
 
@@ -51,27 +52,27 @@ class Top(App[None]):
     #filter { height: 1; border: none; padding: 0; display: none; }
     RichLog { background: ansi_default; overflow-y: auto; }
     VerticalScroll { background: ansi_default; }
-    ModalScreen { align: center middle; background: ansi_default; }
-    .dialog { border: round ansi_blue; padding: 0 1; width: 76; max-width: 100%; height: auto;
-              max-height: 100%; }
+    ModalScreen { align: center middle; background: transparent; }
+    .dialog { border: round ansi_blue; background: ansi_default; padding: 0 1;
+              width: 76; max-width: 100%; height: auto; max-height: 100%; }
     .heading { text-style: bold; }
     """
     ENABLE_COMMAND_PALETTE = False
+    # With priority, a key acts before the next one: "/abc" may be typed at once.
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "leave", "Quit"),
-        Binding("ctrl+c", "leave", "Quit", show=False, priority=True),
-        Binding("question_mark", "keys", "Help", key_display="?"),
-        Binding("tab", "app.focus_next", "Table", key_display="Tab"),
-        Binding("slash", "filter", "Filter", key_display="/"),
-        Binding("s", "sort(1)", "Sort"),
-        Binding("S", "sort(-1)", "Sort back", show=False),
-        Binding("r", "reverse", "Reverse"),
-        Binding("l", "log", "Log"),
-        Binding("t", "stacks", "Stacks"),
-        Binding("c", "cancel", "Cancel"),
-        Binding("space", "pause", "Pause", show=False),
-        Binding("enter", "open", "Open", show=False),
-        Binding("escape", "end_filter", "End the filter", show=False),
+        Binding("q", "leave", "Quit", priority=True),
+        Binding("ctrl+c", "exit", "Quit", show=False, priority=True),
+        Binding("question_mark", "keys", "Help", key_display="?", priority=True),
+        Binding("slash", "filter", "Filter", key_display="/", priority=True),
+        Binding("s", "sort(1)", "Sort", priority=True),
+        Binding("S", "sort(-1)", "Sort back", show=False, priority=True),
+        Binding("r", "reverse", "Reverse", priority=True),
+        Binding("l", "log", "Log", priority=True),
+        Binding("t", "stacks", "Stacks", priority=True),
+        Binding("c", "cancel", "Cancel", priority=True),
+        Binding("space", "pause", "Pause", show=False, priority=True),
+        Binding("enter", "open", "Open", show=False, priority=True),
+        Binding("escape", "end_filter", "End the filter", show=False, priority=True),
     ]
 
     class Changed(Message):
@@ -195,10 +196,15 @@ class Top(App[None]):
         return job if job is not None and row and job.record.job_id == row.job_id else None
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Take the keys of the main screen away from the screens above it."""
-        if len(self.screen_stack) > 1 and action in _OF_MAIN_SCREEN:
-            return False
+        """Take the keys of the main screen away from the screens above it, and from a text."""
+        if action in _OF_MAIN_SCREEN:
+            typing = isinstance(self.focused, Input) and action != "end_filter"
+            return len(self.screen_stack) == 1 and not typing
         return super().check_action(action, parameters)
+
+    def action_exit(self) -> None:
+        """End all screens."""
+        self.exit()
 
     def action_leave(self) -> None:
         """End the screen; jobs continue."""
@@ -248,7 +254,7 @@ class Top(App[None]):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Filter while the user types."""
-        if event.input.has_focus:
+        if event.input.display:
             self._filtered.set_filter(event.value)
 
     def on_input_submitted(self) -> None:

@@ -1,4 +1,4 @@
-"""The one live line of this process: how far the current command is, on the terminal of stderr.
+"""The live line of this process: how far the command is, on the terminal of stderr.
 
 Threads of a submission share it. Without a terminal nothing is shown, unless `prints_steps` is set:
 then each finished step of the submission is one plain line.

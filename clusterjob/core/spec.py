@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from clusterjob.core import arrays, notifications, program_check, variable_names
+from clusterjob.core import arrays, notifications, option_conflicts, program_check, variable_names
 from clusterjob.core.arrays import Array
 from clusterjob.core.earlier_code import EarlierCode
 from clusterjob.core.hosts import Host
@@ -177,7 +177,6 @@ class JobSpec:
                     f"{label.replace('_', ' ')} is {getattr(self, label)}: "
                     "must be more than 0 and less than 1e9 seconds"
                 )
-        _check_metrics(self.metrics_port, on=self.metrics)
         if self.lease <= self.heartbeat:
             raise SpecError(
                 f"the lease ({self.lease:g} s) must be longer "
@@ -192,14 +191,13 @@ class JobSpec:
                     f"{secret.name} has two values",
                     "give it once: --env for a public value, --secret for a hidden one",
                 )
-        self._check_notifications()
         twice = next((host for host in self.hosts if self.hosts.count(host) > 1), None)
         if twice is not None:
             raise SpecError(
                 f"the host {twice} is named twice",
                 "name it once; --nproc-per-node 2 starts two workers on each host",
             )
-        self._check_environment()
+        option_conflicts.check(self)
         program = (self.python, self.env_cache, self.program.target, *self.program.args)
         for text in (*self.setup, *self.notify_cmd, *program, str(self.workdir)):
             if "\0" in text:
@@ -210,37 +208,6 @@ class JobSpec:
         if self.template is not None and not self.template.is_file():
             raise SpecError(f"the template {str(self.template)!r} does not exist")
         program_check.check(self)
-
-    def _check_notifications(self) -> None:
-        notifications.check_kinds(self.notify_on)
-        if not all(command.strip() for command in self.notify_cmd):
-            raise SpecError("--notify-cmd is empty", "write a shell command, or leave it out")
-        if self.notifies and self.launcher == "srun":
-            raise SpecError(
-                "--notify needs clusterjob's agent, and --launcher srun starts none",
-                "Slurm's own mail: --set mail-type=END,FAIL --set mail-user=ADDRESS",
-            )
-        if self.hang_timeout is not None and self.launcher == "srun":
-            raise SpecError(
-                "--hang-timeout needs clusterjob's agent, and --launcher srun starts none",
-                "use --launcher agent or torchrun; `clusterjob stacks` works with every launcher",
-            )
-
-    def _check_environment(self) -> None:
-        if self.uv and self.env_archive is not None:
-            raise SpecError("--uv and --env-archive exclude each other", "leave one of them out")
-        if self.container and (self.uv or self.env_archive is not None):
-            flag = "--uv" if self.uv else "--env-archive"
-            raise SpecError(
-                f"--container and {flag} exclude each other", "the image has its own interpreter"
-            )
-        if self.env_archive is not None and "\0" in str(self.env_archive):
-            raise SpecError("--env-archive contains a NUL byte")
-        if self.env_cache and not self.env_cache.startswith("/"):
-            raise SpecError(
-                f"--env-cache {self.env_cache!r} is not an absolute path",
-                "name a directory on the nodes' own disks, such as /scratch",
-            )
 
     @property
     def notifies(self) -> bool:
@@ -401,10 +368,3 @@ def _at_least(flag: str, value: int | None, least: int) -> None:
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise SpecError(f"{label} is {value!r}", f"use one of {', '.join(known)}")
-
-
-def _check_metrics(port: int, *, on: bool) -> None:
-    if not 0 <= port < 1 << 16:
-        raise SpecError(f"--metrics-port {port}: must be from 1 to 65535")
-    if port and not on:
-        raise SpecError("--metrics-port and --no-metrics exclude each other")

@@ -61,6 +61,7 @@ class _NodeUsage(msgspec.Struct):
     """The usage of a node in its end record; without samples, only its durations."""
 
     wall: _Number
+    visible_gpus: _Count = 0  # counted without the driver's library
     waited: _Number = 0.0
     startup: _Number | None = None
     restarts: _Count = 0
@@ -93,7 +94,7 @@ def efficiency(record: Record, *, live: bool = False) -> dict[str, Any] | None:
 def _of_usages(record: Record, usages: dict[int, _NodeUsage]) -> dict[str, Any]:
     nodes = [_node(rank, usage) for rank, usage in usages.items() if usage.seconds]
     startups = [usage.startup for usage in usages.values() if usage.startup is not None]
-    held = sum(len(usage.gpus) * usage.wall for usage in usages.values())
+    held = sum(max(len(usage.gpus), usage.visible_gpus) * usage.wall for usage in usages.values())
     idle = sum(
         min(usage.wall, gpu.idle + usage.waited) for usage in usages.values() for gpu in usage.gpus
     )

@@ -1,4 +1,4 @@
-"""The metrics of a job: collect the samples of its nodes, and explain those that are missing."""
+"""The metrics of a job: collect its nodes' samples, and explain those that are missing."""
 
 from __future__ import annotations
 

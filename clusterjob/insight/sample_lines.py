@@ -49,6 +49,12 @@ class Gpu(msgspec.Struct, array_like=True, gc=False):
 
     use: _Number | None
     memory: _Number | None
+    power: _Number | None
+    temperature: _Number | None
+    sm_clock: _Number | None
+    memory_clock: _Number | None
+    ecc: _Number | None
+    xid: _Number | None
 
 
 class Sample(Times, array_like=True, gc=False):

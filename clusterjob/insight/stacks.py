@@ -1,4 +1,4 @@
-"""Collect the stacks of all ranks of a running job, or read those that were saved at its end."""
+"""Collect the stacks of a running job's ranks, or read those that were saved at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report in a real browser: no error or request, accessible, usable by keyboard, printable."""
+"""The report in a browser: no error or request, accessible, usable by keyboard, printable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run`, `submit --follow` and `status --watch` show of a job's phases, on real terminals."""
+"""The phases that `run`, `submit --follow` and `status --watch` show, on real terminals."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ def window(size: tuple[int, int], directory: Path, command: str = TOP) -> Screen
 
 def assert_fits(screen: Screen) -> None:
     """Check that no line is wrapped: each table has its header, and the last line the keys."""
+    wait_until(lambda: screen.lines[screen.rows - 1].startswith("q Quit"), TEST_TIMEOUT, "the keys")
     lines = screen.lines
     assert lines[0].startswith("clusterjob top"), screen.text
-    assert lines[screen.rows - 1].startswith("q Quit"), screen.text
     assert all(tables.width_of(line) <= screen.columns for line in lines)
     heads = [line for line in lines if re.match(r" (JOB|NODE|RANK)\b", line)]
     assert len(heads) == 3, screen.text
@@ -194,13 +194,12 @@ def test_top_follows_the_size_of_the_terminal_and_the_mouse(
         screen.wait_for_all("256 ranks", "HOST", "RECV/s")
         screen.resize(80, 24)
         screen.wait_without("RECV/s")
-        wait_until(lambda: screen.lines[23].startswith("q Quit"), TEST_TIMEOUT)
         assert_fits(screen)
         screen.resize(30, 8)  # too small for most, but no traceback
         screen.wait_without("LAST LINE")
         screen.resize(120, 40)
-        screen.wait_for_all("LAST LINE", "256 ranks")
         assert_fits(screen)
+        screen.wait_for_all("LAST LINE", "256 ranks")
         head = next(row for row, line in enumerate(screen.lines) if line.startswith(" RANK"))
         screen.click(8, head + 3)
         wait_until(lambda: screen.lines[head + 3].startswith("▶"), TEST_TIMEOUT)

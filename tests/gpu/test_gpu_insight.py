@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from conftest import SCRIPTS, clusterjob
+from gpu_jobs import SCRIPTS, clusterjob
 from procs import TEST_TIMEOUT, wait_until
 
 from clusterjob.node.metrics import segments

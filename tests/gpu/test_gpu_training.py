@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS, clusterjob, run_script
+from gpu_jobs import SCRIPTS, clusterjob, run_script
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])

@@ -24,6 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Replace the monotonic clock by the last number of a list."""
     now = [BEGIN]
     monkeypatch.setattr("clusterjob.node.agent.node_metrics.time.monotonic", lambda: now[-1])
+    monkeypatch.setattr("clusterjob.node.system.devices.visible_gpus", lambda _: 0)
     yield now
     monkeypatch.undo()
     assert time.monotonic() != now[-1]
@@ -79,6 +80,7 @@ def test_durations_come_from_phases_by_the_monotonic_clock(
     log.add(PhaseBegin(Phase.RUNNING, 1, 1, 1, time=0, monotonic=1150, detail="first output"))
     clock.append(1172.0)
     assert metrics.end() == {
+        "visible_gpus": 0,
         "wall": 182.0,
         "waited": 20.0,
         "startup": 25.0,
@@ -94,8 +96,8 @@ def test_durations_without_phases_are_those_of_the_agent(
     metrics = metrics_of(tmp_path)
     clock.append(1004.0)
     assert metrics.end() == {
-        "wall": 4.0, "waited": 4.0, "startup": None, "restarts": 0, "restart_seconds": 0.0,
-        "ran": {},
+        "visible_gpus": 0, "wall": 4.0, "waited": 4.0, "startup": None, "restarts": 0,
+        "restart_seconds": 0.0, "ran": {},
     }  # fmt: skip
     clock.append(1010.0)
     metrics.begin_round(world(0))

@@ -118,6 +118,11 @@ SESSIONS = (
         ),
     ),
     Session(
+        "tests/e2e/test_stacks_local.py::test_stacks_of_forked_workers_and_of_a_stopped_one",
+        ("docs/troubleshooting.md",),
+        ("clusterjob stacks train-e7trvw",),
+    ),
+    Session(
         "test_hydra_command_of_scripts_page_submits_sweep",
         ("docs/scripts.md",),
         (
@@ -214,6 +219,11 @@ SESSIONS = (
             "clusterjob shell train-e7trvw",
             "clusterjob forward train-e7trvw 6006",
         ),
+    ),
+    Session(
+        "tests/e2e/test_report_command.py::test_report_and_trace_of_a_job_that_runs_and_has_failed",
+        ("docs/troubleshooting.md",),
+        ("clusterjob report train-e7trvw", "clusterjob trace train-e7trvw"),
     ),
     Session(
         "tests/platforms/test_backend_example.py::test_job_runs_on_queue",

@@ -1,4 +1,4 @@
-"""A command that draws a whole screen, in tmux: keys, mouse, colours, and what it leaves behind."""
+"""A command that draws a whole screen, in tmux: keys, mouse, colours, what it leaves."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def stacks_json(job: Inside, *words: str, code: int = 0) -> dict[str, Any]:
 
 
 def check_stacks(job: Inside, ranks: int, hosts: list[str]) -> float:
-    """Read the stacks of a job of `WAITING` on two nodes; return the seconds of the last reading.
+    """Read the stacks of a job of `WAITING` on two nodes; return the seconds of a reading.
 
     Args:
         job: the job.

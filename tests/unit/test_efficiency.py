@@ -210,7 +210,9 @@ def test_array_is_summed(tmp_path: Path) -> None:
     assert found["advice"] == ["asked 64G, peak 3G: try --mem 4G"]
     assert total(jobs[3:]) is None
     text = "\n".join(shown.lines(found))
-    assert text.startswith("efficiency of 3 jobs: wall 3h 00m, start-up 37 s, 3 restarts cost 6 s,")
+    assert text.startswith(
+        "efficiency of 3 jobs: wall 3h 00m, start-up 37 s, 3 restarts cost 6.0 s,"
+    )
     assert "all nodes: CPU 2.0 of 64 cores, peak 5.5; memory 3.2 GB peak; GPU 80%" in text
     assert averages(efficiency(jobs[0]))["cores"] == 64
 
@@ -222,6 +224,9 @@ def test_job_without_samples_has_durations_only(tmp_path: Path) -> None:
     found = efficiency(record)
     assert (found["wall_seconds"], found["nodes"], found["gpu_hours_held"]) == (1.5, [], 0)
     assert shown.lines(found) == []
+    end(record, 0, {"wall": 3600.0, "visible_gpus": 8})  # the driver's library is missing
+    found = efficiency(record)
+    assert (found["gpu_hours_held"], found["gpu_hours_idle"]) == (8, None)
     end(record, 0, None)  # an older version
     assert efficiency(record) is None
 

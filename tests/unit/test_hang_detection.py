@@ -1,4 +1,4 @@
-"""When a job counts as hanging: the coordinator's clock, and the rule by which a worker moves."""
+"""When a job hangs: the coordinator's clock, and the rule by which a worker moves."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from clusterjob.node.metrics.samples import NodeFacts, Sample
 from clusterjob.node.rendezvous import hang_detection, hang_verdict, messages
 from clusterjob.node.rendezvous.hang_detection import HangDetection
 from clusterjob.node.rendezvous.membership import Peer
+from clusterjob.node.rendezvous.sender_check import check_sender
 from clusterjob.node.stacks import activity, progress
 from clusterjob.node.stacks.activity import Activity
 from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
@@ -296,7 +297,7 @@ def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> Non
     assert len(str(data)) < 256_000
     assert messages.FROM_AGENT.decode(data) == message
     with pytest.raises(MalformedMessageError, match="a stack of node 0"):
-        messages.check_sender(message, node_rank=1)
+        check_sender(message, node_rank=1)
 
 
 def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:

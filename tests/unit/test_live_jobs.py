@@ -22,9 +22,10 @@ from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Handle, Record, Records, secure_home
 from clusterjob.errors import ClusterJobError
-from clusterjob.insight import live_jobs, live_node
+from clusterjob.insight import live_jobs, live_node, live_output
 from clusterjob.insight.live_jobs import JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeReader, gpu_of_ranks
+from clusterjob.node.logs import log_files
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import PHASES, Phase
 from clusterjob.node.verdict import JobState, Verdict
@@ -72,13 +73,14 @@ def test_reader_reads_only_what_was_added(monkeypatch: pytest.MonkeyPatch) -> No
     reader = NodeReader(job.dir, 0)
     assert [rank.line for rank in reader.read(ended=False).ranks] == ["one", ""]
     opened: list[str] = []
-    real = live_node.open_regular
+    real = log_files.open_regular
 
     def counting(path: Path, *, buffering: int = -1) -> BinaryIO:
         opened.append(path.name)
         return real(path, buffering=buffering)
 
     monkeypatch.setattr(live_node, "open_regular", counting)
+    monkeypatch.setattr(live_output, "open_regular", counting)
     reader.read(ended=False)
     assert opened == ["timeline"]
     job.print(1, "two")
@@ -113,6 +115,15 @@ def test_last_line_of_a_restarted_rank_is_of_its_newest_files() -> None:
     (directory / "rank0.restart1.out").write_text("again\r 50% done\r")
     (directory / "timeline").write_text("100.000 rank0.restart1.out 9\n101.000 rank0.err 5\n")
     assert read(job).ranks[0].line == "50% done"
+
+
+def test_last_line_is_of_stderr_if_both_files_grew_at_once() -> None:
+    job = WrittenJob("a-222222", ranks=1)
+    directory = node_directory(job.dir, 0)
+    (directory / "rank0.out").write_text("epoch 1, a long line\n")
+    (directory / "rank0.err").write_text("warning\n")
+    (directory / "timeline").write_text("100.000 rank0.err 8\n100.000 rank0.out 21\n")
+    assert read(job).ranks[0].line == "warning"
 
 
 def test_lines_of_nodes_without_an_agent_are_found() -> None:

@@ -1,4 +1,4 @@
-"""The files of a node's metrics: what is written is read, and damage costs only its own lines."""
+"""The files of a node's metrics: what is written is read; damage costs only its own lines."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from report_jobs import HOSTILE, WrittenJob, page_of
 
+from clusterjob.backends.base import Status
 from clusterjob.backends.shared import ended
 from clusterjob.core.records import Record, Records
 from clusterjob.insight.report import page, values
@@ -22,7 +23,7 @@ from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import PHASES
 from clusterjob.node.metrics.segments import THINNED
-from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.node.verdict import Failure, JobState, Verdict
 
 
 class Outline(HTMLParser):
@@ -203,6 +204,43 @@ def test_node_without_workers_has_a_row(tmp_path: Path) -> None:
     text = report_of(record)
     assert "node 1</text>" in text
     assert "Node 1 saw no event together with node 0" in text
+
+
+def test_gpu_errors_are_named(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
+    path = node_directory(record.job_dir, 1) / "metrics.0"
+    lines = path.read_text().splitlines()
+    sample = json.loads(lines[-1])
+    sample[12][1][6:8] = [3, 79]
+    path.write_text("\n".join([*lines[:-1], json.dumps(sample)]) + "\n")
+    wanted = "GPU 1 of node 1 reported XID error 79 and 3 uncorrected ECC errors"
+    assert wanted in report_of(record)
+
+
+def test_output_of_torchrun_is_shown_by_node(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path, failed=None).write()
+    for node in (0, 1):
+        directory = node_directory(record.job_dir, node)
+        (directory / f"rank{node}.out").unlink()
+        (directory / "torchrun.out").write_text(f"[rank{node}]: the same line\n")
+    assert "torchrun of nodes 0-1</summary>" in report_of(record)
+
+
+def test_lost_node_is_marked(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path).write()
+    failure = Failure.of_node(1, "gpu1", message="its agent is lost")
+    verdict = Verdict(JobState.FAILED, 1, reason="node 1 (host gpu1): lost", failure=failure)
+    text = report_of(replace(record, end=verdict.to_json()))
+    assert "node 1, which failed" in text
+    assert '<tr class="failed"><th scope="row">1 ✕</th>' in text
+
+
+def test_report_of_pending_job_says_why_it_waits(tmp_path: Path) -> None:
+    record = replace(WrittenJob(tmp_path).write(), end=None, job_dir=tmp_path)
+    data = gather(record, Status(JobState.PENDING, reason="Resources"), None)
+    text = page.render(lambda detail: values.of_job(data, detail))
+    assert "▶ PENDING" in text
+    assert '<p class="reason">Resources</p>' in text
 
 
 def test_secret_values_are_not_in_the_report(tmp_path: Path) -> None:

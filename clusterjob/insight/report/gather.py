@@ -98,7 +98,17 @@ def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportDa
         started_at=status.started_at,
         restarts=status.verdict.restarts if status.verdict else status.restarts,
     )
-    return replace(data, notes=_notes(data, clock, left_out=left_out))
+    return replace(data, notes=[*_gpu_errors(metrics), *_notes(data, clock, left_out=left_out)])
+
+
+def _gpu_errors(metrics: measured.Measured) -> list[str]:
+    """Return one line for each GPU that reported an error."""
+    found = []
+    for (node, index), (xid, ecc) in sorted(metrics.gpu_errors.items())[:20]:
+        errors = [f"XID error {xid:.0f}"] if xid else []
+        errors += [f"{ecc:.0f} uncorrected ECC errors since its driver was loaded"] if ecc else []
+        found.append(f"GPU {index} of node {node} reported {' and '.join(errors)}.")
+    return found
 
 
 def _efficiency(record: Record, status: Status) -> dict[str, Any] | None:

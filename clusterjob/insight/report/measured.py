@@ -38,11 +38,13 @@ class Measured:
         facts: the latest facts of each node.
         extents: the times of each node's samples in each attempt.
         series: the metrics of each node.
+        gpu_errors: the latest XID and the ECC errors of each GPU with one, by node and GPU.
     """
 
     facts: dict[int, NodeFacts] = field(default_factory=dict)
     extents: list[NodeSamples] = field(default_factory=list)
     series: dict[int, dict[Key, Series]] = field(default_factory=dict)
+    gpu_errors: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def find(self, job_dir: Path, nodes: Iterable[int]) -> None:
         """Find the facts and the times of all samples."""
@@ -68,7 +70,9 @@ class Measured:
         """
         for node in sorted({extent.node for extent in self.extents}):
             longest = max(one.last - one.first for one in self.extents if one.node == node)
-            samples = sample_lines.samples(job_dir, node, with_segments=longest < _LONG)
+            samples = self._noting_errors(
+                node, sample_lines.samples(job_dir, node, with_segments=longest < _LONG)
+            )
             self.series[node] = series = {}
             for (first, last, keys), group in itertools.groupby(
                 _placed(samples, functools.partial(place, node), end), key=lambda item: item[0]
@@ -80,6 +84,15 @@ class Measured:
                     total, peak = sum(values), max(values)
                     for column in range(first, last + 1):
                         series[key].add(column, total, len(rows), peak)
+
+    def _noting_errors(
+        self, node: int, samples: Iterable[tuple[NodeFacts, sample_lines.Sample]]
+    ) -> Iterator[tuple[NodeFacts, sample_lines.Sample]]:
+        for facts, sample in samples:
+            for index, gpu in enumerate(sample.gpus):
+                if gpu.xid or gpu.ecc:
+                    self.gpu_errors[node, index] = (gpu.xid or 0, gpu.ecc or 0)
+            yield facts, sample
 
 
 _Place = tuple[int, int, tuple[Key, ...]]

@@ -49,9 +49,7 @@ def draw(data: ReportData) -> list[Plot]:
     """Return a picture of each metric that a node has sampled."""
     if data.end <= 0:
         return []
-    failed = {rank.node for rank in data.ranks if rank.failed}
-    if data.verdict is not None and data.verdict.failure is not None:
-        failed.add(data.verdict.failure.node_rank)
+    failed = _failed_nodes(data)
     plots = []
     for metric in METRICS:
         found = {
@@ -91,9 +89,10 @@ def _plot(metric: Metric, found: dict[int, Series], data: ReportData, failed: se
         )
         body.append(_line([median(column) if column else None for column in known], top, "line l0"))
         legend += [("l0", f"median of {len(others)} nodes"), ("b0", "lowest mean to highest peak")]
+    where = "with the failed rank" if failure_label(data) else "which failed"
     for node in bad[:2]:
         body.insert(0, _line(found[node].means, top, "line lbad"))  # below equal lines
-        legend.append(("lbad", f"node {node}, with the failed rank"))
+        legend.append(("lbad", f"node {node}, {where}"))
     if (time := failure_time(data)) is not None:
         x = svg.number(FRAME.x_of(time, data.end))
         body.append(
@@ -119,6 +118,12 @@ def _plot(metric: Metric, found: dict[int, Series], data: ReportData, failed: se
     )
     note = f"peak {svg.quantity(highest, metric.unit)}"
     return Plot(metric.title, picture, tuple(legend), note)
+
+
+def _failed_nodes(data: ReportData) -> set[int]:
+    """Return the node of the root cause, or no node."""
+    failure = data.verdict.failure if data.verdict is not None else None
+    return set() if failure is None else {failure.node_rank}
 
 
 def failure_time(data: ReportData) -> float | None:
@@ -206,7 +211,7 @@ def table(data: ReportData) -> tuple[list[Metric], list[NodeRow], int]:
     nodes = sorted(data.series)[:_MAX_NODES]
     sampled = {key for series in data.series.values() for key, number in series if number == NODE}
     metrics = [metric for metric in METRICS if metric.key in sampled and metric.key != "disk"]
-    failed = {rank.node for rank in data.ranks if rank.failed}
+    failed = _failed_nodes(data)
     hosts = {node.rank: node.host for node in data.nodes}
     tops = {
         metric.key: max(

@@ -1,4 +1,4 @@
-"""Parts that all pictures of a report share: escaped text, the time axis, numbers with units."""
+"""Parts that all pictures of a report share: text, the time axis, numbers with units."""
 
 from __future__ import annotations
 

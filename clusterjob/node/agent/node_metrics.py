@@ -128,7 +128,7 @@ class NodeMetrics:
     # -- the end record ----------------------------------------------------------------------------
 
     def _durations(self) -> dict[str, Any]:
-        """Return durations of this node, by its monotonic clock, in seconds.
+        """Return the number of this node's GPUs, and durations by its monotonic clock, in seconds.
 
         ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
         ran; ``restarts`` and
@@ -155,6 +155,7 @@ class NodeMetrics:
             lost += max(0.0, running[number] - min(ended))
         last = len(self._rounds) - 1
         return {
+            "visible_gpus": devices.visible_gpus(os.environ),
             "wall": round(now - begin, 1),
             "waited": round(self._rounds[0] - begin, 1) if running else round(now - begin, 1),
             "startup": round(running[0] - begin, 1) if running else None,

@@ -35,10 +35,10 @@ class Amd:
             key=lambda name: int(name[4:]),
         )
         devices = [drm / name / "device" for name in names]
-        cards = [
-            card for card in devices if files.read_text(card / "vendor", 16).strip() == _VENDOR
+        boards = [
+            board for board in devices if files.read_text(board / "vendor", 16).strip() == _VENDOR
         ]
-        places = list(enumerate(cards))
+        places = list(enumerate(boards))
         for variable in (
             "ROCR_VISIBLE_DEVICES",
             "HIP_VISIBLE_DEVICES",
@@ -47,34 +47,36 @@ class Amd:
             places = [places[int(entry)] for entry in listed if entry.isdigit()]
         if not places:
             raise OSError("there is no AMD GPU of the job")
-        self._cards = [card for _, card in places]
-        self._hwmon = [next(iter(sorted(card.glob("hwmon/hwmon*"))), card) for card in self._cards]
+        self._boards = [board for _, board in places]
+        self._hwmon = [
+            next(iter(sorted(board.glob("hwmon/hwmon*"))), board) for board in self._boards
+        ]
         self.gpus = tuple(
             Gpu(
                 index,
-                files.read_text(card / "unique_id", 40).strip(),
-                name=files.read_text(card / "product_name", 80).strip() or "AMD GPU",
-                memory=_number(card / "mem_info_vram_total") or 0,
+                files.read_text(board / "unique_id", 40).strip(),
+                name=files.read_text(board / "product_name", 80).strip() or "AMD GPU",
+                memory=_number(board / "mem_info_vram_total") or 0,
             )
-            for index, card in places
+            for index, board in places
         )
 
     def sample(self) -> tuple[GpuSample, ...]:
         """Return the state of each GPU."""
-        return tuple(map(_sample, self._cards, self._hwmon))
+        return tuple(map(_sample, self._boards, self._hwmon))
 
 
-def _sample(card: Path, hwmon: Path) -> GpuSample:
+def _sample(board: Path, hwmon: Path) -> GpuSample:
     power = _number(hwmon / "power1_average")
     if power is None:
         power = _number(hwmon / "power1_input")
     temperature = _number(hwmon / "temp1_input")
     errors = re.search(
-        r"^ue: (\d+)", files.read_text(card / "ras/umc_err_count", 200), re.MULTILINE
+        r"^ue: (\d+)", files.read_text(board / "ras/umc_err_count", 200), re.MULTILINE
     )
     return GpuSample(
-        _number(card / "gpu_busy_percent"),
-        _number(card / "mem_info_vram_used"),
+        _number(board / "gpu_busy_percent"),
+        _number(board / "mem_info_vram_used"),
         power=None if power is None else power / 1e6,  # from microwatts
         temperature=None if temperature is None else temperature / 1000,
         sm_clock=_megahertz(hwmon / "freq1_input"),

@@ -1,4 +1,4 @@
-"""Decide that a job hangs (`--hang-timeout`): no output, no heartbeat, and no stack that changes.
+"""Decide that a job hangs: no output, no heartbeat, and no stack that changes.
 
 While workers run, the coordinator asks all agents for their signs of life once per interval. An
 agent answers how long ago its workers wrote output or called ``ctx.heartbeat()``. After one

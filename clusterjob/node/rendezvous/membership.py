@@ -16,6 +16,7 @@ from clusterjob.node.rendezvous import messages, protocol
 from clusterjob.node.rendezvous.acceptor import MAX_WAITING, Acceptor
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.protocol import Channel
+from clusterjob.node.rendezvous.sender_check import check_sender
 from clusterjob.node.rendezvous.stalls import Stalls
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
@@ -216,7 +217,7 @@ class Membership:
         why = "its connection was closed"
         try:
             while (message := await channel.receive()) is not None:
-                messages.check_sender(message, node_rank)
+                check_sender(message, node_rank)
                 self.receive(node_rank, message)
         except (RendezvousError, MalformedMessageError) as error:
             why = f"it sent an invalid message: {error}"

@@ -1,4 +1,4 @@
-"""Read the stacks of processes that do not answer with py-spy, where it is installed and allowed.
+"""Read the stacks of processes that do not answer with py-spy, where that is possible.
 
 Without native frames, py-spy reads the memory of a running process: it neither stops the process
 nor needs its help, so it also reads one that is stopped or waits in the kernel.

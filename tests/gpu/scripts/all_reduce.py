@@ -4,10 +4,10 @@ import sys
 
 START = "fork" if "torch" in sys.modules else "exec"  # before torch is imported here
 
-import torch
-import torch.distributed as dist
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-from clusterjob import bootstrap
+from clusterjob import bootstrap  # noqa: E402
 
 with bootstrap.init() as ctx:
     value = torch.full((1024,), ctx.rank + 1.0, device=ctx.device)

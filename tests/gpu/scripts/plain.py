@@ -19,7 +19,7 @@ model = DistributedDataParallel(
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 first = last = 0.0
-for step in range(50):
+for _ in range(50):
     data = torch.randn(256, 32, device=device)
     loss = (model(data) - data.sum(1, keepdim=True)).square().mean()
     optimizer.zero_grad()

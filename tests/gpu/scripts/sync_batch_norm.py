@@ -18,7 +18,8 @@ with bootstrap.init() as ctx:
     output = model(given)
     torch.testing.assert_close(output.cpu(), wanted, rtol=1e-4, atol=1e-5)
     output.square().sum().backward()
-    assert given.grad is not None and torch.isfinite(given.grad).all()
+    assert given.grad is not None
+    assert torch.isfinite(given.grad).all()
     layer = model.module[0] if hasattr(model, "module") else model[0]
     torch.testing.assert_close(layer.running_mean.cpu(), plain.running_mean, rtol=1e-4, atol=1e-5)
     print(f"rank {ctx.rank} of {ctx.world_size}: {type(layer).__name__} agrees")

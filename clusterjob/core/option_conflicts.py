@@ -1,0 +1,62 @@
+"""Check options of a job that exclude or need each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clusterjob.core import notifications
+from clusterjob.errors import SpecError
+
+if TYPE_CHECKING:
+    from clusterjob.core.spec import JobSpec
+
+
+def check(spec: JobSpec) -> None:
+    """Check the options of a job.
+
+    Raises:
+        SpecError: two options exclude each other, or one has an impossible value.
+    """
+    _check_notifications(spec)
+    _check_metrics(spec)
+    _check_environment(spec)
+    if spec.hang_timeout is not None and spec.launcher == "srun":
+        raise SpecError(
+            "--hang-timeout needs clusterjob's agent, and --launcher srun starts none",
+            "use --launcher agent or torchrun; `clusterjob stacks` works with every launcher",
+        )
+
+
+def _check_notifications(spec: JobSpec) -> None:
+    notifications.check_kinds(spec.notify_on)
+    if not all(command.strip() for command in spec.notify_cmd):
+        raise SpecError("--notify-cmd is empty", "write a shell command, or leave it out")
+    if spec.notifies and spec.launcher == "srun":
+        raise SpecError(
+            "--notify needs clusterjob's agent, and --launcher srun starts none",
+            "Slurm's own mail: --set mail-type=END,FAIL --set mail-user=ADDRESS",
+        )
+
+
+def _check_metrics(spec: JobSpec) -> None:
+    if not 0 <= spec.metrics_port < 1 << 16:
+        raise SpecError(f"--metrics-port {spec.metrics_port}: must be from 1 to 65535")
+    if spec.metrics_port and not spec.metrics:
+        raise SpecError("--metrics-port and --no-metrics exclude each other")
+
+
+def _check_environment(spec: JobSpec) -> None:
+    if spec.uv and spec.env_archive is not None:
+        raise SpecError("--uv and --env-archive exclude each other", "leave one of them out")
+    if spec.container and (spec.uv or spec.env_archive is not None):
+        flag = "--uv" if spec.uv else "--env-archive"
+        raise SpecError(
+            f"--container and {flag} exclude each other", "the image has its own interpreter"
+        )
+    if spec.env_archive is not None and "\0" in str(spec.env_archive):
+        raise SpecError("--env-archive contains a NUL byte")
+    if spec.env_cache and not spec.env_cache.startswith("/"):
+        raise SpecError(
+            f"--env-cache {spec.env_cache!r} is not an absolute path",
+            "name a directory on the nodes' own disks, such as /scratch",
+        )

@@ -1,0 +1,115 @@
+"""The newest output of each rank of a node, while its files grow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from clusterjob.node.logs.job_dir import TIMELINE
+from clusterjob.node.logs.log_files import FILE_NAME, by_start, file_names, open_regular, shown
+from clusterjob.node.system.sanitize import sanitize
+
+_TIMELINE_TAIL = 256 << 10  # bytes that the first call reads of a timeline
+_LINE_TAIL = 4096  # bytes to read for the last line of a file
+_LONGEST = 500  # characters of a line that are kept
+_MAX_RANKS = 4096  # ranks of one node; a host may name any number
+_NOTE = re.compile(rb"(\d{1,12}\.\d{3}) (\S{1,80}) (\d{1,18})")
+
+
+class LiveOutput:
+    """The newest output of each rank: when it came, by the node's clock, and its last line.
+
+    The time is the one that the agent has recorded in the timeline. So it is known at once, also
+    for files that were copied from another machine a moment ago.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offset = 0
+        self._begin = 0.0  # the first recorded time that was read
+        self._seen: dict[str, tuple[float, int]] = {}  # by name: time and size
+        self._shown: dict[int | None, tuple[str, int]] = {}  # by rank: the file and size of a line
+        self._lines: dict[int | None, str] = {}
+        self.newest: dict[int | None, float] = {}  # by rank; None is a torchrun
+
+    def read(self) -> float:
+        """Read what was added; return the node's time now, as far as the timeline tells it."""
+        last = self._begin
+        for seconds, name, size in self._notes():
+            self._begin = self._begin or seconds
+            self._seen[name] = (seconds, size)
+            last = max(last, seconds)
+        self._find_unrecorded()
+        files: dict[int | None, list[str]] = defaultdict(list)
+        for name in self._seen:
+            match = FILE_NAME.fullmatch(name)
+            if match is not None:
+                files[int(match["rank"]) if match["rank"] else None].append(name)
+        for rank, names in list(files.items())[:_MAX_RANKS]:
+            start = max(by_start(name)[:2] for name in names)
+            name = max(
+                (name for name in names if by_start(name)[:2] == start),
+                # Of files that grew at once, stderr: it may have the reason of what follows.
+                key=lambda name: (self._seen[name][0], name.endswith(".err"), name),
+            )
+            self.newest[rank], size = self._seen[name]
+            if self._shown.get(rank) != (name, size):
+                self._shown[rank] = (name, size)
+                self._lines[rank] = _last_line(self._directory / name) or self._lines.get(rank, "")
+        with contextlib.suppress(OSError):
+            # Both times are of this machine: when the last record was written, or copied, here.
+            age = time.time() - (self._directory / TIMELINE).stat().st_mtime
+            last = max([last, *(seconds for seconds, _ in self._seen.values())])
+            return last + max(0.0, age) if last else 0.0
+        return time.time() if self._seen else 0.0
+
+    def line(self, rank: int | None) -> str:
+        """Return the last line of a rank."""
+        return self._lines.get(rank, "")
+
+    def _notes(self) -> Iterator[tuple[float, str, int]]:
+        """Yield the records of the timeline that are new; of a long one, the last ones."""
+        with contextlib.suppress(OSError), open_regular(self._directory / TIMELINE) as stream:
+            end = os.fstat(stream.fileno()).st_size
+            if self._offset == 0 and end > _TIMELINE_TAIL:
+                stream.seek(end - _TIMELINE_TAIL)
+                self._offset = end - _TIMELINE_TAIL + len(stream.readline())
+            stream.seek(self._offset)
+            data = stream.read(end - self._offset)
+            data = data[: data.rfind(b"\n") + 1]
+            self._offset += len(data)
+            for line in data.split(b"\n"):
+                if (match := _NOTE.fullmatch(line)) is not None:
+                    yield float(match[1]), match[2].decode(errors="replace"), int(match[3])
+
+    def _find_unrecorded(self) -> None:
+        """Add the files that no record names: old ones, or all if the node has no agent."""
+        has_timeline = self._offset > 0
+        if has_timeline and self._shown:
+            return  # what grows from now on is recorded
+        for name in file_names(self._directory):
+            if FILE_NAME.fullmatch(name) and (not has_timeline or name not in self._seen):
+                with contextlib.suppress(OSError):
+                    found = (self._directory / name).stat()
+                    seconds = self._begin if has_timeline else found.st_mtime
+                    if found.st_size:
+                        self._seen[name] = (seconds, found.st_size)
+
+
+def _last_line(path: Path) -> str:
+    """Return the last line of a file that is not blank, safe to show; empty if there is none."""
+    try:
+        with open_regular(path, buffering=0) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LINE_TAIL))
+            data = stream.read(_LINE_TAIL)
+    except OSError:
+        return ""
+    for part in reversed(data.split(b"\n")):
+        if text := shown(part).strip():
+            return sanitize(text[-_LONGEST:] if len(part) == len(data) else text[:_LONGEST])
+    return ""
