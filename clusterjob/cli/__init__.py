@@ -113,7 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal cannot encode must not end the command.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    code = _run(argv)
+    try:
+        code = _run(argv)
+    finally:
+        if "clusterjob.core.live" in sys.modules:
+            sys.modules["clusterjob.core.live"].live.clear()
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -183,8 +187,10 @@ def _nowhere_to_write(error: OSError) -> int:
 
 
 def _complain(error: ClusterJobError) -> int:
+    from clusterjob.core.live import live
     from clusterjob.node.system.sanitize import sanitize
 
+    live.clear()
     print(f"clusterjob: error: {sanitize(error.message)}", file=sys.stderr)
     for line in error.lines if isinstance(error, Untrusted) else ():
         print(f"  {sanitize(line)}", file=sys.stderr)

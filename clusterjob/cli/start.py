@@ -38,6 +38,8 @@ def submit(
 
     Only the id is printed on stdout.
     """
+    if not dry_run:
+        _show_beginning()
     from clusterjob.cli import output, watch
 
     plan, cluster = _plan(ctx, flags, dry=dry_run)
@@ -59,6 +61,14 @@ def submit(
     return watch.until_end(record)() if follow else 0
 
 
+def _show_beginning() -> None:
+    """Show a first live line before the slow imports; the command or its error removes it."""
+    from clusterjob.core.live import live
+
+    live.clear_at_sigterm()
+    live.show(["preparing the job"])
+
+
 def _submit(
     plan: Plan, cluster: str, *, detach: bool, follow: bool = False, stdin: int | None = None
 ) -> Record:
@@ -67,7 +77,6 @@ def _submit(
     from clusterjob.core.live import live
 
     live.prints_steps = follow
-    live.clear_at_sigterm()
     live.show([f"submitting to {cluster}"])
     try:
         return jobs.submit(plan, cluster, detach=detach, stdin=stdin)
@@ -109,6 +118,7 @@ def run(ctx: typer.Context, **flags: Any) -> int:
     stops them at once. At a prompt of rank 0, such as pdb's, Ctrl-C interrupts only the prompt.
     If this command is killed, a job of the local cluster ends too; other jobs continue.
     """
+    _show_beginning()
     from clusterjob.cli import output, watch
     from clusterjob.core import jobs
 

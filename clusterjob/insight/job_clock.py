@@ -1,10 +1,10 @@
 """Place the times of a job's nodes on one axis, without comparing the clocks of hosts.
 
 Each node measures with its own monotonic clock. An event that all nodes see at the same moment
-aligns two clocks: the first group of a round begins to form when its last rank has joined. Without
-a group, it is the start of the round's workers, which follows one message of the coordinator. The
-axis is node 0's clock. Attempts follow each other with a short gap: no node measured the time in
-the queue between them.
+aligns two clocks: the ranks of a round form their first group together, within milliseconds.
+Without a group, it is the start of the round's workers, which follows one message of the
+coordinator. The axis is node 0's clock. Attempts follow each other with a short gap: no node
+measured the time in the queue between them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MAX_ATTEMPTS = 1000
 _MAX_BEGINS = 100_000  # begins of phases to read of a node
 MAX_RANK = 1 << 16
 
-# Monotonic times of events that all nodes see, by kind (0: the group begins to form, 1: the workers
-# start) and restart.
+# Monotonic times of events that all nodes see, by kind (0: the first group is formed, 1: the
+# workers start) and restart.
 _Common = dict[tuple[int, int], float]
-_INIT, _START = 0, 1
+_FORMED, _START = 0, 1
 
 
 class JobClock:
@@ -123,12 +123,20 @@ class JobClock:
 def _common_events(begins: Iterable[PhaseBegin]) -> _Common:
     """Return when a node saw each event that all nodes see, by its own clock."""
     found: _Common = {}
+    forming: set[tuple[int, int]] = set()  # rank and round
+
+    def note(kind: int, begin: PhaseBegin) -> None:
+        key = kind, begin.restart
+        found[key] = min(begin.monotonic, found.get(key, begin.monotonic))
+
     for begin in begins:
-        if begin.rank is not None:
-            kinds = (_START, _INIT) if begin.phase is Phase.INIT else (_START,)
-            for kind in kinds:
-                key = kind, begin.restart
-                found[key] = min(begin.monotonic, found.get(key, begin.monotonic))
+        if begin.rank is None:
+            continue
+        note(_START, begin)
+        if begin.phase is Phase.INIT:
+            forming.add((begin.rank, begin.restart))
+        elif begin.phase is Phase.RUNNING and (begin.rank, begin.restart) in forming:
+            note(_FORMED, begin)
     return found
 
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from clusterjob.core.live import live
 from clusterjob.errors import HostError, escaped
 from clusterjob.remote import control_master, known_hosts
 from clusterjob.remote.host_keys import HostKey, known_keys, lookup_names
@@ -216,7 +217,8 @@ def _open(
         StrictHostKeyChecking=strict,
         **more,
     )
-    code, errors = _run(command, seconds, terminal=terminal)
+    with live.suspended() if terminal else contextlib.nullcontext():
+        code, errors = _run(command, seconds, terminal=terminal)
     if code is None:
         raise HostError(target.label, f"ssh does not log in within {seconds:g} s")
     if code == 0 and path.exists():

@@ -15,14 +15,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hanging_fuse
 import pytest
 from hooked import hooked_path
 from procs import wait_until
 
 from clusterjob.node.stacks import collect, kernel, py_spy
 from clusterjob.node.stacks.frames import RankStack
-from clusterjob.node.stacks.offer import FILE
+from clusterjob.node.stacks.offer import FILES
 from clusterjob.node.stacks.request import StackRequest
+
+FILE = FILES[signal.SIGURG]
 
 TIMEOUT = 20.0
 HAS_PY_SPY = shutil.which("py-spy", path=f"{sys.prefix}/bin") is not None
@@ -202,6 +205,41 @@ def test_requests_at_same_time_wait_for_each_other(tmp_path: Path) -> None:
         assert {len(stack.threads) for stack in found} == {6}
 
 
+@pytest.mark.root
+@pytest.mark.skipif(not hanging_fuse.can_mount(), reason="needs root and /dev/fuse")
+@pytest.mark.parametrize("native_thread", [False, True])
+def test_read_of_hanging_file_system_is_not_interrupted(
+    tmp_path: Path, native_thread: bool
+) -> None:
+    """A native thread, such as one of torch, writes the stack of the main thread."""
+    (tmp_path / "mount").mkdir()
+    text = """
+        import ctypes
+        offer()
+        if sys.argv[2:]:
+            libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+            never = ctypes.create_string_buffer(64)  # a semaphore that is 0
+            libc.pthread_create(ctypes.byref(thread), None, libc.sem_wait, never)
+        def load():
+            with open(sys.argv[1], "rb", buffering=0) as file:
+                up()
+                file.read(10)
+        load()
+    """
+    arguments = ["native"] if native_thread else []
+    # The server ends first: its end ends the read, which not even SIGKILL does.
+    with contextlib.ExitStack() as stack, hanging_fuse.mounted(tmp_path / "mount") as file:
+        process = stack.enter_context(child(tmp_path, text, str(file), *arguments))
+        wait_until(lambda: "request_wait" in kernel.state(process.pid), TIMEOUT)
+        before = kernel.state(process.pid)
+        for _ in range(3):
+            found = stack_of(process, 5)
+            assert found.answered == native_thread
+            assert kernel.state(process.pid) == before, "a signal makes it wait in state D"
+            if native_thread:
+                assert functions(found) == ["load", "<module>"]
+
+
 # -- a worker is never ended -----------------------------------------------------------------------
 
 BUSY = """
@@ -242,7 +280,7 @@ BUSY = """
 def interpreters() -> list[str]:
     """Return this interpreter, and others of this machine."""
     others = Path("~/.pyenv/versions").expanduser().glob("3.*/bin/python")
-    known = [str(path) for path in sorted(others) if path.parts[-3].split(".")[1] >= "8"]
+    known = [str(path) for path in sorted(others) if int(path.parts[-3].split(".")[1]) >= 8]
     return [sys.executable, *known]
 
 

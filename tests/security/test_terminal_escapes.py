@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import ROOT
 from terminals import Terminal, show
 
 from clusterjob.core.records import Handle, Record, Records
@@ -159,23 +160,27 @@ def test_logs_command_keeps_colours(hostile_job: str) -> None:
     assert shown.startswith("[0] \x1b[31mred\x1b[0m ")
 
 
-def test_spinner_shows_pending_reason_with_markup_as_plain_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_live_line_escapes_reasons_and_details(term: str) -> None:
     program = f"""
-import time
-from clusterjob.backends.base import Status
+from clusterjob.backends.base import JobPhase, JobProgress, Status
+from clusterjob.cli.live_progress import LiveProgress
+from clusterjob.core.live import live
 from clusterjob.node.verdict import JobState
-from clusterjob.cli.output import Progress
-progress = Progress()
-for _ in range(2):
-    progress.update(Status(JobState.PENDING, {HOSTILE!r}))
-    time.sleep(0.6)
-progress.stop()
+progress = LiveProgress(prints_phases=True, reads_terminal=lambda: False)
+text = {HOSTILE!r}
+progress.update(Status(JobState.PENDING, text), has_open_lines=False)
+stop = JobProgress(JobPhase.STOP, detail=text)
+progress.update(Status(JobState.RUNNING, text, progress=stop), has_open_lines=False)
+live.clear()
 """
     with Terminal(
-        [sys.executable, "-c", program], env={"TERM": "xterm", "PATH": "/usr/bin:/bin"}
+        [sys.executable, "-c", program],
+        columns=400,
+        env={"TERM": term, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
     ) as terminal:
         assert terminal.finish() == 0, terminal.shown
-    assert b"[/x][bold]" in terminal.shown
+    assert terminal.shown.count(b"[/x][bold]") >= 2
     assert b"\x07" not in terminal.shown
     assert b"\x1b[2J" not in terminal.shown
 

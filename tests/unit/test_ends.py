@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.node.logs import ends
+from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
 
@@ -144,3 +145,13 @@ def test_preemption_warning_is_valid_for_one_start(job_dir: Path) -> None:
         False,
     ]
     ends.warn(job_dir / "gone", 0)
+
+
+def test_end_of_hundreds_of_ranks_fits_into_its_reserve_without_their_usage(job_dir: Path) -> None:
+    ranks = {str(rank): [1000.0, 1 << 34, 1 << 34, 1 << 34] for rank in range(64)}
+    ends.write(job_dir, 0, end={"usage": {"wall": 1.0, "ranks": ranks, "ran": {}}})
+    assert len(ends.written(job_dir)[0]["usage"]["ranks"]) == 64
+    ranks |= {str(rank): ranks["0"] for rank in range(1024)}
+    ends.write(job_dir, 0, end={"usage": {"wall": 1.0, "ranks": ranks, "ran": {}}})
+    assert (job_dir / "ends" / "node0.json").stat().st_size <= files.RESERVED
+    assert ends.written(job_dir)[0]["usage"] == {"wall": 1.0, "ranks": {}, "ran": {}}

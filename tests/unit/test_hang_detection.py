@@ -137,7 +137,9 @@ def stack(*main: str, rank: int = 0, answered: bool = True, **threads: str) -> R
 class Samples:
     """Samples of one rank, with counters that the test sets."""
 
-    IDLE = Activity(io=0, cpu=0.0, runs=False, below_io=0, below_cpu=0.0, below_runs=False)
+    IDLE = Activity(
+        io=0, written=0, cpu=0.0, runs=False, below_io=0, below_cpu=0.0, below_runs=False
+    )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.activity, self.now = self.IDLE, 0.0
@@ -172,8 +174,19 @@ def test_deeper_or_shallower_call_of_the_same_function_is_no_move(samples: Sampl
     assert samples.take(stack("a.py:main", "a.py:other"))
 
 
-def test_rank_that_reads_or_writes_moves(samples: Samples) -> None:
-    assert samples.take(stack("a.py:main", "a.py:step"), io=1)
+@pytest.mark.parametrize("name", ["io", "written"])
+def test_rank_that_reads_or_writes_moves(samples: Samples, name: str) -> None:
+    assert samples.take(stack("a.py:main", "a.py:step"), **{name: 1})
+    assert not samples.take(stack("a.py:main", "a.py:step"))
+
+
+def test_batch_that_arrives_during_a_sample_counts_in_the_next(samples: Samples) -> None:
+    assert not samples.take(stack("a.py:main", "a.py:step"))
+    samples.now += 5.0
+    samples.progress.begin()
+    samples.activity = replace(samples.activity, io=1, written=900)  # a batch, and the stack
+    assert not samples.progress.moved([stack("a.py:main", "a.py:step")], first=False)
+    assert samples.take(stack("a.py:main", "a.py:step"))
     assert not samples.take(stack("a.py:main", "a.py:step"))
 
 

@@ -22,17 +22,20 @@ def begin(
     )
 
 
-def round_of(base: float, rank: int, start: float = 10.0, init: float = 20.0) -> list[PhaseBegin]:
+def round_of(base: float, rank: int, start: float = 10.0, formed: float = 20.0) -> list[PhaseBegin]:
     return [
         begin(Phase.SETUP, base),
         begin(Phase.IMPORT, base + start, rank),
-        begin(Phase.INIT, base + init, rank),
+        begin(Phase.INIT, base + start + 3, rank),
+        begin(Phase.RUNNING, base + formed, rank),
         begin(Phase.ENDED, base + 60, rank),
     ]
 
 
 @given(st.floats(1, 1e9), st.floats(1, 1e9), st.floats(-5, 5))
-def test_nodes_are_aligned_where_the_group_forms(first: float, second: float, late: float) -> None:
+def test_nodes_are_aligned_where_the_group_is_formed(
+    first: float, second: float, late: float
+) -> None:
     clock = JobClock({0: round_of(first, 0), 1: round_of(second, 1, start=10 + late)}, [])
     assert clock.place(0, 0, first) == pytest.approx(0, abs=1e-3)
     assert clock.place(1, 0, second + 20) == pytest.approx(20, abs=1e-3)

@@ -90,7 +90,7 @@ def _tail(path: Path, count: int, budget: int) -> list[str]:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """Return ranks as text, as ``ranks 0-2,5 (4 ranks)``; -1 - k is the torchrun of node k."""
+    """Return ranks as text, such as ``ranks 0-2,5 (4 ranks)``; -1 - k is the torchrun of node k."""
     if ranks[0] < 0:
         nodes = ranges(sorted(-1 - number for number in ranks))
         return f"torchrun of node{'s' if len(ranks) > 1 else ''} {','.join(nodes)}"
@@ -134,6 +134,8 @@ def _environment(group: Mapping[str, Any]) -> dict[str, Any]:
     detected = group["detected"]
     evidence = detected.get("evidence")
     evidence = evidence if isinstance(evidence, dict) else {}
+    nodes = group["nodes"]
+    detected = {**detected, "node_rank": nodes[0] if len(nodes) == 1 else "one for each node"}
     fields = [
         (name, _short(detected.get(name)), _short(evidence.get(name)))
         for name in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clusterjob.backends.base import Status
@@ -40,8 +40,8 @@ _LOOKS = {  # state -> tone and sign; the sign also says what the colour does
 }
 _FOOTNOTE = (
     "Times are durations since the first record of the job. Each node measures with its own"
-    " monotonic clock; the clocks are aligned at the moment when all ranks had joined, or else when"
-    " the workers of a round started, which is accurate to about the start-up time. The time"
+    " monotonic clock; the clocks are aligned at the moment when the ranks formed their group, or"
+    " else when the workers started, which is accurate to about the start-up time. The time"
     " between two attempts was measured by no node and appears as a short gap."
 )
 
@@ -93,7 +93,7 @@ def of_array(
         ],
         "advice": _advice(efficiency),
         "elements": rows[:_MAX_ELEMENTS],
-        "elements_caption": "Failed elements first; `clusterjob report` shows one of them whole."
+        "elements_caption": "Failed elements first; clusterjob report shows a single element whole."
         + (
             f" {len(rows) - _MAX_ELEMENTS} more are not shown." if len(rows) > _MAX_ELEMENTS else ""
         ),
@@ -127,7 +127,7 @@ def _common(record: Record, state: str, *, snapshot: bool) -> dict[str, Any]:
         "tone": tone,
         "icon": icon,
         "snapshot": snapshot,
-        "taken_at": events.now(),
+        "taken_at": _time(events.now()),
         "version": sys.modules["clusterjob"].__version__,
         "footnote": "",
         "revision": sanitize(str(git.get("revision") or ""))[:80],
@@ -153,7 +153,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
     metrics, node_rows, _ = plots.table(data)
     stacks = data.stacks.stacks if data.stacks is not None else []
     values = _common(record, data.state, snapshot=verdict is None) | {
-        "taken_at": data.taken_at,
+        "taken_at": _time(data.taken_at),
         "restarts": data.restarts,
         "reason": data.reason,
         "failure_who": failure.who if failure is not None else "",
@@ -339,6 +339,10 @@ def _last_lines(data: ReportData, detail: float) -> dict[str, Any]:
     return {"last_lines": found[:_OPEN_GROUPS], "more_lines": found[_OPEN_GROUPS:]}
 
 
+def _shown(form: Callable[[int], str], value: object) -> str:
+    return form(value) if type(value) is int else ""
+
+
 def _settings(record: Record) -> list[tuple[str, str]]:
     """Return what the job asked for; of secrets only the names."""
     spec = record.spec
@@ -356,7 +360,11 @@ def _settings(record: Record) -> list[tuple[str, str]]:
         ("Interpreter", spec.get("python")),
         ("Launcher", spec.get("launcher")),
         ("Workers per node", spec.get("nproc_per_node")),
-        *((key.replace("_", " ").capitalize(), value) for key, value in resources.items()),
+        ("GPUs per node", resources.get("gpus_per_node")),
+        ("GPU type", resources.get("gpu_type")),
+        ("Cores per worker", resources.get("cpus_per_task")),
+        ("Memory per node", _shown(show_size, resources.get("mem"))),
+        ("Time limit", _shown(show_duration, resources.get("time_limit"))),
         ("Container", spec.get("container")),
         ("Variables", ", ".join(map(str, spec.get("env") or ()))),
         ("Secrets (names)", ", ".join(str(name) for name in secrets)),

@@ -193,7 +193,11 @@ def _fitting(end: dict[str, Any]) -> bytes:
         last_lines = [line[:200] for line in failure["last_lines"][-20:]]
         short = {"message": failure["message"][:_SHORT_TEXT], "last_lines": last_lines}
         end["failure"] = failure | short
-    return files.json_bytes(end)
+    data = files.json_bytes(end)
+    if len(data) > files.RESERVED and "usage" in end:  # of hundreds of ranks
+        end["usage"] = end["usage"] | {"ranks": {}, "ran": {}}
+        data = files.json_bytes(end)
+    return data
 
 
 def read_result(job_dir: Path) -> Verdict | None:

@@ -13,7 +13,9 @@ from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample
 from clusterjob.node.system import crashes
 
 INTERVAL = 5.0  # seconds between two samples
-_FIRST = 2.0  # seconds until the first sample: while workers start, they need the CPU
+# While workers start, they need the CPU: the first sample is taken this many seconds after they
+# have been started, or after a longer time, if the import of torch does not end.
+_FIRST, _LATEST = 2.0, 30.0
 _GPU_TIMEOUT = (
     3 * INTERVAL
 )  # seconds without an answer of the driver after which values are unknown
@@ -74,12 +76,16 @@ class Sampler:
         return self.usage
 
     def _run(self) -> None:
-        begin = time.monotonic()
-        if not self._stop.wait(_FIRST):
-            try:
+        try:
+            latest = time.monotonic() + _LATEST
+            while not self._workers() and time.monotonic() < latest:
+                if self._stop.wait(1.0):
+                    return
+            begin = time.monotonic()
+            if not self._stop.wait(_FIRST):
                 self._sample(begin)
-            except Exception as error:
-                self.error = crashes.summary(error)
+        except Exception as error:
+            self.error = crashes.summary(error)
 
     def _sample(self, begin: float) -> None:
         # Loaded now: these imports would delay the start of the workers.

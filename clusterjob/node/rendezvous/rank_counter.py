@@ -29,10 +29,11 @@ class RankCounter:
         self._written = (0, 0)
 
     def receive(self, peer: Peer, message: messages.RankCounts) -> None:
-        """Take the counts of one node."""
-        if message.restart == self._restart:
-            joined = min(message.joined, peer.nproc)
-            self._counts[peer.node_rank] = joined, min(message.formed, joined)
+        """Take the counts of one node; they only grow, so that they give few events."""
+        if self._world_size and message.restart == self._restart:
+            before = self._counts.get(peer.node_rank, (0, 0))
+            joined = max(before[0], min(message.joined, peer.nproc))
+            self._counts[peer.node_rank] = joined, max(before[1], min(message.formed, joined))
             pairs = zip(self._written, self._totals(), strict=True)
             if any(self._is_step(old, new) for old, new in pairs):
                 self.write()

@@ -23,8 +23,10 @@ class Activity:
     """The counters of one worker, which only grow, and who runs at the moment.
 
     Attributes:
-        io: bytes that its main thread, and torch's thread that takes batches, have read and
-            written. Other threads do not count: a monitor reads files all the time.
+        io: bytes that its main thread, and torch's thread that takes batches, have read, and
+            written to disks. Other threads do not count: a monitor reads files all the time.
+        written: bytes that they have written by system calls. A sample of the stacks adds to it:
+            each thread writes its stack.
         cpu: seconds of CPU time of the main thread.
         runs: whether the main thread runs, or waits for a core.
         below_io: bytes that the processes below the worker have read and written.
@@ -33,6 +35,7 @@ class Activity:
     """
 
     io: int
+    written: int
     cpu: float
     runs: bool
     below_io: int
@@ -57,12 +60,14 @@ def _of_worker(
         below += children.get(each, ())
     tasks = f"/proc/{pid}/task"
     threads = [str(pid), *_loader_threads(tasks, pid)]
+    counts = [_io(f"{tasks}/{thread}/io") for thread in threads]
     main = files.read_text(f"{tasks}/{pid}/stat").rpartition(")")[2].split()
     return Activity(
-        io=sum(_io(f"{tasks}/{thread}/io") for thread in threads),
+        io=sum(each - written for each, written in counts),
+        written=sum(written for _, written in counts),
         cpu=_seconds(main[_OWN]),
         runs=main[:1] == ["R"],
-        below_io=sum(_io(f"/proc/{each}/io") for each in below),
+        below_io=sum(_io(f"/proc/{each}/io")[0] for each in below),
         below_cpu=_seconds(stats[pid][_REAPED])
         + sum(_seconds(stats[each][_OWN]) + _seconds(stats[each][_REAPED]) for each in below),
         below_runs=any(stats[each][0] == "R" for each in below),
@@ -86,10 +91,12 @@ def _seconds(ticks: Iterable[str]) -> float:
     return sum(map(int, ticks)) / _TICKS
 
 
-def _io(path: str) -> int:
-    """Return the bytes that were read and written: by calls, and from and to disks.
+def _io(path: str) -> tuple[int, int]:
+    """Return the bytes that were read and written, and those that calls have written.
 
-    A call counts when it returns, so a long write to a disk shows only in the second number.
+    A call counts when it returns. During a long call, the bytes from and to disks grow.
     """
     counts = dict(line.partition(": ")[::2] for line in files.read_text(path).splitlines())
-    return sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+    written = int(counts.get("wchar", 0))
+    others = sum(int(counts.get(name, 0)) for name in ("rchar", "read_bytes", "write_bytes"))
+    return written + others, written

@@ -3,11 +3,12 @@
 faulthandler's signal handler writes the stack into an unnamed file. It is written in C, so it also
 works while a thread sleeps, waits for a lock or holds the interpreter in native code.
 
-- Each thread writes its own stack, when it gets the signal. faulthandler can write the stacks of
-  all threads at once, but it reads those of running threads, and that crashes the process.
-- The signal is SIGURG, which is ignored by default. So it ends no process, even if the process
+- Each thread writes its own stack, when it gets `SIGNAL`. faulthandler can write the stacks of all
+  threads at once, but it reads those of running threads, and that crashes the process. So a second
+  signal, `SIGNAL_FOR_ALL`, is only for a process whose one Python thread is stuck in the kernel.
+- `SIGNAL` is SIGURG, which is ignored by default. So it ends no process, even if the process
   executes another program just before the signal arrives.
-- The open file shows that the process wants the signal. It is closed when the program sets its own
+- An open file shows that the process wants the signal. It is closed when the program sets its own
   handler or executes another program.
 
 `hook` loads a copy of this file into Python 3.7 and newer. It imports only modules that Python has
@@ -18,7 +19,9 @@ import _signal  # type: ignore[import-not-found]  # `signal` takes a millisecond
 import os
 
 SIGNAL = int(_signal.SIGURG)
-FILE = "clusterjob-stack"  # in the link of the descriptor in /proc/PID/fd
+SIGNAL_FOR_ALL = int(_signal.SIGRTMAX) - 3  # libraries use the first real-time signals
+# In the links of the descriptors in /proc/PID/fd, by signal.
+FILES = {SIGNAL: "clusterjob-stack", SIGNAL_FOR_ALL: "clusterjob-all-stacks"}
 
 
 class _Offer:
@@ -27,8 +30,8 @@ class _Offer:
     When the program sets another handler, Python frees this object, and its file is closed.
     """
 
-    def __init__(self) -> None:
-        self.descriptor = anonymous_file(FILE)
+    def __init__(self, name: str) -> None:
+        self.descriptor = anonymous_file(name)
         self._inode = os.fstat(self.descriptor).st_ino
 
     def __call__(self, number: int, frame: object) -> None:
@@ -43,18 +46,19 @@ class _Offer:
 
 
 def offer() -> None:
-    """Offer the stacks; do nothing if the signal already has a handler."""
-    if _signal.getsignal(SIGNAL) is not _signal.SIG_DFL:
-        return
-    try:
-        import faulthandler
+    """Offer the stacks; leave alone a signal that already has a handler."""
+    for number, name in FILES.items():
+        if _signal.getsignal(number) is not _signal.SIG_DFL:
+            continue
+        try:
+            import faulthandler
 
-        own = _Offer()
-        _signal.signal(SIGNAL, own)
-        # Not all threads: see above.
-        faulthandler.register(SIGNAL, file=own.descriptor, all_threads=False, chain=False)
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):
-        pass  # outside of the main thread, or without faulthandler
+            own = _Offer(name)
+            _signal.signal(number, own)
+            every = number == SIGNAL_FOR_ALL
+            faulthandler.register(number, file=own.descriptor, all_threads=every, chain=False)
+        except (AttributeError, ImportError, OSError, RuntimeError, ValueError):
+            return  # outside of the main thread, or without faulthandler
 
 
 def anonymous_file(name: str) -> int:

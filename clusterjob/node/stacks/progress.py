@@ -75,16 +75,17 @@ class Progress:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
-        self._before: dict[int, Activity] = {}
-        self._last: dict[int, Activity] = {}  # that of the sample before
-        self._after: dict[int, Activity] = {}
-        self._read_at = 0.0
+        self._now: dict[int, Activity] = {}  # before this sample
+        self._last: dict[int, Activity] = {}  # before the last sample
+        self._after: dict[int, Activity] = {}  # after the last sample
+        self._read_at = self._elapsed = 0.0
 
     def begin(self) -> None:
         """Read the workers' counters; call this before each sample, which changes them."""
-        self._last = self._before
-        self._before = activity.read(rank.pid for rank in self._ranks.values())
-        self._elapsed = time.monotonic() - self._read_at
+        self._last = self._now
+        self._now = activity.read(rank.pid for rank in self._ranks.values())
+        moment = time.monotonic()
+        self._elapsed, self._read_at = moment - self._read_at, moment
 
     def moved(self, stacks: Iterable[RankStack], *, first: bool) -> bool:
         """Record a sample, and return whether a rank has moved since the last one.
@@ -99,7 +100,7 @@ class Progress:
         news = [self._record(stack) for stack in found.values()]
         self._ranks = {rank: known for rank, known in self._ranks.items() if rank in found}
         self._after = activity.read(rank.pid for rank in self._ranks.values())
-        self._read_at = time.monotonic()
+        self._now = self._after | self._now  # new ranks have no counters yet
         # Without a rank, such as before torchrun has started its workers, nothing stands still.
         return not first and (any(news) or not found)
 
@@ -129,15 +130,16 @@ class Progress:
             pid: the worker.
             hidden: whether its stack does not show whether it works.
         """
-        old, new = self._after.get(pid), self._before.get(pid)
-        if old is None or new is None or self._elapsed <= 0:
+        old, after, new = (found.get(pid) for found in (self._last, self._after, self._now))
+        if old is None or after is None or new is None:
             return False
-        last = self._last.get(pid, old)
+        if new.written > after.written or new.io > old.io:
+            return True
         cpu, io = _WORKING_CPU * self._elapsed, _WORKING_IO * self._elapsed
         below = new.below_cpu - old.below_cpu > cpu or new.below_io - old.below_io > io
-        below |= new.below_runs and last.below_runs
-        own = hidden and (new.cpu - old.cpu > cpu or (new.runs and last.runs))
-        return new.io > old.io or below or own
+        below |= new.below_runs and old.below_runs
+        own = hidden and (new.cpu - old.cpu > cpu or (new.runs and old.runs))
+        return below or own
 
 
 def _is_hidden(stack: RankStack) -> bool:

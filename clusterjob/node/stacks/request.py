@@ -3,6 +3,9 @@
 The process must have called `offer`. Each of its threads is asked in turn, the main thread first,
 and writes its own stack. Threads of native libraries write nothing.
 
+A thread that waits for a FUSE file system is not asked: a signal would interrupt its read, and some
+libraries take that for an error. If it is the only Python thread, a native thread writes its stack.
+
 The kernel shows when an answer is complete: the file is not empty, and the thread does not block
 the signal any more, as it does while it writes. A thread that sleeps with an empty file, and for
 which the signal is not pending, has no Python stack.
@@ -30,18 +33,21 @@ _SLICE = 0.05  # seconds after which the other threads are asked before a thread
 _MAX_BYTES = 1 << 18
 _MAX_ASKED = 1000  # threads
 _HEADER = "Stack (most recent call first):"
-_BIT = 1 << (offer.SIGNAL - 1)
+_HELP_SECONDS = 0.3
+# Kernel functions in which a read of a FUSE file system waits, and a signal interrupts it.
+_FUSE_WAITS = ("request_wait_answer", "__fuse_request_send", "fuse_dev_do_write")
 # The number of the system call tgkill(2), by CPU architecture; C libraries may lack the function.
 _TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241, "riscv64": 131}
 
 
 @dataclass(frozen=True)
 class _Signals:
-    """Whether the signal is pending for a thread, whether it blocks it, and whether it sleeps."""
+    """Whether a signal is pending for a thread, and blocked; whether it sleeps, or is stuck."""
 
     pending: bool
     blocked: bool
     sleeps: bool
+    stuck: bool
 
 
 class StackRequest:
@@ -70,7 +76,10 @@ class StackRequest:
         self._asked: int | None = None  # the thread that has been asked
         self._asked_at = 0.0
         self._late: set[int] = set()  # threads that have been asked and have not begun to answer
-        self._blocked: set[int] = set()  # threads that have blocked the signal
+        self._again: set[int] = set()  # threads that could not be asked at first
+        self._silent: list[int] = []  # native threads
+        self._helper: tuple[int, int] | None = None  # the native thread and the file for all stacks
+        self._helped = False
         self._found: dict[int, str] = {}
 
     def step(self) -> bool:
@@ -78,6 +87,8 @@ class StackRequest:
         if self.done or not (self._locked or self._lock()):
             return False
         try:
+            if self._helper is not None:
+                return self._collect_help(*self._helper)
             if self._asked is not None and not self._collect(self._asked):
                 return False
             return self._ask()
@@ -112,9 +123,10 @@ class StackRequest:
 
     def _finish(self) -> None:
         """End the request, so that the next one can lock the file."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        for descriptor in (self._file, self._helper[1] if self._helper else None):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._helper = None
         self.done = True
 
     def _lock(self) -> bool:
@@ -153,6 +165,8 @@ class StackRequest:
                 self._late.discard(tid)  # its answer may be mixed with another one: ask again
                 self._waiting.append(tid)
         if not self._waiting:
+            if self._get_help():
+                return True
             if not self._late:
                 self._finish()
             return self.done
@@ -160,12 +174,12 @@ class StackRequest:
         os.ftruncate(self._file, 0)
         tid = self._waiting.popleft()
         signals = self._signals(tid)
-        if signals is None or not signals.blocked:
+        if signals is None or not (signals.blocked or self._waits_for_fuse(tid)):
             self._asked, self._asked_at = tid, time.monotonic()
-            if not _signal_thread(self.pid, tid):
+            if not _signal_thread(self.pid, tid, offer.SIGNAL):
                 self._asked = None
-        elif tid not in self._blocked:  # also for a moment, while it creates a thread: try again
-            self._blocked.add(tid)
+        elif tid not in self._again:  # it may be for a moment: try again
+            self._again.add(tid)
             self._waiting.append(tid)
         return True
 
@@ -192,19 +206,59 @@ class StackRequest:
                 self._waiting.append(tid)
         elif os.fstat(self._file).st_size:  # written in the meantime
             return False
+        else:
+            self._silent.append(tid)
         self._asked = None
         return True
 
-    def _signals(self, tid: int) -> _Signals | None:
-        """Return the state of the signal in a thread; None if the thread has ended."""
+    def _waits_for_fuse(self, tid: int) -> bool:
+        return self._read(f"task/{tid}/wchan").strip() in _FUSE_WAITS
+
+    def _get_help(self) -> bool:
+        """Let a native thread write the stack of a main thread that is stuck in the kernel.
+
+        Only if it is the only Python thread: the stack of one that runs must not be read.
+        """
+        main = self._signals(self.pid)
+        stuck = main is not None and (main.stuck or self._waits_for_fuse(self.pid))
+        if not stuck or self._helped or self._found or not self._silent:
+            return False
+        assert self._directory is not None
+        self._helped = True
+        file = _open_offer(self._directory, offer.SIGNAL_FOR_ALL)
+        if file is None:
+            return False
+        os.ftruncate(file, 0)
+        self._helper, self._asked_at = (self._silent[0], file), time.monotonic()
+        _signal_thread(self.pid, self._silent[0], offer.SIGNAL_FOR_ALL)
+        return True
+
+    def _collect_help(self, tid: int, file: int) -> bool:
+        """Return whether the native thread has written the stack, or is too slow."""
+        begun = os.fstat(file).st_size > 0
+        signals = self._signals(tid, offer.SIGNAL_FOR_ALL)
+        if signals is not None and (signals.pending or signals.blocked or not begun):
+            if time.monotonic() < self._asked_at + _HELP_SECONDS:
+                return False
+        elif signals is not None:
+            text = os.pread(file, _MAX_BYTES, 0).decode(errors="replace")
+            if text.count("(most recent call first):") == 1:
+                self._found[self.pid] = text
+        self._finish()
+        return True
+
+    def _signals(self, tid: int, number: int = offer.SIGNAL) -> _Signals | None:
+        """Return the state of a signal in a thread; None if the thread has ended."""
+        bit = 1 << (number - 1)
         lines = (line.partition(":") for line in self._read(f"task/{tid}/status").splitlines())
         values = {name: value.split()[0] for name, _, value in lines if value.strip()}
         if "SigBlk" not in values or values["State"] in "ZX":
             return None
         return _Signals(
-            bool(int(values["SigPnd"], 16) & _BIT),
-            blocked=bool(int(values["SigBlk"], 16) & _BIT),
+            bool(int(values["SigPnd"], 16) & bit),
+            blocked=bool(int(values["SigBlk"], 16) & bit),
             sleeps=values["State"] in "SD",
+            stuck=values["State"] == "D",
         )
 
     def _comm(self, tid: int) -> str:
@@ -218,15 +272,17 @@ def _is_one_stack(text: str) -> bool:
     return text.startswith(_HEADER) and text.count(_HEADER) == 1
 
 
-def _open_offer(directory: int) -> int | None:
+def _open_offer(directory: int, number: int = offer.SIGNAL) -> int | None:
     """Open the file of a process that offers its stacks, and catches the signal.
 
     Args:
         directory: the descriptor of its directory in /proc.
+        number: the signal.
     """
     caught = _read_at(directory, "status").partition("SigCgt:")[2].split()
-    if not caught or not int(caught[0], 16) & _BIT:
+    if not caught or not int(caught[0], 16) >> (number - 1) & 1:
         return None
+    file = offer.FILES[number]
     opened = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     try:
         for name in os.listdir(opened):
@@ -234,7 +290,7 @@ def _open_offer(directory: int) -> int | None:
                 link = os.readlink(name, dir_fd=opened).rpartition("/")[2]
                 # The file is in no directory: another file of this name must not be truncated.
                 if (
-                    link.startswith((offer.FILE, f"memfd:{offer.FILE}"))
+                    link.startswith((file, f"memfd:{file}"))
                     and os.stat(name, dir_fd=opened).st_nlink == 0
                 ):
                     return os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=opened)
@@ -262,9 +318,9 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _signal_thread(pid: int, tid: int) -> bool:
-    """Send the signal to one thread; return False if it has ended, or on an unknown CPU."""
+def _signal_thread(pid: int, tid: int, signal: int) -> bool:
+    """Send a signal to one thread; return False if it has ended, or on an unknown CPU."""
     number = _TGKILL.get(os.uname().machine)
     if number is None:
         return False
-    return bool(_libc().syscall(ctypes.c_long(number), pid, tid, offer.SIGNAL) == 0)
+    return bool(_libc().syscall(ctypes.c_long(number), pid, tid, signal) == 0)
