@@ -1,6 +1,6 @@
-# Main targets: demo, test, test-unit, test-slow, test-gpu, slurm, lint, bench, clean. Each installs what it
-# needs in its first run. A new machine needs Python >= 3.10 and make; Python packages are installed
-# into .venv, and Slurm for the tests from Debian's packages.
+# Main targets: demo, test, test-unit, test-slow, test-gpu, slurm, lint, bench, clean. Each installs
+# what it needs in its first run. A new machine needs Python >= 3.10 and make; Python packages are
+# installed into .venv, and Slurm for the tests from Debian's packages.
 
 BIN := .venv/bin
 DEMO := .venv/demo

@@ -29,6 +29,8 @@ def phase_text(status: Status, *, has_output: bool = False) -> str:
         return status.reason or "its state is unknown"
     if progress is None:
         if status.state is JobState.PENDING:
+            if status.reason.startswith("queued"):
+                return status.reason
             return f"queued: {status.reason}" if status.reason else "starting the agents"
         return f"running: {status.reason}" if status.reason else "running"
     texts = {

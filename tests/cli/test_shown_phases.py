@@ -237,6 +237,10 @@ def test_consequences_are_folded_into_ranges() -> None:
     ("status", "text"),
     [
         (Status(JobState.PENDING, "Resources"), "queued: Resources"),
+        (
+            Status(JobState.PENDING, "queued; expected to start at 9"),
+            "queued; expected to start at 9",
+        ),
         (Status(JobState.UNKNOWN, "no answer"), "no answer"),
         (Status(JobState.RUNNING), "running"),
         (

@@ -27,7 +27,13 @@ from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import FailureKind, JobState, Verdict
-from clusterjob.node.workers.flight_recorder import DUMP_FILE, PIPE_FILE, Dumps
+from clusterjob.node.workers.flight_recorder import (
+    DUMP_FILE,
+    OLD_DUMP_FILE,
+    OLD_SIZE,
+    PIPE_FILE,
+    Dumps,
+)
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -303,9 +309,7 @@ def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> Non
 def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
     dumps = Dumps(tmp_path, 0, attempt=0, restart=1)
     variables = dumps.variables({})
-    assert variables["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert dumps.variables({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/own"}) == {}
-    assert "TORCH_FR_BUFFER_SIZE" not in dumps.variables({"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
     assert dumps.request([3], 5.0) == ()  # no process reads the pipe
     # As ProcessGroupNCCL does: <prefix><rank>.pipe, and a dump in <prefix><rank>.
     pipe = f"{variables[PIPE_FILE]}3.pipe"
@@ -317,6 +321,18 @@ def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
     assert dumps.request([3], 10.0) == ("logs/node0/flight_recorder.restart1.rank3",)
     assert target.read_bytes()
     os.close(reader)
+
+
+def test_variables_of_the_flight_recorder_have_the_names_of_the_installed_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps = Dumps(tmp_path, 0, attempt=0, restart=0)
+    assert OLD_DUMP_FILE not in dumps.variables({})  # torch would warn on each rank
+    monkeypatch.setattr("clusterjob.node.logs.environment_log.versions", lambda: {"torch": "2.4.1"})
+    old = dumps.variables({})
+    assert (old[OLD_DUMP_FILE], old[OLD_SIZE]) == (dumps.variables({})[OLD_DUMP_FILE], "2000")
+    assert DUMP_FILE not in old
+    assert dumps.variables({OLD_SIZE: "0"})[OLD_SIZE] == "0"
 
 
 @pytest.mark.parametrize(("quiet", "shown"), [(599.0, False), (660.0, True)])

@@ -111,6 +111,7 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         insecure_no_token=True,
         lifeline=True,
         echo=False,
+        hang_timeout=60.0,
         metrics=False,
         metrics_port=9400,
     )

@@ -195,6 +195,10 @@ def test_headlines_of_one_group_silent_ranks_imports_and_many_groups() -> None:
     assert grouping.headline(grouping.group(silent)) == (
         "ranks 1, 2 do not answer: the process is stopped; rank 0 is in decode (data.py:41)"
     )
+    stopped = [stack(0, DECODE), stack(1, DECODE, "is stopped (do_signal_stop)")]
+    assert grouping.headline(grouping.group(stopped)) == (
+        "rank 0 is in decode (data.py:41); rank 1 is stopped in decode (data.py:41)"
+    )
     importing = (
         Frame("<frozen importlib._bootstrap>", 2, "_load"),
         Frame("/w/a.py", 1, "<module>"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clusterjob.node.stacks import waits
+from clusterjob.node.stacks import kernel, waits
 from clusterjob.node.stacks.frames import Frame, RankStack, is_of_program
 
 SCHEMA = 1
@@ -52,6 +52,7 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
             key = (wait.function, *_comparable(frames[wait.depth + 1 :]))
         elif frames:
             key = _comparable(frames)
+        key = (key, stack.state.startswith(kernel.STOPPED))
         found.setdefault(key, []).append(stack)
     groups = [
         Group(tuple(each.rank for each in equal), _main_frames(equal[0]), equal[0].state)
@@ -126,6 +127,9 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
     own = program_frame(each.frames)
     where = f" ({place_text(own)})" if own is not None else ""
     wait = waits.find(each.frames)
+    if each.state.startswith(kernel.STOPPED):  # py-spy has read the stack
+        frame = own or each.frames[0]
+        return ("is stopped in", "are stopped in"), f"{frame.function} ({place_text(frame)})"
     if wait is not None:
         return ("waits in", "wait in"), wait.function + (where if place else "")
     frame = own or each.frames[0]

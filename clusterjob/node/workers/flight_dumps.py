@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 _PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-_DUMP_FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch with this recorder for gloo has this name
 _started: set[int] = set()  # pid of the process that has the thread
 
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from clusterjob.node.logs import log_files
+from clusterjob.node.logs import environment_log, log_files
 from clusterjob.node.system import private_dirs
 
 PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch appends the rank and ".pipe"
-DUMP_FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # torch appends the rank
-_NEW_DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # the name in torch 2.8 and newer
-_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_ENTRIES = "2000"  # torch's own default in new versions; older ones record nothing by default
+DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank
+# Before torch 2.8, the file had another name, and torch recorded nothing by default. Newer versions
+# warn about these names.
+_FIRST_WITH_NEW_NAMES = (2, 8)
+OLD_DUMP_FILE, OLD_SIZE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_ENTRIES = "2000"  # as newer versions
 _PIPES = "pipes"
 _POLL = 0.01
 
@@ -47,7 +50,7 @@ class Dumps:
 
         torch's NCCL group fails if it cannot make its pipe.
         """
-        if any(name in environ for name in (PIPE_FILE, DUMP_FILE, _NEW_DUMP_FILE)):
+        if any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE)):
             return {}
         try:
             private_dirs.make(self._job_dir / _PIPES)
@@ -55,8 +58,10 @@ class Dumps:
             os.unlink(f"{self._pipe}.try")
         except OSError:
             return {}
-        sizes = {} if any(name in environ for name in _SIZES) else dict.fromkeys(_SIZES, _ENTRIES)
-        return {PIPE_FILE: self._pipe, DUMP_FILE: self._dump, _NEW_DUMP_FILE: self._dump} | sizes
+        if _has_new_names():
+            return {PIPE_FILE: self._pipe, DUMP_FILE: self._dump}
+        size = environ.get(OLD_SIZE, _ENTRIES)
+        return {PIPE_FILE: self._pipe, OLD_DUMP_FILE: self._dump, OLD_SIZE: size}
 
     def request(self, ranks: Iterable[int], seconds: float) -> tuple[str, ...]:
         """Ask ranks for their dumps; return the paths of the files, relative to the job directory.
@@ -76,6 +81,12 @@ class Dumps:
         # Without a wait, the files follow in some milliseconds.
         found = [path for path in wanted if path.exists() or not seconds]
         return tuple(str(path.relative_to(self._job_dir)) for path in found)
+
+
+def _has_new_names() -> bool:
+    version = environment_log.versions().get("torch", "")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return not numbers or numbers >= _FIRST_WITH_NEW_NAMES
 
 
 def _write(pipe: str) -> bool:
