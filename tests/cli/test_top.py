@@ -22,6 +22,10 @@ from written_job import WrittenJob
 from clusterjob.cli import tables
 
 SIZES = [(80, 24), (200, 60)]
+SIZE_CASES = [
+    pytest.param(SIZES[0], id="80x24"),
+    pytest.param(SIZES[1], id="200x60", marks=pytest.mark.slow),
+]
 TOP = f"{sys.executable} -m clusterjob top"
 LOOPING = """
     import os, time
@@ -77,7 +81,7 @@ def assert_fits(screen: Screen) -> None:
     assert len(heads) == 3, screen.text
 
 
-@pytest.mark.parametrize("size", SIZES, ids=["80x24", "200x60"])
+@pytest.mark.parametrize("size", SIZE_CASES)
 def test_top_shows_two_real_ranks_and_obeys_keys(
     size: tuple[int, int], real_job: str, tmp_path: Path
 ) -> None:
@@ -147,7 +151,7 @@ def large() -> WrittenJob:
     return job
 
 
-@pytest.mark.parametrize("size", SIZES, ids=["80x24", "200x60"])
+@pytest.mark.parametrize("size", SIZE_CASES)
 def test_top_shows_256_ranks_at_little_cost(
     size: tuple[int, int], large: WrittenJob, tmp_path: Path
 ) -> None:

@@ -245,9 +245,11 @@ def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(make_job: M
             f"rank{rank}.out",
             f"rank{rank}.err",
         ]
-        # The report pipe, and the memfd in which the worker would write its stack.
+        # The report pipe, and the two memfds in which the worker would write its stacks.
         others = sorted(descriptors.values())
-        assert others == ["/memfd", "pipe"], "a worker inherited a descriptor of the forkserver"
+        assert others == ["/memfd", "/memfd", "pipe"], (
+            "a worker inherited a descriptor of the forkserver"
+        )
 
 
 # -- failures of workers ---------------------------------------------------------------------------

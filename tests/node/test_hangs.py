@@ -92,6 +92,8 @@ NAMES = ("stop", "lock", "mismatch", "decode", "join", "read")
 def start(job: Job, script: str, *arguments: str, **variables: str) -> None:
     flags = ("--nproc-per-node", "3", "--hang-timeout", str(TIMEOUT))
     python = TORCH if "mismatch" in arguments else PLAIN
+    # Before the fixture that sets PYTHONPATH for each test.
+    variables.setdefault("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     job.start(0, *flags, script, *arguments, python=python, env=variables)
 
 
@@ -186,7 +188,7 @@ def test_workers_restart_after_hang_on_two_nodes(make_job: MakeJob) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", ["agent", "torchrun"])
+@pytest.mark.parametrize("launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_heartbeats_keep_a_silent_job_alive(make_job: MakeJob, launcher: str) -> None:
     job = make_job(1)
     script = job.script("""

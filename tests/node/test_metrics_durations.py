@@ -51,6 +51,7 @@ def metrics_of(job_dir: Path) -> NodeMetrics:
         job_dir=job_dir,
         forkserver=0,
         timeline=Timeline(node_directory(job_dir, 0)),
+        alive=lambda: 0.0,
         print_line=print,
     )
 

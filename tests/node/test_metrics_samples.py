@@ -349,7 +349,7 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
     for node in (0, 1):
         usage = job.node_end(node)["usage"]
         assert set(usage["ranks"]) == {str(2 * node), str(2 * node + 1)}
-        assert 2 < usage["seconds"] <= usage["wall"] + 0.2
+        assert 0 < usage["seconds"] <= usage["wall"] + 0.2
         assert usage["startup"] < usage["wall"]
         assert usage["memory_peak"] > 10 << 20
     facts, _ = segments.latest(job.dir, 0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from slurm_user import User
 
 
+@pytest.mark.slow
 def test_report_of_jobs_and_array_under_slurm(user: User) -> None:
     job_id = user.submit("import time; time.sleep(4)", "--nodes", "2", "--nproc-per-node", "2")
     user("wait", job_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from procs import TEST_TIMEOUT, wait_until
 from sshsite import SLEEPER, Site, close_connections
 
@@ -17,6 +18,7 @@ def metrics(site: Site, job_id: str) -> tuple[dict[str, Any], str]:
     return json.loads(out) if out else {"nodes": []}, err
 
 
+@pytest.mark.slow
 def test_metrics_come_from_each_host_and_unreachable_host_is_one_line(site: Site) -> None:
     record = site.submit(SLEEPER, nproc_per_node=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from procs import TEST_TIMEOUT, wait_until
 from sshsite import SLEEPER, Site, close_connections
 
@@ -15,6 +16,7 @@ def report(site: Site, job_id: str) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_report_has_all_hosts_and_names_the_one_that_does_not_answer(site: Site) -> None:
     record = site.submit(SLEEPER, nproc_per_node=2)
     logs = record.job_dir / "logs"

@@ -379,10 +379,11 @@ class _WaitNotice:
 
 
 def _script_line(frame: FrameType | None) -> str:
-    """Return `` (train.py line 3)`` for the innermost frame outside torch and this file."""
+    """Return `` (train.py line 3)`` for the innermost frame outside torch and the hook's files."""
     inside = os.sep + "torch" + os.sep
+    own = os.path.dirname(__file__)
     while frame is not None and (
-        inside in frame.f_code.co_filename or frame.f_code.co_filename == __file__
+        inside in frame.f_code.co_filename or os.path.dirname(frame.f_code.co_filename) == own
     ):
         frame = frame.f_back
     if frame is None:
