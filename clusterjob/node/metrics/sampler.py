@@ -15,7 +15,7 @@ from clusterjob.node.system import crashes
 INTERVAL = 5.0  # seconds between two samples
 # While workers start, they need the CPU: the first sample is taken this many seconds after they
 # have been started, or after a longer time, if the import of torch does not end.
-_FIRST, _LATEST = 2.0, 30.0
+_FIRST, _LATEST = 5.0, 30.0
 # Seconds without an answer of the driver after which values are unknown.
 _GPU_TIMEOUT = 3 * INTERVAL
 
