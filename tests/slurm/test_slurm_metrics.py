@@ -41,7 +41,9 @@ def user_without_agent(user: User) -> str:
 
 
 def test_efficiency_of_array_is_the_sum_of_its_elements(user: User) -> None:
-    job_id = user.submit("import time; time.sleep(5)", "--array", "0-1")
+    job_id = user.submit(
+        "import time; time.sleep(9)", "--array", "0-1"
+    )  # the first sample comes after 5 s
     user("wait", job_id)
     shown = user("status", job_id).stdout
     assert "efficiency of 2 jobs: wall " in shown
