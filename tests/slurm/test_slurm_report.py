@@ -11,7 +11,8 @@ from slurm_user import User
 
 @pytest.mark.slow
 def test_report_of_jobs_and_array_under_slurm(user: User) -> None:
-    job_id = user.submit("import time; time.sleep(4)", "--nodes", "2", "--nproc-per-node", "2")
+    # Samples begin after 5 s.
+    job_id = user.submit("import time; time.sleep(9)", "--nodes", "2", "--nproc-per-node", "2")
     user("wait", job_id)
     text = user("report", job_id, "-o", "-").stdout
     assert "✓ SUCCEEDED" in text
