@@ -83,7 +83,7 @@ def _why_none(record: Record) -> str:
         return f"its directory {record.job_dir} does not exist"
     if record.backend not in ("local", "ssh", "slurm"):
         return f"the {record.backend} backend receives only the logs of its jobs"
-    return "the first sample is taken 2 s after the workers' start"
+    return "the first sample is taken 5 s after the workers' start"
 
 
 def samples(record: Record, node: int, wanted: Wanted) -> Iterator[tuple[NodeFacts, Sample]]:
