@@ -43,9 +43,10 @@ def child(
     """Run a program, and wait until it has created the file ``up``."""
     path = directory / "child.py"
     path.write_text(
-        "import os, pathlib, signal, subprocess, sys, threading, time\n"
+        "import functools, os, pathlib, signal, subprocess, sys, threading, time\n"
         "from clusterjob.node.stacks.offer import SIGNAL, offer\n"
-        f"up = pathlib.Path('up').touch\n{textwrap.dedent(text)}"
+        # No Python function, which could still be on the stack.
+        f"up = functools.partial(os.mknod, 'up')\n{textwrap.dedent(text)}"
     )
     process = subprocess.Popen([interpreter, "-S", str(path), *arguments], cwd=directory)
     try:
@@ -393,7 +394,7 @@ def test_request_pauses_thread_for_less_than_50_ms(tmp_path: Path) -> None:
 
 # -- the hook --------------------------------------------------------------------------------------
 
-WAIT = "import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"
+WAIT = "import os, time; os.mknod('up'); time.sleep(1000)"
 
 
 @contextlib.contextmanager
