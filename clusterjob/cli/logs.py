@@ -9,6 +9,15 @@ import typer
 from clusterjob.cli.job_filters import LatestId
 from clusterjob.errors import SpecError, UsageError
 
+Ranks = Annotated[
+    list[str] | None,
+    typer.Option("--rank", metavar="LIST", help="Ranks, such as 0-3,7; repeatable (default: all)."),
+]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option("--node", metavar="LIST", help="Nodes, such as 0-3,7; repeatable (default: all)."),
+]
+
 
 def logs(
     job_id: LatestId = None,
@@ -16,18 +25,8 @@ def logs(
         bool,
         typer.Option("--follow", "-f", help="Output until the job ends (default: output so far)."),
     ] = False,
-    rank: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rank", metavar="LIST", help="Ranks, such as 0-3,7; repeatable (default: all)."
-        ),
-    ] = None,
-    node: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--node", metavar="LIST", help="Nodes, such as 0-3,7; repeatable (default: all)."
-        ),
-    ] = None,
+    rank: Ranks = None,
+    node: Nodes = None,
     since: Annotated[
         str | None,
         typer.Option(

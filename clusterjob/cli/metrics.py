@@ -9,6 +9,7 @@ import typer
 
 from clusterjob.cli.job_filters import LatestId
 from clusterjob.cli.job_options import Json
+from clusterjob.cli.logs import Nodes, Ranks, numbers
 from clusterjob.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,18 +19,8 @@ if TYPE_CHECKING:
 
 def metrics(
     job_id: LatestId = None,
-    node: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--node", metavar="LIST", help="Nodes, such as 0-3,7; repeatable (default: all)."
-        ),
-    ] = None,
-    rank: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rank", metavar="LIST", help="Ranks, such as 0-3,7; repeatable (default: all)."
-        ),
-    ] = None,
+    node: Nodes = None,
+    rank: Ranks = None,
     since: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +41,6 @@ def metrics(
     those that are older than an hour are one minute apart.
     """
     from clusterjob.cli import output
-    from clusterjob.cli.logs import numbers
     from clusterjob.core.records import Records
     from clusterjob.core.times import parse_age
     from clusterjob.insight import metrics as insight

@@ -51,14 +51,8 @@ def silence(seconds: float | None) -> str:
     """Format seconds in at most 6 characters: 5s, 3m20s, 2h05m, 4d."""
     if seconds is None:
         return ""
-    total = int(seconds)
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02}s"
-    if total < 86400:
-        return f"{total // 3600}h{total % 3600 // 60:02}m"
-    return f"{total // 86400}d"
+    first, _, rest = show_duration(seconds).partition(" ")
+    return first if first.endswith("d") else first + rest
 
 
 def _silence_style(seconds: float | None) -> str:
