@@ -111,10 +111,14 @@ def test_url_is_in_no_argument_log_or_variable_of_worker(make_job: MakeJob, hook
 
 
 def test_notification_is_sent_again_after_server_errors(make_job: MakeJob, hook: Hook) -> None:
+    """The event is the start: at its end a job waits only 10 s for a notification."""
     hook.codes = [500, 503]
-    run(make_job(1), "--", "true", urls=[hook.url])
-    assert hook.states == ["SUCCEEDED"]
+    job = make_job(1)
+    job.start_all(job.script(WAITS), env=settings(hook.url, on="start"))
+    assert sent(hook, 1) == ["RUNNING"]
     assert hook.requests == ["POST /pa55word"] * 3
+    job.path("go").touch()
+    assert job.wait() == [0]
 
 
 @pytest.mark.slow

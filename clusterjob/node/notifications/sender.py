@@ -106,7 +106,9 @@ def main() -> None:
         return
     settings = json.loads(line)
     first = sys.stdin.buffer.readline()
-    os.nice(10)  # apprise, imported now, takes 0.2 s of CPU while the workers start
+    # apprise, imported now, takes 0.2 s of CPU while the workers start. With a lower priority, a
+    # busy node would not send the end of a short job in time.
+    os.nice(5)
     sender = _Sender(settings)
     ended = False
     for line in filter(None, itertools.chain([first], sys.stdin.buffer)):
