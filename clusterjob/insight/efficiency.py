@@ -24,16 +24,17 @@ Durations are of each node's monotonic clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Annotated, Any
 
 import msgspec
 
 from clusterjob.core.records import Record
+from clusterjob.insight import sample_files
 from clusterjob.node.logs import ends
-from clusterjob.node.metrics import segments
-from clusterjob.node.metrics.usage import IDLE, of_samples
+from clusterjob.node.metrics.samples import NodeFacts, Sample
+from clusterjob.node.metrics.usage import IDLE, Usage
 from clusterjob.node.verdict import JobState
 
 _ENOUGH = 10.0  # seconds of samples without which there is no advice
@@ -171,7 +172,7 @@ def _usages(record: Record, *, live: bool) -> dict[int, _NodeUsage]:
     attempt = 0
     if record.verdict is not None:
         attempt = record.verdict.attempt
-    elif (newest := segments.latest(record.job_dir, 0)) is not None:
+    elif (newest := sample_files.latest(record.job_dir, 0)) is not None:
         attempt = newest[0].attempt
     written = ends.written(record.job_dir, attempt)
     kept = {end["node_rank"]: end.get("usage") for end in written}
@@ -179,13 +180,26 @@ def _usages(record: Record, *, live: bool) -> dict[int, _NodeUsage]:
     for node in range(record.nodes):
         usage = kept.get(node)
         if usage is None and live:
-            usage = of_samples(segments.read(record.job_dir, node))
+            usage = of_samples(sample_files.read(record.job_dir, node))
         if usage is not None:
             try:
                 found[node] = msgspec.convert(usage, _NodeUsage)
             except msgspec.ValidationError:
                 continue  # another version, or a host that is not to be trusted
     return found
+
+
+def of_samples(samples: Iterable[tuple[NodeFacts, Sample]]) -> dict[str, Any] | None:
+    """Return the sums of the newest attempt of a node that left no end record; None without one."""
+    usage: Usage | None = None
+    attempt = first = last = 0.0
+    for facts, sample in samples:
+        if usage is None or facts.attempt != attempt:
+            usage, attempt, first = Usage(), facts.attempt, sample.monotonic
+        usage.add(facts, sample)
+        last = sample.monotonic
+    sums = None if usage is None else usage.to_json()
+    return None if sums is None else sums | {"wall": round(last - first, 1)}
 
 
 def _node(rank: int, usage: _NodeUsage) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterjob.insight import sample_files
 from clusterjob.insight.live_output import LiveOutput
 from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.logs.phases import PHASES, Phase, PhaseBegin, read_phases
-from clusterjob.node.metrics import lines, segments
+from clusterjob.node.metrics import segments
 from clusterjob.node.metrics.samples import NodeFacts, Sample
 from clusterjob.node.system.files import size_of
 from clusterjob.node.system.sanitize import sanitize
@@ -126,7 +127,7 @@ class _Metrics:
         if (number, size) == (self._number, self._offset):
             return
         if self.sample is None:
-            for facts, sample in segments.read(self._job_dir, self._node_rank, since=_HISTORY_TIME):
+            for facts, sample in sample_files.read(self._job_dir, self._node_rank, _HISTORY_TIME):
                 self._add(facts, sample)
             self._number, self._offset = number, size
             return
@@ -134,7 +135,7 @@ class _Metrics:
             self._number, self._offset = number, 0
         for line in self._added_lines(path):
             with contextlib.suppress(ValueError):
-                value = lines.parse(line)
+                value = sample_files.parse(line)
                 if isinstance(value, NodeFacts):
                     self.facts = value
                 elif self.facts is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from clusterjob.core import polling
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, UsageError
-from clusterjob.node.metrics import segments
+from clusterjob.insight import sample_files
 from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
 
 _PSS_AGE = 600.0  # seconds: the PSS is read rarely, so the latest values include an older one
@@ -60,7 +60,7 @@ def collect(record: Record, wanted: Wanted, on_error: Callable[[str], None]) -> 
     except ClusterJobError as error:  # show what was copied before
         why = error.message
     nodes = range(record.nodes) if wanted.nodes is None else wanted.nodes
-    found = [node for node in nodes if segments.latest(record.job_dir, node) is not None]
+    found = [node for node in nodes if sample_files.latest(record.job_dir, node) is not None]
     if not found:
         raise ClusterJobError(f"job {record.job_id} has no metrics: {why or _why_none(record)}")
     if why:
@@ -88,7 +88,7 @@ def _why_none(record: Record) -> str:
 
 def samples(record: Record, node: int, wanted: Wanted) -> Iterator[tuple[NodeFacts, Sample]]:
     """Yield the wanted samples of a node, with the wanted ranks only."""
-    for facts, sample in segments.read(record.job_dir, node, wanted.since):
+    for facts, sample in sample_files.read(record.job_dir, node, wanted.since):
         if wanted.ranks is None:
             yield facts, sample
         elif workers := {r: one for r, one in sample.workers.items() if r in wanted.ranks}:

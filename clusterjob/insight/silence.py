@@ -5,7 +5,8 @@ from __future__ import annotations
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Record
 from clusterjob.core.times import show_duration
-from clusterjob.node.metrics import segments
+from clusterjob.insight import sample_files
+from clusterjob.node.logs import log_files
 from clusterjob.node.verdict import JobState
 
 LONG = 600.0  # seconds without output and heartbeat
@@ -18,7 +19,7 @@ def hint(record: Record, status: Status) -> str:
     """
     if status.state is not JobState.RUNNING:
         return ""
-    latest = [segments.latest(record.job_dir, node) for node in segments.nodes(record.job_dir)]
+    latest = [sample_files.latest(record.job_dir, node) for node in log_files.nodes(record.job_dir)]
     found = [each for each in latest if each is not None]
     attempt = max((facts.attempt for facts, _ in found), default=0)
     quiet = min((sample.quiet for facts, sample in found if facts.attempt == attempt), default=0.0)

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clusterjob.core.records import Record
-from clusterjob.insight import sample_lines
+from clusterjob.insight import sample_files
 from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
 from clusterjob.insight.report.data import Mark, Span
 from clusterjob.insight.report.workers import marks_of, spans_of
-from clusterjob.node.logs import events
+from clusterjob.node.logs import events, log_files
 from clusterjob.node.logs.job_dir import EVENTS
-from clusterjob.node.metrics import segments
 from clusterjob.node.system.sanitize import sanitize
 
 MARK = '{"otherData": {"generator": "clusterjob trace"'  # identifies a trace to overwrite
@@ -33,13 +32,13 @@ _Event = dict[str, Any]
 def write(record: Record) -> Iterator[str]:
     """Yield the text of a job's trace in pieces; the logs of the job are on this machine."""
     job_dir = record.job_dir
-    nodes = sorted({*range(record.nodes), *segments.nodes(job_dir)})
+    nodes = sorted({*range(record.nodes), *log_files.nodes(job_dir)})
     phases = read_phases_of(job_dir, nodes)
     told = with_attempts(events.read_events(job_dir / EVENTS))
     extents: dict[tuple[int, int], float] = {}  # the last sample of each node and attempt
     hosts: dict[int, str] = {}
     for node in nodes:
-        for facts, times in sample_lines.times(job_dir, node):
+        for facts, times in sample_files.times(job_dir, node):
             extents[node, facts.attempt] = times.monotonic
             hosts[node] = facts.host
     clock = JobClock(phases, told, {a: last for (node, a), last in extents.items() if node == 0})
@@ -148,7 +147,7 @@ def _instant(mark: Mark) -> _Event:
 def _counters(record: Record, node: int, clock: JobClock) -> Iterator[_Event]:
     """Yield the metrics of a node, in the order of time."""
     last = 0
-    for facts, sample in sample_lines.samples(record.job_dir, node):
+    for facts, sample in sample_files.lines(record.job_dir, node):
         time = last = max(last, _micros(clock.place(node, facts.attempt, sample.monotonic)))
         values: dict[str, dict[str, float]] = {
             "CPU (% of a core)": {"node": sample.cpu},

@@ -14,7 +14,7 @@ import pytest
 from gpu_jobs import SCRIPTS, clusterjob
 from procs import TEST_TIMEOUT, wait_until
 
-from clusterjob.node.metrics import segments
+from clusterjob.insight import sample_files
 
 _FIELDS = {
     "use": "utilization.gpu",
@@ -72,7 +72,7 @@ def _smi(uuid: str) -> dict[str, float]:
 def test_metrics_agree_with_nvidia_smi(tmp_path: Path) -> None:
     with submitted("busy.py", tmp_path, "busy") as (job_id, job_dir):
         facts, first = wait_until(
-            lambda: segments.latest(job_dir, 0), TEST_TIMEOUT, "a sample of the node"
+            lambda: sample_files.latest(job_dir, 0), TEST_TIMEOUT, "a sample of the node"
         )
         assert len(facts.gpus) == len(first.gpus) == 1
         total = subprocess.run(
@@ -98,7 +98,7 @@ def test_metrics_agree_with_nvidia_smi(tmp_path: Path) -> None:
         assert shown["schema"] == 1
         ours = [
             sample.gpus[0]
-            for _, sample in segments.read(job_dir, 0)
+            for _, sample in sample_files.read(job_dir, 0)
             if begin <= sample.monotonic <= begin + _WATCHED
         ]
         assert len(ours) >= 4

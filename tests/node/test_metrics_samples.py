@@ -20,9 +20,10 @@ from nvidia import FakeNvml
 from procs import Job, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from clusterjob.node.metrics import segments
+from clusterjob.insight import sample_files
 from clusterjob.node.metrics.background import Background
 from clusterjob.node.metrics.machine import Machine
+from clusterjob.node.metrics.samples import Sample
 from clusterjob.node.metrics.worker_use import WorkerUse
 
 BURN = "import time\nend = time.monotonic() + 1000\nwhile time.monotonic() < end: pass"
@@ -326,11 +327,11 @@ WORKER = """
 """
 
 
-def samples(job: Job, node: int = 0) -> list[segments.Sample]:
-    return [sample for _, sample in segments.read(job.dir, node)]
+def samples(job: Job, node: int = 0) -> list[Sample]:
+    return [sample for _, sample in sample_files.read(job.dir, node)]
 
 
-def wait_for_workers(job: Job, ranks: set[int], node: int = 0) -> segments.Sample:
+def wait_for_workers(job: Job, ranks: set[int], node: int = 0) -> Sample:
     return wait_until(
         lambda: next((one for one in samples(job, node) if set(one.workers) == ranks), None), 40.0
     )
@@ -352,7 +353,7 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
         assert 0 < usage["seconds"] <= usage["wall"] + 0.2
         assert usage["startup"] < usage["wall"]
         assert usage["memory_peak"] > 10 << 20
-    facts, _ = segments.latest(job.dir, 0)
+    facts, _ = sample_files.latest(job.dir, 0)
     assert (facts.node_rank, facts.attempt, facts.gpus) == (0, 0, ())
     assert facts.memory > 1 << 20
 
@@ -406,7 +407,7 @@ def test_driver_that_hangs_stops_no_other_sample_and_not_the_job(
     usage = job.node_end(0)["usage"]
     assert [gpu["peak"] for gpu in usage["gpus"]] == [80, 81]
     assert usage["gpus"][0]["memory"] == (40 << 30) - (1 << 20)
-    facts, _ = segments.latest(job.dir, 0)
+    facts, _ = sample_files.latest(job.dir, 0)
     assert [gpu.uuid for gpu in facts.gpus] == ["GPU-0000-fake", "GPU-0001-fake"]
 
 

@@ -14,11 +14,11 @@ from test_metrics_segments import FACTS, sample
 
 from clusterjob.cli import efficiency as shown
 from clusterjob.core.records import Record
-from clusterjob.insight.efficiency import averages, efficiency, total
+from clusterjob.insight.efficiency import averages, efficiency, of_samples, total
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics.samples import GpuSample, NodeFacts
-from clusterjob.node.metrics.usage import Usage, of_samples
+from clusterjob.node.metrics.usage import Usage
 from clusterjob.node.metrics.writer import SegmentWriter
 from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict

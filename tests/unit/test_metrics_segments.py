@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusterjob.insight import sample_files
+from clusterjob.node.logs import log_files
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import segments
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
@@ -74,7 +76,7 @@ def size(job_dir: Path) -> int:
 
 
 def times(job_dir: Path, since: float | None = None) -> list[float]:
-    return [each.monotonic for _, each in segments.read(job_dir, 0, since)]
+    return [each.monotonic for _, each in sample_files.read(job_dir, 0, since)]
 
 
 def test_samples_are_read_as_they_were_written(job_dir: Path) -> None:
@@ -83,12 +85,12 @@ def test_samples_are_read_as_they_were_written(job_dir: Path) -> None:
     writer.add(plain)
     writer.add(sample(5.0))
     writer.close()
-    read = list(segments.read(job_dir, 0))
+    read = list(sample_files.read(job_dir, 0))
     assert [facts for facts, _ in read] == [FACTS, FACTS]
     assert read[0][1] == plain
     assert read[1][1].workers[7] == sample(5.0).workers[7]
-    assert segments.latest(job_dir, 0) == read[-1]
-    assert segments.nodes(job_dir) == [0]
+    assert sample_files.latest(job_dir, 0) == read[-1]
+    assert log_files.nodes(job_dir) == [0]
 
 
 def test_an_hour_of_8_workers_and_8_gpus_is_at_most_1_mb(job_dir: Path) -> None:
@@ -118,7 +120,7 @@ def test_since_counts_from_the_newest_sample_of_the_newest_attempt(job_dir: Path
     write(job_dir, 2, begin=50_000.0)
     write(job_dir, 1, replace(FACTS, attempt=1), begin=100.0)  # another machine: its clock is young
     assert times(job_dir, 20.0) == [3675.0, 3680.0, 3685.0, 3690.0, 3695.0]
-    read = [(facts.attempt, each.monotonic) for facts, each in segments.read(job_dir, 0)]
+    read = [(facts.attempt, each.monotonic) for facts, each in sample_files.read(job_dir, 0)]
     assert read == sorted(read)
     assert {attempt for attempt, _ in read} == {0, 1}
 
@@ -157,6 +159,8 @@ def test_joined_keeps_means_of_rates_and_peaks_of_levels() -> None:
     assert joined(
         [replace(low, gpus=(GpuSample(),)), replace(low, gpus=(GpuSample(use=4.0),))]
     ).gpus[0] == GpuSample(use=4.0)
+    slow, fast = (replace(low, gpus=(GpuSample(sm_clock=clock),)) for clock in (1980, 1985))
+    assert repr(joined([slow, fast]).gpus[0].sm_clock) == "1982"
 
 
 def test_full_disk_loses_samples_without_an_error(job_dir: Path) -> None:
@@ -208,7 +212,7 @@ def test_truncated_file_gives_what_is_whole(job_dir: Path) -> None:
     assert len(times(job_dir)) == 13
     os.truncate(path, 30)
     assert times(job_dir) == []
-    assert segments.latest(job_dir, 0) is None
+    assert sample_files.latest(job_dir, 0) is None
 
 
 def test_pipe_and_directory_in_place_of_a_segment_are_skipped(job_dir: Path) -> None:
@@ -216,5 +220,5 @@ def test_pipe_and_directory_in_place_of_a_segment_are_skipped(job_dir: Path) -> 
     (node_directory(job_dir, 0) / "metrics.1").mkdir()
     (node_directory(job_dir, 0) / segments.THINNED).mkdir()
     assert times(job_dir) == []
-    assert segments.latest(job_dir, 0) is None
-    assert list(segments.read(job_dir, 5)) == []
+    assert sample_files.latest(job_dir, 0) is None
+    assert list(sample_files.read(job_dir, 5)) == []

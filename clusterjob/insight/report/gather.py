@@ -13,9 +13,8 @@ from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
 from clusterjob.insight.report import measured, texts, workers
 from clusterjob.insight.report.data import Node, ReportData
 from clusterjob.insight.stacks import JobStacks
-from clusterjob.node.logs import ends, events
+from clusterjob.node.logs import ends, events, log_files
 from clusterjob.node.logs.job_dir import EVENTS
-from clusterjob.node.metrics import segments
 from clusterjob.node.system.sanitize import sanitize
 
 _MAX_NODES = 4096
@@ -31,7 +30,7 @@ def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportDa
         stacks: the stacks of its ranks; None if there are none.
     """
     job_dir = record.job_dir
-    nodes = sorted({*range(min(record.nodes, _MAX_NODES)), *segments.nodes(job_dir)})[:_MAX_NODES]
+    nodes = sorted({*range(min(record.nodes, _MAX_NODES)), *log_files.nodes(job_dir)})[:_MAX_NODES]
     phases = read_phases_of(job_dir, nodes)
     metrics = measured.Measured()
     metrics.find(job_dir, nodes)

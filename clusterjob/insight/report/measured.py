@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusterjob.insight import sample_lines
+from clusterjob.insight import sample_files
 from clusterjob.insight.report.series import COLUMNS, Series
 from clusterjob.node.metrics.samples import NodeFacts
 
@@ -50,7 +50,7 @@ class Measured:
         """Find the facts and the times of all samples."""
         for node in nodes:
             known: dict[int, NodeSamples] = {}
-            for facts, sample in sample_lines.times(job_dir, node):
+            for facts, sample in sample_files.times(job_dir, node):
                 self.facts[node] = facts
                 extent = known.setdefault(
                     facts.attempt,
@@ -71,7 +71,7 @@ class Measured:
         for node in sorted({extent.node for extent in self.extents}):
             longest = max(one.last - one.first for one in self.extents if one.node == node)
             samples = self._noting_errors(
-                node, sample_lines.samples(job_dir, node, with_segments=longest < _LONG)
+                node, sample_files.lines(job_dir, node, all_of=longest < _LONG)
             )
             self.series[node] = series = {}
             for (first, last, keys), group in itertools.groupby(
@@ -86,8 +86,8 @@ class Measured:
                         series[key].add(column, total, len(rows), peak)
 
     def _noting_errors(
-        self, node: int, samples: Iterable[tuple[NodeFacts, sample_lines.Sample]]
-    ) -> Iterator[tuple[NodeFacts, sample_lines.Sample]]:
+        self, node: int, samples: Iterable[tuple[NodeFacts, sample_files.SampleLine]]
+    ) -> Iterator[tuple[NodeFacts, sample_files.SampleLine]]:
         for facts, sample in samples:
             for index, gpu in enumerate(sample.gpus):
                 if gpu.xid or gpu.ecc:
@@ -99,7 +99,7 @@ _Place = tuple[int, int, tuple[Key, ...]]
 
 
 def _placed(
-    samples: Iterable[tuple[NodeFacts, sample_lines.Sample]],
+    samples: Iterable[tuple[NodeFacts, sample_files.SampleLine]],
     place: Callable[[int, float], float],
     end: float,
 ) -> Iterator[tuple[_Place, list[float]]]:

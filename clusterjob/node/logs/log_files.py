@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from clusterjob.node.contract import World
 
 INTERVAL = 0.1  # seconds between two polls of the files
+_NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
     r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?"
     r"(?:\.restart(?P<restart>\d{1,9}))?\.(?P<stream>out|err)",
@@ -42,6 +43,15 @@ FILE_NAME = re.compile(
 def node_directory(job_dir: Path, node_rank: int) -> Path:
     """Return the log directory of one node."""
     return job_dir / LOGS / f"node{node_rank}"
+
+
+def nodes(job_dir: Path) -> list[int]:
+    """Return the ranks of the nodes that have a log directory in a job's directory."""
+    try:
+        matches = map(_NODE.fullmatch, os.listdir(job_dir / LOGS))
+    except OSError:
+        return []
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, TIMELINE
+from clusterjob.node.logs.job_dir import AGENT_LOG, TIMELINE
 from clusterjob.node.logs.log_files import (
     FILE_NAME,
     by_start,
@@ -21,6 +21,7 @@ from clusterjob.node.logs.log_files import (
     last_lines,
     last_state,
     node_directory,
+    nodes,
     open_regular,
     shown,
 )
@@ -28,7 +29,6 @@ from clusterjob.node.logs.log_files import (
 LONGEST = 1 << 20  # maximum bytes of a line; a longer line is returned in parts
 _PIECE = 1 << 16  # bytes to read at once
 _MAX_OPEN = 4096  # maximum bytes to show of a line without a newline
-_NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 _NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
 
 
@@ -183,7 +183,7 @@ class LogReader:
         last: float | None = None,
         raw: bool = False,
     ) -> None:
-        self._logs = job_dir / LOGS
+        self._job_dir = job_dir
         self._ranks = (rank,) if isinstance(rank, int) else rank
         self._wanted_nodes = (node,) if isinstance(node, int) else node
         self._attempt = attempt
@@ -238,7 +238,7 @@ class LogReader:
         return {
             int(match["attempt"] or 0)
             for node_rank in self._nodes()
-            for name in file_names(node_directory(self._logs.parent, node_rank))
+            for name in file_names(node_directory(self._job_dir, node_rank))
             if (match := FILE_NAME.fullmatch(name)) is not None
         }
 
@@ -247,7 +247,7 @@ class LogReader:
         if node_rank not in self._begins:
             begin = self._since or 0.0
             if self._last is not None:
-                timeline = node_directory(self._logs.parent, node_rank) / TIMELINE
+                timeline = node_directory(self._job_dir, node_rank) / TIMELINE
                 notes = [_NOTE.fullmatch(line) for line in last_lines(timeline)]
                 newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
                 begin = max(begin, newest - self._last)
@@ -279,7 +279,7 @@ class LogReader:
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
         """Yield the new records of a node's timeline; sort those of one time by `by_start`."""
-        path = node_directory(self._logs.parent, node_rank) / TIMELINE
+        path = node_directory(self._job_dir, node_rank) / TIMELINE
         timeline = self._timelines.setdefault(
             node_rank, _File(node_rank, None, stream="out", path=path)
         )
@@ -300,7 +300,7 @@ class LogReader:
         """
         found = []
         for node_rank in self._nodes():
-            directory = node_directory(self._logs.parent, node_rank)
+            directory = node_directory(self._job_dir, node_rank)
             if (directory / TIMELINE).exists() or (directory / AGENT_LOG).exists():
                 continue
             for file in self._files_of(node_rank):
@@ -313,18 +313,14 @@ class LogReader:
 
     def _files_of(self, node_rank: int) -> Iterator[_File]:
         """Yield the files of a node that the reader returns, in the order of starts."""
-        for name in file_names(node_directory(self._logs.parent, node_rank)):
+        for name in file_names(node_directory(self._job_dir, node_rank)):
             file = self._file(node_rank, name)
             if file is not None:
                 yield file
 
     def _nodes(self) -> list[int]:
-        with contextlib.suppress(OSError):
-            matches = [_NODE.fullmatch(path.name) for path in self._logs.iterdir()]
-            numbers = [int(match[1]) for match in matches if match is not None]
-            wanted = self._wanted_nodes
-            return sorted(number for number in numbers if wanted is None or number in wanted)
-        return []
+        wanted = self._wanted_nodes
+        return [node for node in nodes(self._job_dir) if wanted is None or node in wanted]
 
     def _file(self, node_rank: int, name: str) -> _File | None:
         match = FILE_NAME.fullmatch(name)
@@ -338,7 +334,7 @@ class LogReader:
             or self._stream not in (None, match["stream"])
         ):
             return None
-        path = node_directory(self._logs.parent, node_rank) / name
+        path = node_directory(self._job_dir, node_rank) / name
         return self._files.setdefault(
             (node_rank, name),
             _File(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from clusterjob.node.metrics.samples import NodeFacts, Sample
@@ -106,19 +105,3 @@ class Usage:
                 for _, one in sorted(self._gpus.items())
             ],
         }
-
-
-def of_samples(samples: Iterable[tuple[NodeFacts, Sample]]) -> dict[str, Any] | None:
-    """Return the sums of the newest attempt of samples; None without a sample.
-
-    For a node that left no end record.
-    """
-    usage: Usage | None = None
-    attempt = first = last = 0.0
-    for facts, sample in samples:
-        if usage is None or facts.attempt != attempt:
-            usage, attempt, first = Usage(), facts.attempt, sample.monotonic
-        usage.add(facts, sample)
-        last = sample.monotonic
-    sums = None if usage is None else usage.to_json()
-    return None if sums is None else sums | {"wall": round(last - first, 1)}

@@ -19,7 +19,7 @@ _EACH = 60.0  # seconds of one line in THINNED
 _SEGMENT_BYTES, _THINNED_BYTES = 750_000, 90_000  # maximum bytes per hour
 # Fields of which a mean is kept; of the others, the peak.
 _MEANS = {"cpu", "load", "received", "sent", "read", "written", "use", "power"}
-_MEANS |= {"sm_clock", "memory_clock"}
+_CLOCKS = {"sm_clock", "memory_clock"}  # whole numbers, also as a mean
 
 
 class BoundedFile:
@@ -141,6 +141,8 @@ def _joined(samples: Sequence[Any], leave: Iterable[str] = ()) -> dict[str, Any]
             result[name] = None
         elif name in _MEANS:
             result[name] = fmean(known)
+        elif name in _CLOCKS:
+            result[name] = round(fmean(known))
         else:
             result[name] = max(known)
     return result
