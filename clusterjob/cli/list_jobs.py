@@ -97,9 +97,9 @@ def list_jobs(
     steady = [name for name in wanted if name != "duration"] if columns is None else wanted
     limit = None if every else number or _DEFAULT
     if watch:
-        from clusterjob.cli import live_table
+        from clusterjob.cli import redraw
 
-        live_table.show(
+        redraw.show(
             lambda size: _lines(
                 selection, limit, columns=wanted if size is not None else steady, size=size
             )

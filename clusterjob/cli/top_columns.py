@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from rich.text import Text
 
@@ -30,7 +32,7 @@ _STATE_STYLE = {
 _PHASE_STYLE = {"running": "green", "stop": "yellow", "ended": "cyan"}
 
 
-def size_text(size: float | None) -> str:
+def _size(size: float | None) -> str:
     """Format bytes in at most 5 characters: 512M, 1.5G."""
     if size is None:
         return ""
@@ -42,12 +44,15 @@ def size_text(size: float | None) -> str:
     return f"{value:.1f}{unit}" if value < 10 and unit in "GTP" else f"{value:.0f}{unit}"
 
 
-def percent(value: float | None) -> str:
-    """Format a percentage without its sign."""
+def _sizes(size: float | None, limit: float | None) -> str:
+    return "" if size is None else f"{_size(size)}/{_size(limit)}"
+
+
+def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def silence(seconds: float | None) -> str:
+def _short_time(seconds: float | None) -> str:
     """Format seconds in at most 6 characters: 5s, 3m20s, 2h05m, 4d."""
     if seconds is None:
         return ""
@@ -59,10 +64,6 @@ def _silence_style(seconds: float | None) -> str:
     if seconds is None or seconds < _SILENT:
         return ""
     return "yellow" if seconds < _TOO_SILENT else "red"
-
-
-def _reason(row: ListRow) -> str:
-    return sanitize(row.reason)
 
 
 JOB_COLUMNS: list[Column[ListRow]] = [
@@ -98,30 +99,74 @@ JOB_COLUMNS: list[Column[ListRow]] = [
         descending=True,
     ),
     Column("CODE", lambda row: row.exit_code, priority=8, width=4, right=True),
-    Column("REASON", _reason, priority=3, width=16, wide=True),
+    Column("REASON", lambda row: sanitize(row.reason), priority=3, width=16, wide=True),
 ]
 
 
+_Row = TypeVar("_Row")
+
+
+def _number(
+    title: str,
+    value: Callable[[_Row], float | None],
+    text: Callable[[_Row], str],
+    width: int,
+    **options: Any,
+) -> Column[_Row]:
+    """Return a column of numbers: sorted by the value, the largest first."""
+    return Column(title, text, width=width, key=value, right=True, descending=True, **options)
+
+
+# The columns that nodes and ranks share.
+_USE: list[Column[NodeNow | RankNow]] = [
+    _number("CPU%", lambda row: row.cpu, lambda row: _percent(row.cpu), 4, steady=True),
+    Column(
+        "CPU TREND",
+        lambda _: "",
+        priority=4,
+        width=_TREND,
+        trend=lambda row: row.cpu_history,
+        style=lambda _: "cyan",
+    ),
+    _number("GPU%", lambda row: row.gpu, lambda row: _percent(row.gpu), 4, steady=True),
+    Column(
+        "GPU TREND",
+        lambda _: "",
+        priority=3,
+        width=_TREND,
+        trend=lambda row: row.gpu_history,
+        style=lambda _: "magenta",
+    ),
+]
+
+
+def _silent(priority: int) -> Column[NodeNow | RankNow]:
+    return _number(
+        "SILENT",
+        lambda row: row.quiet,
+        lambda row: _short_time(row.quiet),
+        6,
+        priority=priority,
+        style=lambda row: _silence_style(row.quiet),
+        steady=True,
+    )
+
+
+def _state(row: NodeNow | RankNow) -> str:
+    """Return the phase with its detail, such as how the process has ended."""
+    if row.phase == "running":  # the detail is how that was noticed
+        return row.phase
+    if row.phase == "ended" and row.detail:
+        return row.detail
+    return f"{row.phase} {row.detail}".strip()
+
+
 def _node_state(node: NodeNow) -> str:
-    if node.no_data:
-        return f"no data {silence(node.no_data)}"
-    return _with_detail(node.phase, node.detail)
+    return f"no data {_short_time(node.no_data)}" if node.no_data else _state(node)
 
 
 def _node_style(node: NodeNow) -> str:
     return "bold red" if node.no_data else _PHASE_STYLE.get(node.phase, "yellow")
-
-
-def _memory_of(node: NodeNow) -> str:
-    if node.memory is None:
-        return ""
-    return f"{size_text(node.memory)}/{size_text(node.memory_limit)}"
-
-
-def _gpu_memory_of(node: NodeNow) -> str:
-    if node.gpu_memory is None:
-        return ""
-    return f"{size_text(node.gpu_memory)}/{size_text(node.gpu_memory_limit)}"
 
 
 NODE_COLUMNS: list[Column[NodeNow]] = [
@@ -134,109 +179,33 @@ NODE_COLUMNS: list[Column[NodeNow]] = [
     ),
     Column("HOST", lambda node: node.host, priority=1, width=24),
     Column("STATE", _node_state, width=14, style=_node_style),
-    Column(
-        "CPU%",
-        lambda node: percent(node.cpu),
-        width=4,
-        key=lambda node: node.cpu,
-        right=True,
-        steady=True,
-        descending=True,
-    ),
-    Column(
-        "CPU TREND",
-        lambda _: "",
-        priority=4,
-        width=_TREND,
-        trend=lambda node: node.cpu_history,
-        style=lambda _: "cyan",
-    ),
-    Column(
-        "GPU%",
-        lambda node: percent(node.gpu),
-        width=4,
-        key=lambda node: node.gpu,
-        right=True,
-        steady=True,
-        descending=True,
-    ),
-    Column(
-        "GPU TREND",
-        lambda _: "",
-        priority=3,
-        width=_TREND,
-        trend=lambda node: node.gpu_history,
-        style=lambda _: "magenta",
-    ),
-    Column(
+    *_USE,
+    _number(
         "MEMORY",
-        _memory_of,
+        lambda node: node.memory,
+        lambda node: _sizes(node.memory, node.memory_limit),
+        11,
         priority=2,
-        width=11,
-        key=lambda node: node.memory,
-        right=True,
-        descending=True,
     ),
-    Column(
+    _number(
         "GPU MEM",
-        _gpu_memory_of,
+        lambda node: node.gpu_memory,
+        lambda node: _sizes(node.gpu_memory, node.gpu_memory_limit),
+        11,
         priority=5,
-        width=11,
-        key=lambda node: node.gpu_memory,
-        right=True,
-        descending=True,
     ),
-    Column(
+    _number(
         "LOAD",
+        lambda node: node.load,
         lambda node: "" if node.load is None else f"{node.load:.1f}",
+        6,
         priority=7,
-        width=6,
-        key=lambda node: node.load,
-        right=True,
-        descending=True,
     ),
-    Column(
-        "RECV/s",
-        lambda node: size_text(node.received),
-        priority=8,
-        width=6,
-        key=lambda node: node.received,
-        right=True,
-        descending=True,
-    ),
-    Column(
-        "SENT/s",
-        lambda node: size_text(node.sent),
-        priority=8,
-        width=6,
-        key=lambda node: node.sent,
-        right=True,
-        descending=True,
-    ),
-    Column(
-        "SILENT",
-        lambda node: silence(node.quiet),
-        priority=2,
-        width=6,
-        key=lambda node: node.quiet,
-        style=lambda node: _silence_style(node.quiet),
-        right=True,
-        steady=True,
-        descending=True,
-    ),
+    _number("RECV/s", lambda node: node.received, lambda node: _size(node.received), 6, priority=8),
+    _number("SENT/s", lambda node: node.sent, lambda node: _size(node.sent), 6, priority=8),
+    _silent(2),
     Column("LAST LINE", lambda node: node.line, priority=2, width=20, wide=True),
 ]
-
-
-def _rank_state(rank: RankNow) -> str:
-    return _with_detail(rank.phase, rank.detail)
-
-
-def _with_detail(phase: str, detail: str) -> str:
-    """Return a phase with its detail, such as how the process has ended."""
-    if phase == "running":  # the detail is how that was noticed
-        return phase
-    return detail if phase == "ended" and detail else f"{phase} {detail}".strip()
 
 
 def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
@@ -245,13 +214,17 @@ def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
     Args:
         failed: receives the ranks that the verdict blames; they are marked.
     """
+
+    def style(rank: RankNow, usual: str) -> str:
+        return "bold red" if rank.rank in failed else usual
+
     return [
         Column(
             "RANK",
             lambda rank: str(rank.rank),
             width=5,
             key=lambda rank: rank.rank,
-            style=lambda rank: "bold red" if rank.rank in failed else "",
+            style=lambda rank: style(rank, ""),
             right=True,
         ),
         Column(
@@ -265,65 +238,13 @@ def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
         Column("HOST", lambda rank: rank.host, priority=8, width=20),
         Column(
             "STATE",
-            _rank_state,
+            _state,
             width=18,
-            style=lambda rank: (
-                "bold red" if rank.rank in failed else _PHASE_STYLE.get(rank.phase, "yellow")
-            ),
+            style=lambda rank: style(rank, _PHASE_STYLE.get(rank.phase, "yellow")),
         ),
-        Column(
-            "CPU%",
-            lambda rank: percent(rank.cpu),
-            width=4,
-            key=lambda rank: rank.cpu,
-            right=True,
-            steady=True,
-            descending=True,
-        ),
-        Column(
-            "CPU TREND",
-            lambda _: "",
-            priority=4,
-            width=_TREND,
-            trend=lambda rank: rank.cpu_history,
-            style=lambda _: "cyan",
-        ),
-        Column(
-            "GPU%",
-            lambda rank: percent(rank.gpu),
-            width=4,
-            key=lambda rank: rank.gpu,
-            right=True,
-            steady=True,
-            descending=True,
-        ),
-        Column(
-            "GPU TREND",
-            lambda _: "",
-            priority=3,
-            width=_TREND,
-            trend=lambda rank: rank.gpu_history,
-            style=lambda _: "magenta",
-        ),
-        Column(
-            "MEM",
-            lambda rank: size_text(rank.memory),
-            width=5,
-            key=lambda rank: rank.memory,
-            right=True,
-            steady=True,
-            descending=True,
-        ),
-        Column(
-            "SILENT",
-            lambda rank: silence(rank.quiet),
-            width=6,
-            key=lambda rank: rank.quiet,
-            style=lambda rank: _silence_style(rank.quiet),
-            right=True,
-            steady=True,
-            descending=True,
-        ),
+        *_USE,
+        _number("MEM", lambda rank: rank.memory, lambda rank: _size(rank.memory), 5, steady=True),
+        _silent(1),
         Column("LAST LINE", lambda rank: rank.line, priority=2, width=26, wide=True),
     ]
 
@@ -381,5 +302,7 @@ def _matter(job: JobNow) -> Text:
     reason = sanitize(status.reason.partition("\n")[0]) if status is not None else ""
     quiet = min((node.quiet for node in job.nodes if node.quiet is not None), default=0.0)
     if quiet >= _TOO_SILENT:
-        reason = f"no output for {silence(quiet)}: t shows the stacks" + (reason and f"; {reason}")
+        reason = f"no output for {_short_time(quiet)}: t shows the stacks" + (
+            reason and f"; {reason}"
+        )
     return Text.assemble((reason, "yellow"))

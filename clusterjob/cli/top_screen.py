@@ -93,6 +93,7 @@ class Top(App[None]):
         self._rank_table: LiveTable[RankNow] = LiveTable(
             rank_columns(self._failed), lambda rank: str(rank.rank), id="ranks"
         )
+        self._filtered: LiveTable[Any] = self._rank_table  # the table of the filter's text
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Top(App[None]):
     def on_mount(self) -> None:
         """Begin to poll; leave the terminal clean at a signal."""
         self.theme = "ansi-dark"  # the terminal's own colours
-        if self._is_real:
+        if not self.is_headless:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, self.exit, None, 128 + number)
@@ -118,10 +119,6 @@ class Top(App[None]):
         self._draw(self._live.snapshot)
         self._job_table.focus()
         self._live.start()
-
-    @property
-    def _is_real(self) -> bool:
-        return not self.is_headless
 
     def on_unmount(self) -> None:
         """Stop to poll."""
@@ -322,6 +319,6 @@ class Top(App[None]):
         self.push_screen(Question(f"Cancel job {record.job_id} on all of its nodes?"), answered)
 
     def _cancelled(self, record: Record, error: str) -> None:
-        text = f"{record.job_id} is not cancelled: {error}" if error else ""
-        if text:
+        if error:
+            text = f"{record.job_id} is not cancelled: {error}"
             self.call_from_thread(self.notify, text, severity="error", markup=False)

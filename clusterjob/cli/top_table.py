@@ -18,6 +18,7 @@ from textual.strip import Strip
 from clusterjob.cli.tables import cut, width_of
 
 _Row = TypeVar("_Row")
+_Row_contra = TypeVar("_Row_contra", contravariant=True)  # a column may serve several types of rows
 _GAP = 2  # blanks between columns
 _BROAD, _SHORT_TREND = 120, 8  # a narrower table has short sparklines, of this width
 _BARS = "▁▂▃▄▅▆▇█"
@@ -26,7 +27,7 @@ _CURSOR, _CURSOR_ELSEWHERE = Style(reverse=True), Style(bold=True)
 
 
 @dataclass(frozen=True)
-class Column(Generic[_Row]):
+class Column(Generic[_Row_contra]):
     """A column.
 
     Attributes:
@@ -44,15 +45,15 @@ class Column(Generic[_Row]):
     """
 
     title: str
-    text: Callable[[_Row], str]
+    text: Callable[[_Row_contra], str]
     priority: int = 1
     width: int = 10
-    key: Callable[[_Row], Any] | None = None
-    style: Callable[[_Row], str] | None = None
+    key: Callable[[_Row_contra], Any] | None = None
+    style: Callable[[_Row_contra], str] | None = None
     right: bool = False
     wide: bool = False
     steady: bool = False
-    trend: Callable[[_Row], Sequence[float]] | None = None
+    trend: Callable[[_Row_contra], Sequence[float]] | None = None
     descending: bool = False
 
 

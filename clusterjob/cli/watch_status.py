@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from clusterjob.cli import job_table, live_table, tables
+from clusterjob.cli import job_table, redraw, tables
 from clusterjob.cli.phase_text import PhaseClock, phase_text
 from clusterjob.core import polling
 from clusterjob.core.listing import row_of
@@ -34,7 +34,7 @@ def show(wanted: Sequence[Record]) -> bool:
         Whether all the jobs have ended.
     """
     view = _View(wanted)
-    return live_table.show(view.lines, is_over=view.is_over, interval=_INTERVAL)
+    return redraw.show(view.lines, is_over=view.is_over, interval=_INTERVAL)
 
 
 class _View:

@@ -18,7 +18,7 @@ from clusterjob.node.metrics.samples import NodeFacts, Sample
 from clusterjob.node.system.files import size_of
 from clusterjob.node.system.sanitize import sanitize
 
-HISTORY = 60  # samples that are kept for the sparklines
+_HISTORY = 60  # samples that are kept for the sparklines
 _HISTORY_TIME = 300.0  # seconds of samples that the first call reads
 # Seconds without a new sample after which a node counts as silent: this, and this many intervals.
 _NO_DATA, _NO_DATA_INTERVALS = 20.0, 4
@@ -98,7 +98,7 @@ class NodeNow:
 
 
 def _history() -> deque[float]:
-    return deque(maxlen=HISTORY)
+    return deque(maxlen=_HISTORY)
 
 
 class _Metrics:

@@ -232,7 +232,7 @@ def test_watch_without_terminal_shows_no_duration(
         print("\n".join(lines(None)))
 
     save("one-a")
-    monkeypatch.setattr("clusterjob.cli.live_table.show", once)
+    monkeypatch.setattr("clusterjob.cli.redraw.show", once)
     assert "DURATION" not in run("list", "--watch")[1]
     assert "DURATION" in run("list", "--watch", "--columns", "id,duration")[1]
 

@@ -1,4 +1,4 @@
-"""Redraw a table on the terminal in place until Ctrl-C."""
+"""Redraw lines on the terminal in place until Ctrl-C."""
 
 from __future__ import annotations
 
