@@ -53,16 +53,12 @@ def trace(
 ) -> int:
     """Write phases, events and metrics of a job as a trace for ui.perfetto.dev."""
     from clusterjob.cli.output import print_message
-    from clusterjob.core import polling
+    from clusterjob.core import job_parts, polling
     from clusterjob.core.records import Records
     from clusterjob.insight import trace as insight
 
     record = Records().find(job_id)
-    if record.array is not None:
-        raise UsageError(
-            f"job {record.job_id} is an array: each element has its own trace",
-            f"name one, such as {record.job_id}_{record.array['indices'][0]}",
-        )
+    job_parts.check_single(record, "trace")
     path = _target(output, f"{record.job_id}.trace.json", insight.MARK)
     try:
         polling.collect(record)

@@ -12,7 +12,7 @@ from clusterjob.backends.base import Status
 from clusterjob.cli import output
 from clusterjob.cli.live_progress import LiveProgress
 from clusterjob.cli.output import LogPrinter, print_end, print_verdict
-from clusterjob.core import jobs, polling
+from clusterjob.core import job_parts, jobs, polling
 from clusterjob.core.live import live
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
@@ -61,12 +61,7 @@ class Watch:
         raw: bool = False,
         prints_phases: bool = False,
     ) -> None:
-        if record.array is not None:
-            first = f"{record.job_id}_{record.array['indices'][0]}"
-            raise UsageError(
-                f"job {record.job_id} is an array: each element has its own output",
-                f"name one, such as {first}",
-            )
+        job_parts.check_single(record, "output")
         self._record = record
         self._filters = filters
         self._matching = _matching(filters.grep)
@@ -80,19 +75,9 @@ class Watch:
             last=filters.last,
             raw=raw,
         )
-        # The world size is unknown if each node of a platform sets its own number of workers.
-        world_size = (
-            None if record.job.nproc_is_default else record.nodes * record.job.nproc_per_node
-        )
-        for label, numbers, count in (
-            ("rank", filters.ranks, world_size),
-            ("node", filters.nodes, record.nodes),
-        ):
-            if numbers and count is not None and max(numbers) >= count:
-                raise UsageError(
-                    f"job {record.job_id} has no {label} {max(numbers)}",
-                    f"its {label}s are 0 to {count - 1}" if count > 1 else f"its only {label} is 0",
-                )
+        world_size = job_parts.world_size(record)
+        job_parts.check_ranks(record, filters.ranks, world_size)
+        job_parts.check_nodes(record, filters.nodes)
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
         self._raw, self._has_shown = raw, False
         self._progress = LiveProgress(

@@ -19,6 +19,7 @@ from clusterjob.backends.base import FETCH_LIMITS, FetchLimits, Foreground, Inte
 from clusterjob.backends.shared import nothing_to_fetch
 from clusterjob.core import (
     config,
+    job_parts,
     job_secrets,
     node_zip,
     notifications,
@@ -37,7 +38,6 @@ from clusterjob.errors import (
     RecordError,
     SpecError,
     SubmitInDoubtError,
-    UsageError,
 )
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import ENDS, LOGS
@@ -234,11 +234,7 @@ def fetch(
     backend = base.instance(record.backend)
     if not isinstance(backend, base.Fetcher):
         raise nothing_to_fetch(record)
-    if nodes is not None and not all(node < record.nodes for node in nodes):
-        raise UsageError(
-            f"job {record.job_id} has no node {max(nodes)}",
-            f"its nodes are 0 to {record.nodes - 1}",
-        )
+    job_parts.check_nodes(record, nodes)
     return backend.fetch(record, paths, target, nodes, may_replace, limits)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clusterjob.core import polling
+from clusterjob.core import job_parts, polling
 from clusterjob.core.records import Record
-from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.errors import ClusterJobError
 from clusterjob.insight import sample_files
 from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
 
@@ -39,19 +39,12 @@ def collect(record: Record, wanted: Wanted, on_error: Callable[[str], None]) -> 
             reached.
 
     Raises:
-        UsageError: the job is an array, or it has no such node.
+        UsageError: the job is an array, or it has no such node or rank.
         ClusterJobError: there is no sample.
     """
-    if record.array is not None:
-        raise UsageError(
-            f"job {record.job_id} is an array: each element has its own metrics",
-            f"name one, such as {record.job_id}_{record.array['indices'][0]}",
-        )
-    if wanted.nodes and max(wanted.nodes) >= record.nodes:
-        raise UsageError(
-            f"job {record.job_id} has no node {max(wanted.nodes)}",
-            f"its nodes are 0 to {record.nodes - 1}" if record.nodes > 1 else "its only node is 0",
-        )
+    job_parts.check_single(record, "metrics")
+    job_parts.check_nodes(record, wanted.nodes)
+    job_parts.check_ranks(record, wanted.ranks, job_parts.world_size(record))
     why = ""
     try:
         now = polling.status(record)

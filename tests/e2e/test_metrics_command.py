@@ -85,7 +85,7 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
     # Errors that a user can make.
     for words, error in {
         ("--node", "2"): f"job {job_id} has no node 2",
-        ("--rank", "9"): "has no samples of rank 9",
+        ("--rank", "9"): f"job {job_id} has no rank 9",
         ("--since", "soon"): "--since 'soon' is not a duration",
         ("--json", "--csv"): "--csv and --json are both given",
     }.items():

@@ -97,7 +97,8 @@ def test_workers_of_srun_and_elements_of_arrays_are_found(user: User) -> None:
     assert element.shell("echo $CLUSTERJOB_ARRAY_INDEX $CLUSTERJOB_JOB_ID") == f"1 {array}_1\n"
     _, err = Inside(array, user.directory).exec("true", code=2)
     assert err.decode() == (
-        f"clusterjob: error: job {array} is an array\n  hint: name one element, such as {array}_0\n"
+        f"clusterjob: error: job {array} is an array: each element has its own workers\n"
+        f"  hint: name one, such as {array}_0\n"
     )
     user.path("leave").touch()
     user("wait", array)

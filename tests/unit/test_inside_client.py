@@ -106,7 +106,11 @@ def test_backend_without_the_feature_and_wrong_targets_are_refused(
         (record(Plain()), {}, "the fake backend cannot run commands inside a job"),
         (record(running), {"node": 4}, "job t-1 has no node 4"),
         (record(running), {"rank": 8}, "job t-1 has no rank 8"),
-        (record(running, array={"indices": [3, 5], "pieces": [0]}), {}, "job t-1 is an array"),
+        (
+            record(running, array={"indices": [3, 5], "pieces": [0]}),
+            {},
+            "job t-1 is an array: each element has its own workers",
+        ),
     ):
         base._loaded["fake"] = Plain() if "backend" in message else running  # type: ignore[assignment]
         with pytest.raises(UsageError) as caught:

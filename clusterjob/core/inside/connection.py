@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterjob.backends import base
-from clusterjob.core import polling
+from clusterjob.core import job_parts, polling
 from clusterjob.core.byte_link import ByteLink
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, InsideError, UsageError
@@ -137,17 +137,9 @@ def executor(record: Record, node: int | None = None, rank: int | None = None) -
     Raises:
         UsageError: the job is an array, has no such node, or its backend has no such feature.
     """
-    if record.array is not None:
-        raise UsageError(
-            f"job {record.job_id} is an array",
-            f"name one element, such as {record.job_id}_{record.array['indices'][0]}",
-        )
-    if node is not None and node >= record.nodes:
-        raise UsageError(
-            f"job {record.job_id} has no node {node}", f"its nodes are 0 to {record.nodes - 1}"
-        )
-    if rank is not None and (world := _known_world(record)) and rank >= world:
-        raise _no_rank(record, rank, world=world)
+    job_parts.check_single(record, "workers")
+    job_parts.check_nodes(record, None if node is None else [node])
+    job_parts.check_ranks(record, None if rank is None else [rank], job_parts.world_size(record))
     backend = base.instance(record.backend)
     if not isinstance(backend, base.Executor):
         raise UsageError(
@@ -178,18 +170,6 @@ def check(record: Record, node: int | None = None, rank: int | None = None) -> b
             f"`clusterjob status {record.job_id}` shows its state",
         )
     return backend
-
-
-def _known_world(record: Record) -> int:
-    """Return the number of ranks; 0 if the nodes decide on it."""
-    return 0 if record.job.nproc_is_default else record.nodes * record.job.nproc_per_node
-
-
-def _no_rank(record: Record, rank: int, world: int) -> UsageError:
-    return UsageError(
-        f"job {record.job_id} has no rank {rank}",
-        f"its ranks are 0 to {world - 1}" if world > 1 else "its only rank is 0",
-    )
 
 
 def enter(
@@ -249,8 +229,7 @@ def _next_node(
             if starting
             else f"`clusterjob status {record.job_id}` shows its state",
         )
-    if rank >= error.world:
-        raise _no_rank(record, rank, world=error.world)
+    job_parts.check_ranks(record, [rank], error.world)
     if fixed:
         last = error.first + error.count - 1
         raise UsageError(

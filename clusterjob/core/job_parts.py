@@ -1,0 +1,62 @@
+"""Check that a job has the parts that the user names: nodes, ranks, an element of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from clusterjob.core.records import Record
+from clusterjob.errors import UsageError
+
+
+def check_single(record: Record, what: str) -> None:
+    """Refuse an array.
+
+    Args:
+        record: the job.
+        what: what each element has for itself, such as ``output``.
+
+    Raises:
+        UsageError: the job is an array.
+    """
+    if record.array is not None:
+        raise UsageError(
+            f"job {record.job_id} is an array: each element has its own {what}",
+            f"name one, such as {record.job_id}_{record.array['indices'][0]}",
+        )
+
+
+def check_nodes(record: Record, nodes: Iterable[int] | None) -> None:
+    """Refuse nodes that the job does not have.
+
+    Raises:
+        UsageError: there is no such node.
+    """
+    if (highest := max(nodes or (), default=0)) >= record.nodes:
+        raise _missing(record, "node", highest, count=record.nodes)
+
+
+def check_ranks(record: Record, ranks: Iterable[int] | None, world_size: int | None) -> None:
+    """Refuse ranks that the job does not have.
+
+    Args:
+        record: the job.
+        ranks: the ranks.
+        world_size: the number of ranks; None if it is not known.
+
+    Raises:
+        UsageError: there is no such rank.
+    """
+    if world_size is not None and (highest := max(ranks or (), default=0)) >= world_size:
+        raise _missing(record, "rank", highest, count=world_size)
+
+
+def world_size(record: Record) -> int | None:
+    """Return the number of ranks; None if each node sets its own number of workers."""
+    return None if record.job.nproc_is_default else record.nodes * record.job.nproc_per_node
+
+
+def _missing(record: Record, part: str, number: int, count: int) -> UsageError:
+    return UsageError(
+        f"job {record.job_id} has no {part} {number}",
+        f"its {part}s are 0 to {count - 1}" if count > 1 else f"its only {part} is 0",
+    )
