@@ -7,6 +7,7 @@ the versions of the programs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -46,6 +47,7 @@ def add(job_dir: Path, node_rank: int, detected: dict[str, Any], *, attempt: int
         )
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of this node's programs, without an import of torch."""
     found = {

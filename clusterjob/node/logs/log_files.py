@@ -75,9 +75,13 @@ def round_files(
 
 
 def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path, Path]:
-    stem += f".attempt{attempt}" if attempt else ""
-    stem += f".restart{restart}" if restart else ""
+    stem += round_suffix(attempt, restart)
     return directory / f"{stem}.out", directory / f"{stem}.err"
+
+
+def round_suffix(attempt: int, restart: int) -> str:
+    """Return the part of a file name that names a round, such as ``.attempt1.restart2``."""
+    return (f".attempt{attempt}" if attempt else "") + (f".restart{restart}" if restart else "")
 
 
 def file_names(directory: Path) -> list[str]:

@@ -9,7 +9,7 @@ from clusterjob.node.rendezvous import outcome
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.stacks import grouping, waits
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.frames import RankStack, program_frame
 from clusterjob.node.stacks.grouping import Group
 from clusterjob.node.verdict import Failure, FailureKind, JobState
 
@@ -46,7 +46,7 @@ def with_ranks(
     message = f"{end.failure.message}: {grouping.headline(groups)}"
     odd = _odd(groups)
     if odd is not None and odd.frames:
-        frame = grouping.program_frame(odd.frames) or odd.frames[0]
+        frame = program_frame(odd.frames) or odd.frames[0]
         place = grouping.place_text(frame)
         if place not in message:
             message += f" ({grouping.ranks_text(odd.ranks)}: {frame.function}, {place})"

@@ -46,18 +46,13 @@ class Activity:
 def read(pids: Iterable[int]) -> dict[int, Activity]:
     """Return the counters of those workers that live, by pid."""
     stats = processes.running()
-    children: dict[int, list[int]] = {}
-    for pid, fields in stats.items():
-        children.setdefault(int(fields[1]), []).append(pid)
-    return {pid: _of_worker(pid, stats, children) for pid in pids if pid in stats}
+    children = processes.children(stats)
+    return {
+        pid: _of_worker(pid, stats, processes.below(pid, children)) for pid in pids if pid in stats
+    }
 
 
-def _of_worker(
-    pid: int, stats: Mapping[int, list[str]], children: Mapping[int, list[int]]
-) -> Activity:
-    below = list(children.get(pid, ()))
-    for each in below:  # it grows while it is read
-        below += children.get(each, ())
+def _of_worker(pid: int, stats: Mapping[int, list[str]], below: list[int]) -> Activity:
     tasks = f"/proc/{pid}/task"
     threads = [str(pid), *_loader_threads(tasks, pid)]
     counts = [_io(f"{tasks}/{thread}/io") for thread in threads]

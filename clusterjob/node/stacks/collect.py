@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from clusterjob.node import job_processes
@@ -117,25 +116,19 @@ def _with_py_spy(
 
 
 def _request(pid: int) -> StackRequest:
-    """Ask a rank's process, or the process below it that offers its stacks.
+    """Ask a rank's process, or the nearest process below it that offers its stacks.
 
     The rank may be a shell or another program that runs Python.
     """
     request = StackRequest(pid)
     if request.offered:
         return request
-    children: dict[int, list[int]] = {}
-    for child, fields in sorted(processes.running().items()):
-        children.setdefault(int(fields[1]), []).append(child)
-    unseen = deque(children.get(pid, ()))
-    while unseen:
-        below = unseen.popleft()
+    for below in processes.descendants(pid):
         other = StackRequest(below)
         if other.offered:
             request.close()
             return other
         other.close()
-        unseen.extend(children.get(below, ()))
     return request
 
 

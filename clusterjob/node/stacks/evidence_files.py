@@ -50,10 +50,8 @@ def write(
     Raises:
         OSError: a file cannot be written.
     """
-    stem = "stacks"
-    stem += f".attempt{round_.attempt}" if round_.attempt else ""
-    stem += f".restart{round_.restart}" if round_.restart else ""
-    path = log_files.node_directory(job_dir, round_.node_rank) / f"{stem}.txt"
+    name = f"stacks{log_files.round_suffix(round_.attempt, round_.restart)}.txt"
+    path = log_files.node_directory(job_dir, round_.node_rank) / name
     at, why = now(), sanitize(why)
     data = grouping.to_json(round_.job_id, stacks) | {
         "why": why,

@@ -53,6 +53,11 @@ class RankStack:
     answered: bool
     threads: tuple[ThreadStack, ...] = ()
 
+    @property
+    def main_frames(self) -> tuple[Frame, ...]:
+        """The main thread's frames, the innermost first; empty without an answer."""
+        return self.threads[0].frames if self.answered and self.threads else ()
+
     def to_json(self) -> dict[str, Any]:
         """Return the stack as plain data."""
         return {
@@ -126,6 +131,11 @@ def is_of_program(frame: Frame) -> bool:
     return frame.line is not None and _LIBRARY.search(frame.file) is None
 
 
+def program_frame(frames: Iterable[Frame]) -> Frame | None:
+    """Return the innermost frame in a file of the program itself, or None."""
+    return next(filter(is_of_program, frames), None)
+
+
 def position_text(frames: Sequence[Frame]) -> str:
     """Return a thread's position as one clause.
 
@@ -135,7 +145,7 @@ def position_text(frames: Sequence[Frame]) -> str:
     if not shown:
         return "its stack names no file"
     text = "it imports, in " if len(shown) < len(frames) else "it is in "
-    own = next(filter(is_of_program, shown), shown[0])
+    own = program_frame(shown) or shown[0]
     text += _line_text(shown[0])
     return text if own is shown[0] else f"{text}, from {_line_text(own)}"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterjob.node.stacks import kernel, waits
-from clusterjob.node.stacks.frames import Frame, RankStack, is_of_program
+from clusterjob.node.stacks.frames import Frame, RankStack, program_frame
 
 SCHEMA = 1
 _MAX_CLAUSES = 4  # groups in the headline
@@ -39,13 +39,12 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
     """Return the groups of ranks with equal stacks, the smallest first.
 
     Two stacks are equal if file, line and function of all frames are equal, where a file is its
-    name and the name of its directory. Ranks that wait in the
-    same function are equal wherever they are inside of it. Ranks without an answer are grouped by
-    the kernel's state.
+    name and the name of its directory. Ranks that wait in the same function are equal wherever they
+    are inside of it. Ranks without an answer are grouped by the kernel's state.
     """
     found: dict[Any, list[RankStack]] = {}
     for stack in sorted(stacks, key=lambda each: each.rank):
-        frames = _main_frames(stack)
+        frames = stack.main_frames
         wait = waits.find(frames)
         key: Any = stack.state
         if wait is not None:
@@ -55,7 +54,7 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
         key = (key, stack.state.startswith(kernel.STOPPED))
         found.setdefault(key, []).append(stack)
     groups = [
-        Group(tuple(each.rank for each in equal), _main_frames(equal[0]), equal[0].state)
+        Group(tuple(each.rank for each in equal), equal[0].main_frames, equal[0].state)
         for equal in found.values()
     ]
     return sorted(groups, key=lambda each: (len(each.ranks), each.ranks))
@@ -76,10 +75,6 @@ def _comparable(frames: Iterable[Frame]) -> tuple[Frame, ...]:
         for frame in frames
         if frame.line is not None
     )
-
-
-def _main_frames(stack: RankStack) -> tuple[Frame, ...]:
-    return stack.threads[0].frames if stack.answered and stack.threads else ()
 
 
 def headline(groups: Sequence[Group]) -> str:
@@ -137,11 +132,6 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
     importing = any(each.file.startswith("<frozen importlib") for each in inner)
     verbs = ("imports in", "import in") if importing else ("is in", "are in")
     return verbs, f"{frame.function} ({place_text(frame)})"
-
-
-def program_frame(frames: Iterable[Frame]) -> Frame | None:
-    """Return the innermost frame in a file of the program itself, or None."""
-    return next(filter(is_of_program, frames), None)
 
 
 def place_text(frame: Frame) -> str:

@@ -143,7 +143,7 @@ class Progress:
 
 
 def _is_hidden(stack: RankStack) -> bool:
-    main = stack.threads[0].frames if stack.answered and stack.threads else ()
+    main = stack.main_frames
     return not main or main[0].file.startswith(_IMPORT)
 
 

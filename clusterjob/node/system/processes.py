@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,18 +119,25 @@ def boot_id() -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the live (not zombie) descendants of a process, in no special order."""
+    """Return the live (not zombie) descendants of a process, the nearest first."""
     stats = running()
-    children: dict[int, list[int]] = {}
-    for child, fields in stats.items():
-        children.setdefault(int(fields[1]), []).append(child)
-    found: list[int] = []
-    unseen = [pid]
-    while unseen:
-        below = children.get(unseen.pop(), [])
-        found += below
-        unseen += below
-    return [each for each in found if stats[each][0] not in "ZX"]
+    return [each for each in below(pid, children(stats)) if stats[each][0] not in "ZX"]
+
+
+def children(stats: Mapping[int, list[str]]) -> dict[int, list[int]]:
+    """Return the children of each process, by pid, from the result of `running`."""
+    found: dict[int, list[int]] = {}
+    for pid, fields in sorted(stats.items()):
+        found.setdefault(int(fields[1]), []).append(pid)
+    return found
+
+
+def below(pid: int, children: Mapping[int, list[int]]) -> list[int]:
+    """Return the descendants of a process, the nearest first."""
+    found = list(children.get(pid, ()))
+    for each in found:  # it grows while it is read
+        found += children.get(each, ())
+    return found
 
 
 def kill_descendants(keep: int | None = None) -> None:

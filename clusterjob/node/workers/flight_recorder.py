@@ -39,11 +39,10 @@ class Dumps:
 
     def __init__(self, job_dir: Path, node_rank: int, attempt: int, restart: int) -> None:
         self._job_dir = job_dir
-        stem = f".attempt{attempt}" * bool(attempt) + f".restart{restart}" * bool(restart)
-        self._pipe = str(job_dir / _PIPES / f"node{node_rank}{stem}.rank")
-        self._dump = str(
-            log_files.node_directory(job_dir, node_rank) / f"flight_recorder{stem}.rank"
-        )
+        suffix = log_files.round_suffix(attempt, restart)
+        self._pipe = str(job_dir / _PIPES / f"node{node_rank}{suffix}.rank")
+        directory = log_files.node_directory(job_dir, node_rank)
+        self._dump = str(directory / f"flight_recorder{suffix}.rank")
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the workers' variables; empty if the user has set them, or pipes cannot be made.
