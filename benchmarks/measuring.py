@@ -6,6 +6,7 @@ comparison take turns: if the machine slows down, it slows down both. See benchm
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,8 +15,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -62,6 +64,63 @@ class Row:
         """Whether the row has no target or reaches it."""
         measured = self.ours if self.ratio is None else self.ratio
         return self.target is None or measured <= self.target
+
+
+def row_of(
+    part: str, what: str, values: Sequence[float], target: float | None, other: float | None = None
+) -> Row:
+    """Return the row of measurements whose target limits their median."""
+    return Row(part, what, len(values), statistics.median(values), max(values), other, None, target)
+
+
+def option_parser(
+    description: str | None, parts: Sequence[str], runs: int
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks: the parts, --runs and --json."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"what to measure: {', '.join(parts)} (default: all)",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=runs, metavar="N", help=f"runs of each (default: {runs})"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def parse_options(parser: argparse.ArgumentParser, parts: Sequence[str]) -> argparse.Namespace:
+    """Return the options; an error ends the command."""
+    options = parser.parse_args()
+    options.parts = options.parts or list(parts)
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there is {', '.join(parts)}")
+    if options.runs < 1:
+        parser.error("--runs has to be at least 1")
+    return options
+
+
+def measured(
+    measure: Callable[[dict[str, str], Path], list[Row]], other: str, *, as_json: bool
+) -> int:
+    """Measure in a new directory, and print the rows; return the exit code.
+
+    Args:
+        measure: returns the rows, from the environment of the commands and the directory.
+        other: title of the other side's column.
+        as_json: whether to print JSON.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="clusterjob-bench-") as directory:
+            rows = measure(environment(Path(directory) / "home"), Path(directory))
+    except Failed as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 1
+    return finish(rows, other, as_json=as_json)
 
 
 def command(name: str) -> str:

@@ -1,7 +1,7 @@
-"""Measure what metrics, and hang detection where it exists, cost a job on this machine.
+"""Measure what metrics and hang detection cost a job on this machine.
 
-The two sides take turns: with the samples of the default, and with --no-metrics. The exit code is 1
-if a target is missed. See benchmarks/README.md.
+The two sides take turns: with --hang-timeout and the samples of the default, and with --no-metrics.
+The exit code is 1 if a target is missed. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from measuring import WORKERS, Failed, Row, compare, environment, finish, run
-
-from clusterjob.core.options import OPTIONS
+from measuring import Failed, Row, compare, measured, option_parser, parse_options, row_of, run
+from start import first_all_reduce
 
 PARTS = ("start", "steps", "agent")
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
 AT_MOST = 1.01  # with / without
 AGENT_TARGET = 0.5  # percent of a core
 WITHOUT = ["--no-metrics"]
-WITH = ["--hang-timeout", "10m"] if "hang_timeout" in OPTIONS else []
+WITH = ["--hang-timeout", "10m"]
 _START_LIMIT = 60.0  # seconds until the workers run
 
 
@@ -34,17 +33,6 @@ def job(ranks: int, options: list[str]) -> list[str]:
     """Return the command of a local job with one node."""
     command = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
     return [*command, "--nproc-per-node", str(ranks), *options]
-
-
-def start(ranks: int, options: list[str], environ: Mapping[str, str], directory: Path) -> float:
-    """Return the seconds from the command's start to rank 0's first all-reduce."""
-    file = directory / "done"
-    file.unlink(missing_ok=True)
-    argv = [*job(ranks, options), str(WORKERS / "first_all_reduce.py"), str(file)]
-    begin, _, code, output = run(argv, environ, directory)
-    if code != 0:
-        raise Failed(f"{argv} ended with exit code {code}:\n{output}")
-    return float(file.read_text()) - begin
 
 
 def step(
@@ -103,7 +91,9 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
     rows, where = [], (environ, directory)
     if "start" in options.parts:
         what = f"{options.ranks} ranks to the first all-reduce"
-        sides = [lambda o=o: start(options.ranks, o, *where) for o in (WITH, WITHOUT)]
+        sides = [
+            lambda o=o: first_all_reduce(job(options.ranks, o), *where) for o in (WITH, WITHOUT)
+        ]
         rows.append(compare("start", what, options.runs, AT_MOST, *sides))
     if "steps" in options.parts:
         what = f"one step of train_digits.py, {options.ranks} ranks, ms"
@@ -123,50 +113,20 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
             more = [ours[place] - theirs[place] for ours, theirs in pairs]
             other = statistics.median(theirs[place] for _, theirs in pairs)
             what = f"agent of {options.ranks} ranks: {name}"
-            rows.append(
-                Row(
-                    "agent",
-                    what,
-                    len(more),
-                    statistics.median(more),
-                    max(more),
-                    other,
-                    None,
-                    target,
-                )
-            )
+            rows.append(row_of("agent", what, more, target, other))
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__, PARTS, 9)
+    parser.add_argument("--agent-runs", type=int, default=2, metavar="N", help="runs (default: 2)")
+    parser.add_argument("--ranks", type=int, default=8, metavar="R", help="ranks (default: 8)")
+    parser.add_argument("--epochs", type=int, default=60, metavar="N", help="epochs (default: 60)")
     parser.add_argument(
-        "parts",
-        nargs="*",
-        metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)}; default: all",
+        "--seconds", type=float, default=60.0, metavar="S", help="of the part agent (default: 60)"
     )
-    parser.add_argument("--runs", type=int, default=9, metavar="N", help="runs (default 9)")
-    parser.add_argument("--agent-runs", type=int, default=2, metavar="N", help="runs (default 2)")
-    parser.add_argument("--ranks", type=int, default=8, metavar="R", help="ranks (default 8)")
-    parser.add_argument("--epochs", type=int, default=60, metavar="N", help="epochs (default 60)")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="of the part agent (default 60)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    options.parts = options.parts or list(PARTS)
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
-    try:
-        with tempfile.TemporaryDirectory(prefix="clusterjob-bench-") as directory:
-            rows = measure(options, environment(Path(directory) / "home"), Path(directory))
-    except Failed as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 1
-    return finish(rows, "without", as_json=options.json)
+    options = parse_options(parser, PARTS)
+    return measured(partial(measure, options), "without", as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,23 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import textwrap
 import timeit
 from collections.abc import Mapping
 from pathlib import Path
 
-from measuring import WORKERS, Failed, Row, command, compare, environment, finish, run
+from measuring import (
+    WORKERS,
+    Failed,
+    Row,
+    command,
+    compare,
+    measured,
+    option_parser,
+    parse_options,
+    row_of,
+    run,
+)
 
 sys.path.extend(
     str(Path(__file__).parents[1] / "tests" / each) for each in ("support", "unit", "worker")
@@ -81,16 +91,7 @@ def measure_detect(runs: int) -> Row:
             )
         ]
     worst = max(costs, key=lambda name: statistics.median(costs[name]))
-    return Row(
-        "detect",
-        f"detect: {worst} (ms)",
-        runs,
-        statistics.median(costs[worst]),
-        max(costs[worst]),
-        None,
-        None,
-        DETECT_TARGET,
-    )
+    return row_of("detect", f"detect: {worst} (ms)", costs[worst], DETECT_TARGET)
 
 
 def difference_in_ms(row: Row, what: str, target: float) -> Row:
@@ -182,52 +183,23 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
     if "roll" in options.parts:
         times = [rendezvous_seconds(environ, directory) for _ in range(options.runs)]
         what = f"rendezvous of {SIMULATED_RANKS} simulated ranks"
-        rows.append(
-            Row(
-                "roll",
-                what,
-                options.runs,
-                statistics.median(times),
-                max(times),
-                None,
-                None,
-                RENDEZVOUS_TARGET,
-            )
-        )
+        rows.append(row_of("roll", what, times, RENDEZVOUS_TARGET))
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "parts",
-        nargs="*",
-        metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)}; default: all",
-    )
-    parser.add_argument("--runs", type=int, default=9, metavar="N", help="runs of each (default 9)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    unknown = set(options.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"there is no part {unknown.pop()!r}")
-    options.parts = options.parts or PARTS
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        environ = environment(directory / "home") | {
-            "PYTHONPATH": str(Path(__file__).resolve().parent.parent)
+    options = parse_options(option_parser(__doc__, PARTS, 9), PARTS)
+
+    def measure_source(environ: Mapping[str, str], directory: Path) -> list[Row]:
+        # torch's store queries the resolver at each connection. The launcher sets RES_OPTIONS for
+        # its workers.
+        own = {
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+            "RES_OPTIONS": "timeout:1 attempts:1",
         }
-        # torch's store queries the resolver at each connection. The launcher sets this variable
-        # for its workers.
-        environ |= {"RES_OPTIONS": "timeout:1 attempts:1"}
-        try:
-            rows = measure(options, environ, directory)
-        except Failed as error:
-            print(f"place.py: {error}", file=sys.stderr)
-            return 2
-    return finish(rows, "without", as_json=options.json)
+        return measure(options, {**environ, **own}, directory)
+
+    return measured(measure_source, "without", as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import shutil
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -31,13 +29,15 @@ from measuring import (
     compare,
     environment,
     finish,
+    option_parser,
+    parse_options,
+    row_of,
     run,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from slurm_cluster import ClusterError, SlurmCluster
 
-PARTS = ("submit", "snapshot", "start", "status", "death", "sweep")
 SUBMIT_TARGET = 0.150  # seconds over bare sbatch
 SNAPSHOT_TARGET = 0.200  # seconds over --no-snapshot
 FILES = 2000  # in the working directory
@@ -266,26 +266,8 @@ def measure_status(bench: Bench, runs: int) -> list[Row]:
         calls.append(len(bench.counted()))
     bench.clear()
     return [
-        Row(
-            "status",
-            f"status of {MANY} jobs",
-            runs,
-            statistics.median(times[1:]),
-            max(times[1:]),
-            None,
-            None,
-            STATUS_TARGET,
-        ),
-        Row(
-            "status",
-            "its calls of Slurm (number)",
-            runs,
-            statistics.median(calls[1:]),
-            max(calls[1:]),
-            None,
-            None,
-            1,
-        ),
+        row_of("status", f"status of {MANY} jobs", times[1:], STATUS_TARGET),
+        row_of("status", "its calls of Slurm (number)", calls[1:], 1),
     ]
 
 
@@ -337,9 +319,7 @@ def measure_death(bench: Bench, runs: int) -> list[Row]:
     for how in DEATHS:
         times = [seconds(how) for _ in range(runs)]
         what = f"{how} on node 2, to the end on both"
-        rows.append(
-            Row("death", what, runs, statistics.median(times), max(times), None, None, DEATH_TARGET)
-        )
+        rows.append(row_of("death", what, times, DEATH_TARGET))
     return rows
 
 
@@ -370,72 +350,27 @@ def measure_sweep(bench: Bench, runs: int) -> list[Row]:
             if queued != size:
                 raise Failed(f"{queued} jobs are in the queue after a sweep of {size}")
             bench.clear()
-        rows.append(
-            Row(
-                "sweep",
-                f"sweep of {size}",
-                runs,
-                statistics.median(times),
-                max(times),
-                None,
-                None,
-                None,
-            )
-        )
-        rows.append(
-            Row(
-                "sweep",
-                "its calls of sbatch that submit (number)",
-                runs,
-                statistics.median(calls),
-                max(calls),
-                None,
-                None,
-                needed,
-            )
-        )
+        rows.append(row_of("sweep", f"sweep of {size}", times, None))
+        rows.append(row_of("sweep", "its calls of sbatch that submit (number)", calls, needed))
     return rows
 
 
-MEASURES = dict(
-    zip(
-        PARTS,
-        (
-            measure_submit,
-            measure_snapshot,
-            measure_start,
-            measure_status,
-            measure_death,
-            measure_sweep,
-        ),
-        strict=True,
-    )
-)
+MEASURES = {
+    "submit": measure_submit,
+    "snapshot": measure_snapshot,
+    "start": measure_start,
+    "status": measure_status,
+    "death": measure_death,
+    "sweep": measure_sweep,
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "parts",
-        nargs="*",
-        metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)}; default: all",
-    )
-    parser.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="runs of each command (default 5)"
-    )
+    parser = option_parser(__doc__, tuple(MEASURES), 5)
     parser.add_argument(
         "--accounting", action="store_true", help="on a Slurm with slurmdbd and MariaDB"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    options.parts = options.parts or list(PARTS)
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
-    if options.runs < 1:
-        parser.error("--runs has to be at least 1")
+    options = parse_options(parser, tuple(MEASURES))
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
     )  # so that SIGTERM stops the cluster, too
@@ -448,7 +383,7 @@ def main() -> int:
             bench = Bench(cluster, Path(directory))
             rows = [
                 row
-                for part in PARTS
+                for part in MEASURES
                 if part in options.parts
                 for row in MEASURES[part](bench, options.runs)
             ]

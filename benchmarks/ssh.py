@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
+from measuring import WORKERS, Failed, command, environment, run
 from ssh_network import SshNetwork, skip_reason, ssh_network_in
-from start import WORKERS, Failed, command, environment, run
 
 PARTS = ("start", "fan", "resend")
 START_TARGET = 0.40  # ours / ssh and torchrun

@@ -8,13 +8,23 @@ it slows down both. The exit code is 1 if a target is missed. See benchmarks/REA
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from measuring import WORKERS, Failed, Row, command, compare, environment, finish, run
+from measuring import (
+    WORKERS,
+    Failed,
+    Row,
+    command,
+    compare,
+    measured,
+    option_parser,
+    parse_options,
+    row_of,
+    run,
+)
 
 PARTS = ("start", "help", "death")
 START_TARGETS = {8: 0.30, 16: 0.20}  # ours / torchrun's, by ranks
@@ -51,19 +61,9 @@ def death(how: str, collective: str, environ: Mapping[str, str], directory: Path
     """
     file = directory / "died"
     file.unlink(missing_ok=True)
-    argv = [
-        command("clusterjob"),
-        "run",
-        "--cluster",
-        "local",
-        "--nodes",
-        "2",
-        "--nproc-per-node",
-        "2",
-    ]
-    _, end, code, output = run(
-        [*argv, str(WORKERS / "die.py"), how, collective, str(file)], environ, directory
-    )
+    job = ["run", "--cluster", "local", "--nodes", "2", "--nproc-per-node", "2"]
+    argv = [command("clusterjob"), *job, str(WORKERS / "die.py"), how, collective, str(file)]
+    _, end, code, output = run(argv, environ, directory)
     if code != DEATHS[how] or "FAILED: rank 3 (node 1, local rank 1," not in output:
         raise Failed(
             f"the worker that died by {how} was not blamed, "
@@ -103,56 +103,24 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
             for collective in ("all_reduce", "barrier"):
                 times = [death(how, collective, environ, directory) for _ in range(options.runs)]
                 what = f"{how} while 3 ranks wait in {collective}"
-                rows.append(
-                    Row(
-                        "death",
-                        what,
-                        options.runs,
-                        statistics.median(times),
-                        max(times),
-                        None,
-                        None,
-                        DEATH_TARGET,
-                    )
-                )
+                rows.append(row_of("death", what, times, DEATH_TARGET))
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "parts",
-        nargs="*",
-        metavar="PART",
-        help=f"what to measure: {', '.join(PARTS)}; default: all",
-    )
-    parser.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="runs of each command (default 5)"
-    )
+    parser = option_parser(__doc__, PARTS, 5)
     parser.add_argument(
         "--ranks",
         type=int,
         nargs="+",
         default=[8, 16],
         metavar="R",
-        help="ranks for the part start (default 8 16)",
+        help="ranks for the part start (default: 8 16)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args()
-    options.parts = options.parts or list(PARTS)
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
-    if options.runs < 1 or min(options.ranks) < 1:
-        parser.error("--runs and --ranks have to be at least 1")
-    try:
-        with tempfile.TemporaryDirectory(prefix="clusterjob-bench-") as directory:
-            rows = measure(options, environment(Path(directory) / "home"), Path(directory))
-    except Failed as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 1
-    return finish(rows, "torchrun", as_json=options.json)
+    options = parse_options(parser, PARTS)
+    if min(options.ranks) < 1:
+        parser.error("--ranks has to be at least 1")
+    return measured(partial(measure, options), "torchrun", as_json=options.json)
 
 
 if __name__ == "__main__":
