@@ -20,9 +20,15 @@ from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
 from clusterjob.node.metrics.segments import THINNED, segment_numbers
 
-_MAX_LINE, _MAX_FILE = 1 << 18, 64 << 20  # maximum bytes to read of a line, of a file
+# Maximum bytes to read of a line, of `THINNED`, of a segment. A host may send any file: a short
+# line counts as `_MIN_LINE` bytes, because the time to decode it does not depend on its length.
+_MAX_LINE, _MAX_THINNED, _MAX_SEGMENT = 1 << 18, 64 << 20, 8 << 20
+_MIN_LINE = 256
 _MAX_TEXT = 200  # characters of a name in the facts
 _TAIL = 1 << 16  # bytes at the end of a segment in which its last sample is searched
+_NEWEST = 3  # segments in which a node's newest sample is searched
+# msgspec raises the second one for values that are deeply nested.
+_MALFORMED = (ValueError, RecursionError)
 
 # Values that a newer version adds at the end of an array are ignored.
 _Number = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -149,7 +155,7 @@ def read(
 def latest(job_dir: Path, node_rank: int) -> tuple[NodeFacts, Sample] | None:
     """Return a node's newest sample; None without one. Reads only the end of the newest file."""
     directory = node_directory(job_dir, node_rank)
-    for number in reversed(segment_numbers(directory)):
+    for number in segment_numbers(directory)[: -_NEWEST - 1 : -1]:
         if (found := _last(directory / f"metrics.{number}", _sample)) is not None:
             return found
     return _last(directory / THINNED, _sample)
@@ -193,7 +199,10 @@ def parse(line: bytes) -> NodeFacts | Sample:
     Raises:
         ValueError: the line is malformed.
     """
-    return _facts(line) if line.startswith(b"{") else _sample(line)
+    try:
+        return _facts(line) if line.startswith(b"{") else _sample(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -241,7 +250,7 @@ def _samples(path: Path, decode: _Decode[_T]) -> Iterator[tuple[NodeFacts, _T]]:
     """Yield the valid samples of a file; none if it cannot be read."""
     facts: NodeFacts | None = None
     for line in _file_lines(path):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(*_MALFORMED):
             if line.startswith(b"{"):
                 facts = _facts(line)
             elif facts is not None:
@@ -252,9 +261,10 @@ def _file_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
     """Yield the lines of a file from the first line end after an offset; skip lines too long."""
     with contextlib.suppress(OSError), open_regular(path) as stream:
         stream.seek(offset)
-        left, begin = _MAX_FILE, offset == 0  # begin: the next part is the begin of a line
+        left = _MAX_THINNED if path.name == THINNED else _MAX_SEGMENT
+        begin = offset == 0  # whether the next part is the begin of a line
         while left > 0 and (part := stream.readline(_MAX_LINE)):
-            left -= len(part)
+            left -= max(len(part), _MIN_LINE)
             ended = part.endswith(b"\n")
             if begin and (ended or len(part) < _MAX_LINE):
                 yield part
@@ -276,7 +286,7 @@ def _last(path: Path, decode: _Decode[_T]) -> tuple[NodeFacts, _T] | None:
     if first is None:
         return None
     for line in _file_lines(path, size - _TAIL):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(*_MALFORMED):
             last = first[0], decode(line)
     return last or first
 

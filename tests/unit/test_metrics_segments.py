@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clusterjob.insight import sample_files
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.metrics import segments
+from clusterjob.node.metrics import lines, segments
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
 from clusterjob.node.metrics.writer import SegmentWriter, joined
 
@@ -185,6 +185,8 @@ def test_damaged_file_loses_only_the_damaged_lines(
         st.sampled_from(
             [
                 b"[" * 5000,
+                b"[1,1,0,1" + b",1" * 7 + b",[],[]," + b"[" * 5000,
+                b'{"x":' + b"[" * 5000,
                 b"[1,2,3]",
                 b"{}",
                 b'{"node_rank":1e999,"host":3}',
@@ -213,6 +215,12 @@ def test_truncated_file_gives_what_is_whole(job_dir: Path) -> None:
     os.truncate(path, 30)
     assert times(job_dir) == []
     assert sample_files.latest(job_dir, 0) is None
+
+
+def test_large_file_of_short_lines_is_not_read_whole(job_dir: Path) -> None:
+    path = node_directory(job_dir, 0) / "metrics.0"
+    path.write_bytes(lines.facts_line(FACTS) + b"\n" * (7 << 20) + lines.sample_line(sample(1.0)))
+    assert times(job_dir) == []
 
 
 def test_pipe_and_directory_in_place_of_a_segment_are_skipped(job_dir: Path) -> None:
