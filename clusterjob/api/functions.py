@@ -210,6 +210,13 @@ def _submit(
         flags, cluster, directory=Path.cwd(), use=Usage(sources=tuple(_sources(function)))
     )
     backend = base.instance(settings.backend)
+    arrays = Capability.ARRAYS in getattr(backend, "capabilities", ())
+    if at_once and not arrays:
+        raise UsageError(
+            f"array={at_once!r}: the {settings.cluster} cluster does not limit how many jobs run"
+            " at a time",
+            "leave it out, or use a cluster with a queue",
+        )
     if settings.backend in _WITHOUT_RESULTS:
         raise UsageError(
             f"the cluster {settings.cluster!r} cannot return a function's results",
@@ -220,7 +227,7 @@ def _submit(
     )
     root = Path.cwd() / settings.values.get("workdir", "") if sent else None
     payloads = [_pickled(each, root) for each in calls]
-    if many and Capability.ARRAYS in getattr(backend, "capabilities", ()):
+    if many and arrays:
         array = {"array": f"0-{len(calls) - 1}{at_once}"}
         return _start(replace(settings, values={**settings.values, **array}), payloads)
     return [record for payload in payloads for record in _start(settings, [payload])]

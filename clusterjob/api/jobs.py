@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
 
 from clusterjob.api import results, waiting
-from clusterjob.core import jobs, polling
+from clusterjob.core import job_parts, jobs, polling
 from clusterjob.core.records import SEPARATOR, Record, Records
 from clusterjob.errors import UsageError
 from clusterjob.node.logs.folding import Folded, Folder, fold
@@ -144,11 +144,14 @@ class Job(Generic[T]):
             rank: only the output of this worker.
             node: only the output of this node.
             tail: only the last lines, this many.
+
+        Raises:
+            UsageError: the job has no such rank or node.
         """
         record = self._record()
         with waiting.BACKENDS:
             polling.collect(record)
-        reader = LogReader(record.job_dir, rank=rank, node=node)
+        reader = _reader(record, rank, node)
         if tail is not None:
             reader.skip_to_tail(tail)
         lines = [_line(record, line) for line in fold(reader.finish())]
@@ -158,7 +161,7 @@ class Job(Generic[T]):
     def follow(self, *, rank: int | None = None, node: int | None = None) -> Iterator[str]:
         """Yield the lines of output while the job writes them, until it ends."""
         record, folder = self._record(), Folder()
-        reader = LogReader(record.job_dir, rank=rank, node=node)
+        reader = _reader(record, rank, node)
         while True:
             ended = waiting.statuses([record])[0][1].verdict is not None
             with waiting.BACKENDS:
@@ -275,6 +278,14 @@ def as_completed(jobs: Iterable[Job[T]], timeout: float | None = None) -> Iterat
         TimeoutError: some jobs have not ended; they continue.
     """
     return JobGroup(tuple(jobs)).as_completed(timeout)
+
+
+def _reader(record: Record, rank: int | None, node: int | None) -> LogReader:
+    """Return a reader of the job's output."""
+    job_parts.check_single(record, "output")
+    job_parts.check_nodes(record, None if node is None else [node])
+    job_parts.check_ranks(record, None if rank is None else [rank], job_parts.world_size(record))
+    return LogReader(record.job_dir, rank=rank, node=node)
 
 
 def _line(record: Record, line: Folded) -> str:

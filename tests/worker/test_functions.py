@@ -110,6 +110,8 @@ def test_map_on_slurm_submits_one_array(slurm: SlurmCluster) -> None:
 
 def test_map_on_local_cluster_submits_one_job_per_value() -> None:
     assert [job.result() for job in clusterjob.map(abs, [-1, 2], cluster="local")] == [1, 2]
+    with pytest.raises(UsageError, match="'%1': the local cluster does not limit how many"):
+        clusterjob.map(abs, [-1, 2], cluster="local", array="%1")
 
 
 def test_result_of_killed_or_cancelled_function_raises_job_failed() -> None:

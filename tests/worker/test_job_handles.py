@@ -125,7 +125,11 @@ def test_script_job_has_verdict_and_logs_but_no_result(tmp_path: Path) -> None:
     )
     job = Job.get("@")
     assert job.wait(TEST_TIMEOUT).exit_code == 3
-    assert job.logs() == "hello\n"
+    assert job.logs() == job.logs(rank=0, node=0) == "hello\n"
+    with pytest.raises(UsageError, match="has no rank 1"):
+        job.logs(rank=1)
+    with pytest.raises(UsageError, match="has no node 2"):
+        next(job.follow(node=2))
     with pytest.raises(ClusterJobError, match="runs a program, which has no result"):
         job.result()
 
