@@ -49,7 +49,7 @@ class JobPhase(str, Enum):
 
     SETUP = "setup"  # node 0's script prepares the Python environment
     NODES = "nodes"  # the agents join; the counts are nodes
-    IMPORT = "import"  # the nodes import torch
+    IMPORT = "import"  # the nodes, or the ranks, import torch
     START = "start"  # the ranks start, or run and have joined no process group
     RANKS = "ranks"  # the ranks join the process group
     RUNNING = "running"  # all ranks have formed the process group

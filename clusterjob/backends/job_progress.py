@@ -117,6 +117,7 @@ class _Phases:
         self._joined: set[int] = set()
         self._nodes = 0
         self._world_size = 0
+        self._importing = False  # whether a rank imports torch
         self._began: float | None = None
 
     def found(self) -> dict[str, Any]:
@@ -143,12 +144,15 @@ class _Phases:
             if self.progress is not None and self.progress.phase is JobPhase.NODES:
                 self.progress = JobProgress(JobPhase.NODES, len(self._joined), self._nodes)
         elif kind == "started":
-            self._world_size = _count(event, "world_size")
+            self._world_size, self._importing = _count(event, "world_size"), False
             phase = JobPhase.IMPORT if event.get("preload") is True else JobPhase.START
             self.progress = JobProgress(phase, 0, self._world_size)
-        elif kind == "running":
+        elif kind in ("running", "importing"):
+            if kind == "importing":  # without a fork, each rank imports torch
+                self._importing = event.get("torch") is True
             if self.progress is None or self.progress.phase in (JobPhase.IMPORT, JobPhase.START):
-                self.progress = JobProgress(JobPhase.START, 0, self._world_size)
+                phase = JobPhase.IMPORT if self._importing else JobPhase.START
+                self.progress = JobProgress(phase, 0, self._world_size)
         elif kind == "ranks":
             joined, formed = _count(event, "joined"), _count(event, "formed")
             if self._world_size and formed >= self._world_size:

@@ -49,7 +49,8 @@ class PhaseRecorder:
         self._counts: dict[int, int] = {}  # the recorded phases by local rank
         self._joined: set[int] = set()
         self._formed: set[int] = set()
-        self._sent = (0, 0)
+        self._importing: set[int] = set()  # local ranks that import torch at this moment
+        self._sent = (0, 0, False)
         self._unwritten: list[PhaseBegin] = []
 
     # -- the node ----------------------------------------------------------------------------------
@@ -72,7 +73,8 @@ class PhaseRecorder:
         """
         self._restart, self._first_rank = world.restart, world.first_rank
         self._counts = {}
-        self._joined, self._formed, self._sent = set(), set(), (0, 0)
+        self._joined, self._formed, self._importing = set(), set(), set()
+        self._sent = (0, 0, False)
         self._add_node(Phase.RUNNING, time.monotonic())
         self._ranks = dict.fromkeys(range(world.nproc), Phase.SETUP)
         for local_rank in self._ranks:
@@ -90,6 +92,10 @@ class PhaseRecorder:
     def on_worker_phase(self, message: forkserver_messages.WorkerPhase) -> None:
         """Record a phase that a worker reports; ignore phases that it cannot have."""
         local_rank = message.local_rank
+        if message.phase == Phase.IMPORT and local_rank in self._ranks:
+            self._importing.add(local_rank)
+            return
+        self._importing.discard(local_rank)
         try:
             phase = Phase(message.phase)
         except ValueError:
@@ -123,6 +129,7 @@ class PhaseRecorder:
 
     def ended(self, local_rank: int, how: str) -> None:
         """Record the end of a rank."""
+        self._importing.discard(local_rank)
         self._add_rank(local_rank, Phase.ENDED, detail=how)
 
     def all_ended(self) -> None:
@@ -135,7 +142,7 @@ class PhaseRecorder:
         """Write the new phases; send the coordinator the counts of ranks if they have changed."""
         self._log.add(*self._unwritten)
         self._unwritten.clear()
-        counts = (len(self._joined), len(self._formed))
+        counts = (len(self._joined), len(self._formed), bool(self._importing))
         if counts != self._sent and self._send(messages.RankCounts(self._restart, *counts)):
             self._sent = counts
 

@@ -119,11 +119,13 @@ class RankCounts:
         restart: the round.
         joined: the ranks that have begun the rendezvous of a process group.
         formed: the ranks that have formed it.
+        importing: whether a rank imports torch at this moment.
     """
 
     restart: Rank
     joined: Annotated[int, Limit(1 << 12)]
     formed: Annotated[int, Limit(1 << 12)]
+    importing: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Count the ranks of a round that have joined and formed the process group, for the events."""
+"""Count the ranks of a round that import torch, join and form the process group, for the events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.membership import Peer
 
 _EACH = 16  # maximum size of a world of which each change gets an event
+_MAX_IMPORTS = 4  # maximum events that say that ranks import torch
 
 
 class RankCounter:
@@ -27,16 +28,29 @@ class RankCounter:
         self._events = events
         self._counts: dict[int, tuple[int, int]] = {}  # by node_rank
         self._written = (0, 0)
+        self._importing: set[int] = set()  # node_ranks
+        self._imports = 0
 
     def receive(self, peer: Peer, message: messages.RankCounts) -> None:
         """Take the counts of one node; they only grow, so that they give few events."""
         if self._world_size and message.restart == self._restart:
+            self._receive_import(peer, importing=message.importing)
             before = self._counts.get(peer.node_rank, (0, 0))
             joined = max(before[0], min(message.joined, peer.nproc))
             self._counts[peer.node_rank] = joined, max(before[1], min(message.formed, joined))
             pairs = zip(self._written, self._totals(), strict=True)
             if any(self._is_step(old, new) for old, new in pairs):
                 self.write()
+
+    def _receive_import(self, peer: Peer, *, importing: bool) -> None:
+        """Add the event ``importing`` if the first rank imports torch, or none does any more."""
+        before = bool(self._importing)
+        (self._importing.add if importing else self._importing.discard)(peer.node_rank)
+        after = bool(self._importing)
+        if after is not before:
+            self._imports += after
+            if self._imports <= _MAX_IMPORTS:
+                self._events.add("importing", restart=self._restart, torch=after)
 
     def write(self) -> None:
         """Add an event with the current counts, unless the last event has them."""

@@ -29,6 +29,7 @@ _CHANGED = {
         ("flight_dumps", DUMPS_FILE, "watch"),
     ),
     "torch.distributed.rendezvous": (("torch_patches", PATCHES_FILE, "choose_store"),),
+    "torch": (),  # its import takes seconds, which the job's phase shows
 }
 _MARK = "_changed_by_clusterjob"
 
@@ -61,7 +62,14 @@ class _Finder:
 
             def exec_module(module):
                 # type: (ModuleType) -> None
-                execute(module)
+                phases = _changes("rank_phases", PHASES_FILE) if name == "torch" else None
+                if phases is not None:
+                    phases.tell("import")
+                try:
+                    execute(module)
+                finally:
+                    if phases is not None:
+                        phases.tell("imported")
                 _change(module)
 
             spec.loader.exec_module = exec_module
@@ -70,10 +78,12 @@ class _Finder:
 
 def spec_of_others(own, name, path, target):
     # type: (Any, str, Any, Any) -> Any
-    """Return the spec that the finders other than `own` find for a module; None without one."""
+    """Return the spec that the finders of others find for a module; None without one."""
     for finder in sys.meta_path:
+        # Two finders that call each other would do so without an end.
+        skip = finder is own or getattr(finder, "of_clusterjob", False)
         # Some finders have only find_module.
-        find = None if finder is own else getattr(finder, "find_spec", None)
+        find = None if skip else getattr(finder, "find_spec", None)
         spec = None if find is None else find(name, path, target)
         if spec is not None:
             return spec

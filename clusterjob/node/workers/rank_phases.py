@@ -1,4 +1,4 @@
-"""Report the phases of a rank to its agent: rendezvous, init, running.
+"""Report the phases of a rank to its agent: import of torch, rendezvous, init, running.
 
 `hook` applies `report_phases` in every Python process of a job that imports torch.distributed; in a
 process that was not forked by the forkserver from a copy of this file. So this file imports no
@@ -46,13 +46,13 @@ def tell(phase: str) -> None:
     """Write the begin of a phase into the agents' report pipe; do nothing outside of a worker.
 
     Args:
-        phase: a value of `clusterjob.node.logs.phases.Phase`.
+        phase: a value of `clusterjob.node.logs.phases.Phase`, or ``imported``.
     """
     with contextlib.suppress(OSError, ValueError, KeyError):
         # `forkserver_messages.WorkerPhase`
         message = {
             "type": "WorkerPhase",
-            "local_rank": int(os.environ["LOCAL_RANK"]),
+            "local_rank": int(os.environ.get("LOCAL_RANK", 0)),  # torchrun itself has none
             "phase": phase,
             "monotonic": time.monotonic(),
         }
