@@ -56,7 +56,8 @@ def job_json(
     failure = (
         verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
     )
-    shown = ("rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message")
+    shown = ("rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message", "kind")
+    progress = status.progress
     return {
         "id": record.job_id,
         "name": record.name,
@@ -64,6 +65,7 @@ def job_json(
         "backend": record.backend,
         "backend_id": record.handle.id if record.handle else None,
         "state": str(status.state),
+        "progress": {**vars(progress), "phase": str(progress.phase)} if progress else None,
         "exit_code": verdict.exit_code if verdict else None,
         "nodes": record.nodes,
         "submitted_at": record.submitted_at,
@@ -73,6 +75,7 @@ def job_json(
         "reason": status.reason,
         "restarts": status.restarts,
         "failure": {key: failure[key] for key in shown} if failure else None,
+        "evidence": verdict.evidence or None if verdict else None,
         "job_dir": str(record.job_dir),
         "code": record.code,
         "efficiency": efficiency,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from clusterjob.core import polling
 from clusterjob.core.inside import connection
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, InsideError, UsageError, os_error_text
@@ -90,6 +91,7 @@ def of_job(record: Record, *, node: int | None, rank: int | None, native: bool) 
     try:
         connection.check(record, node, rank)
     except InsideError as error:
+        polling.collect(record)  # the file may be on the job's hosts
         saved = _saved(record, node, rank=rank)
         if saved is None:
             raise

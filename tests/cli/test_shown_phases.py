@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -120,6 +121,10 @@ def test_status_watch_without_terminal_prints_table_when_phase_changes(work: Pat
         for line in process.stdout:
             lines.append(line.rstrip())
             if line.rstrip().endswith("  running"):
+                shown = subprocess.check_output([*CLUSTERJOB, "status", "--json", job_id])
+                progress = json.loads(shown)["jobs"][0]["progress"]
+                assert (progress["phase"], progress["total"]) == ("start", 1)
+                assert progress["seconds"] >= 0
                 (work / "end").touch()
     assert process.wait(TEST_TIMEOUT) == 0
     tables = [line for line in lines if line.startswith(job_id)]

@@ -136,6 +136,11 @@ class SlurmBackend:
             found |= self._ask(cluster, group)
         return found
 
+    def _refresh(self, records: Sequence[Record]) -> None:
+        """Fetch new data of the jobs that are behind a login host."""
+        if distant := [record for record in records if record.job.login]:
+            self._logins.poll(distant)
+
     def _at(self, cluster: Cluster) -> tuple[Client, Queue, Accounting]:
         if cluster not in self._clients:
             client = Client(
@@ -366,7 +371,7 @@ class SlurmBackend:
                 ]
                 if names:
                     self._logins.host(login).request_cancel(names, stacks=stacks)
-        scancel.wait_for_stacks(records)
+        scancel.wait_for_stacks(records, self._refresh)
         for record in records:
             cluster = status.cluster_of(record)
             snapshot = self._at(cluster)[1].poll(urgent=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from clusterjob.backends import job_progress, shared
 from clusterjob.backends.slurm import status
@@ -48,20 +48,28 @@ def cancel(client: Client, jobs: Mapping[str, Record]) -> None:
     )
 
 
-def wait_for_stacks(records: Sequence[Record]) -> None:
+def wait_for_stacks(
+    records: Sequence[Record], refresh: Callable[[Sequence[Record]], object]
+) -> None:
     """Wait until the agents have saved the stacks of the workers: scancel signals those too.
 
     Without a request for stacks, return at once.
+
+    Args:
+        records: the jobs.
+        refresh: fetches new data of jobs whose directories are on a login host.
     """
     until = time.monotonic() + ends.REQUEST_SECONDS + ends.STACKS_SECONDS + _SLACK
+    wanted = [record for record in records if ends.stacks_wanted(record.job_dir)]
+    refresh(wanted)
     wanted = [
         record
-        for record in records
-        if ends.stacks_wanted(record.job_dir)
-        and job_progress.progress(record.job_dir).started_at is not None
+        for record in wanted
+        if job_progress.progress(record.job_dir).started_at is not None
     ]
     while wanted and time.monotonic() < until:
         time.sleep(0.1)
+        refresh(wanted)
         wanted = [record for record in wanted if ends.read_result(record.job_dir) is None]
 
 
