@@ -138,7 +138,14 @@ def test_stacks_through_login_host(laptop: Laptop) -> None:
     job_id = laptop.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2")
     laptop.wait_for("up0", "up1", "up2", "up3")
     check_stacks(Inside(job_id, laptop.directory), 4, [HOST] * 2)
-    laptop("cancel", "--stacks", job_id)
+    laptop("cancel", job_id)
+
+
+@pytest.mark.slow
+def test_cancel_through_login_host_saves_stacks(laptop: Laptop) -> None:
+    job_id = laptop.submit(WAITING, "--nodes", "2", "--nproc-per-node", "2")
+    laptop.wait_for("up0", "up1", "up2", "up3")
+    laptop("cancel", "--stacks", job_id)  # the first command that asks for the job's state
     laptop.wait_for_state(job_id, "CANCELLED")
     assert "stacks of 4 ranks: logs/node0/stacks.txt" in laptop("status", job_id).stdout
     saved = laptop("stacks", job_id)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from clusterjob.backends.slurm import job_end
+from clusterjob.backends.slurm import job_end, scancel
 from clusterjob.backends.slurm.squeue import JobRow
+from clusterjob.core.records import Record
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.events import EventLog
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 # Output of srun --kill-on-bad-exit=1 for jobs of 2 x 2 tasks: in one, rank 3 raised; in the other,
@@ -330,3 +334,24 @@ def test_last_output_of_batch_script_is_shown_when_nothing_else_is_known(job_dir
         JobRow("7", "FAILED", reason="NonZeroExitCode"), None, job_dir=job_dir, started_at=None
     )
     assert ended.reason.endswith(": slurmstepd: error: execve(): bash: No such file")
+
+
+def test_cancel_with_stacks_fetches_state_until_job_behind_login_host_has_ended(
+    tmp_path: Path,
+) -> None:
+    record = Record("j-1", "j", "hpc", "slurm", tmp_path, 1, "2026-11-24T10:00:00Z", {})
+    ends.want_stacks(tmp_path)
+    fetched = []
+
+    def refresh(records: Sequence[Record]) -> None:
+        assert list(records) == [record]
+        fetched.append(time.monotonic())
+        if len(fetched) == 1:
+            EventLog(tmp_path / "events.jsonl").add("started", world_size=1, restart=0)
+        elif len(fetched) == 3:
+            ends.write_result(tmp_path, Verdict(JobState.CANCELLED, 143))
+
+    begin = time.monotonic()
+    scancel.wait_for_stacks([record], refresh)
+    assert len(fetched) == 3
+    assert time.monotonic() - begin < ends.REQUEST_SECONDS + ends.STACKS_SECONDS
