@@ -147,12 +147,11 @@ class _Phases:
             self._world_size, self._importing = _count(event, "world_size"), False
             phase = JobPhase.IMPORT if event.get("preload") is True else JobPhase.START
             self.progress = JobProgress(phase, 0, self._world_size)
-        elif kind in ("running", "importing"):
-            if kind == "importing":  # without a fork, each rank imports torch
-                self._importing = event.get("torch") is True
-            if self.progress is None or self.progress.phase in (JobPhase.IMPORT, JobPhase.START):
-                phase = JobPhase.IMPORT if self._importing else JobPhase.START
-                self.progress = JobProgress(phase, 0, self._world_size)
+        elif kind == "running":
+            self._start()
+        elif kind == "importing":  # without a fork, each rank imports torch
+            self._importing = event.get("torch") is True
+            self._start()
         elif kind == "ranks":
             joined, formed = _count(event, "joined"), _count(event, "formed")
             if self._world_size and formed >= self._world_size:
@@ -165,6 +164,11 @@ class _Phases:
             self.progress = JobProgress(JobPhase.STOP, detail=detail)
         elif kind == "ended":  # the job may be queued again
             self.progress = None
+
+    def _start(self) -> None:
+        if self.progress is None or self.progress.phase in (JobPhase.IMPORT, JobPhase.START):
+            phase = JobPhase.IMPORT if self._importing else JobPhase.START
+            self.progress = JobProgress(phase, 0, self._world_size)
 
 
 def _clock(event: Mapping[str, Any]) -> float | None:

@@ -39,6 +39,10 @@ class JobState(str, Enum):
         return self.value
 
 
+_EFFECT = "failed as a consequence"
+_SAME_ERROR = "failed with the same error"
+_OTHER_REASON = "failed for another reason"
+_SAME = 200  # characters that are compared: the messages of later failures are cut there
 _MAX_REASONS = 5  # maximum lines about failures that are not effects
 
 
@@ -273,6 +277,15 @@ class Verdict:
             "consequences": [failure.to_json() for failure in self.consequences],
         }
 
+    def later_failures(self) -> list[tuple[str, list[Failure]]]:
+        """Return the failures after the root cause in groups, each with how it failed."""
+        same = self.failure.message[:_SAME] if self.failure is not None else None
+        groups: dict[str, list[Failure]] = {_EFFECT: [], _SAME_ERROR: [], _OTHER_REASON: []}
+        for item in self.consequences:
+            own = _SAME_ERROR if item.message[:_SAME] == same else _OTHER_REASON
+            groups[_EFFECT if item.effect else own].append(item)
+        return [(how, failures) for how, failures in groups.items() if failures]
+
     def text(self) -> str:
         """Return the verdict as text: the root cause, the end of its stderr, the other failures."""
         restarted = (
@@ -284,33 +297,31 @@ class Verdict:
         if self.failure and self.failure.last_lines:
             lines.append("  the last lines of its stderr:")
             lines += [f"  | {line}" for line in self.failure.last_lines]
-        effects = [item for item in self.consequences if item.effect]
-        if effects:
-            lines.append(f"  {_count(effects)} failed as a consequence: {_names(effects)}")
-        own: dict[str, list[Failure]] = {}
-        for item in self.consequences:
-            if not item.effect:
-                own.setdefault(item.message, []).append(item)
-        lines += [
-            f"  failed too, for a reason of its own: {_names(items)}: {message}"
-            for message, items in list(own.items())[:_MAX_REASONS]
-        ]
-        if len(own) > _MAX_REASONS:
-            lines.append(f"  and {len(own) - _MAX_REASONS} more reasons")
+        for how, failures in self.later_failures():
+            reasons: dict[str, list[Failure]] = {}
+            for item in failures:
+                reason = f": {item.message}" if how == _OTHER_REASON else ""
+                reasons.setdefault(reason, []).append(item)
+            lines += [
+                f"  {count_text(items)} {how}: {names_text(items)}{reason}"
+                for reason, items in list(reasons.items())[:_MAX_REASONS]
+            ]
+            if len(reasons) > _MAX_REASONS:
+                lines.append(f"  and {len(reasons) - _MAX_REASONS} more reasons")
         if self.evidence:
             ranks = f"{self.evidence_ranks} rank{'' if self.evidence_ranks == 1 else 's'}"
             lines.append(f"  stacks of {ranks}: {self.evidence}")
         return "\n".join(sanitize(line) for line in lines)
 
 
-def _count(failures: Sequence[Failure]) -> str:
+def count_text(failures: Sequence[Failure]) -> str:
     """Return the number of failures, as ``7 ranks`` or ``7 ranks and 1 node``."""
     ranks = sum(item.rank is not None for item in failures)
     counts = [(ranks, "rank"), (len(failures) - ranks, "node")]
     return " and ".join(f"{n} {name}{'' if n == 1 else 's'}" for n, name in counts if n)
 
 
-def _names(failures: Iterable[Failure]) -> str:
+def names_text(failures: Iterable[Failure]) -> str:
     """Return the ranks as ranges, then the nodes: ``0-2, 4-7, node 3``."""
     numbers = sorted({item.rank for item in failures if item.rank is not None})
     nodes = [f"node {item.node_rank}" for item in failures if item.rank is None]

@@ -74,7 +74,7 @@ def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
     for wanted in (
         "FAILED after 1 restart",
         "rank 1 (node 0, local rank 1, host gpu0): ValueError: loss is nan",
-        "ranks 0,2-3 failed after it, as a consequence",
+        "3 ranks failed as a consequence: 0, 2-3",
         "GPU-hours",
         "rank 1 failed ✕",
         "is in decode (train.py:40)",

@@ -169,6 +169,7 @@ def test_text_of_failure_names_cause_last_lines_and_consequences() -> None:
         dataclasses.replace(NODE_FAILURE, message="it is on fire"),
         own[1],
         dataclasses.replace(effect, rank=2),
+        dataclasses.replace(FAILURE, rank=6),
     )
     assert Verdict(
         JobState.FAILED,
@@ -183,8 +184,9 @@ def test_text_of_failure_names_cause_last_lines_and_consequences() -> None:
         "  | one",
         "  | two",
         "  2 ranks failed as a consequence: 0, 2",
-        "  failed too, for a reason of its own: 4-5: ValueError: boom",
-        "  failed too, for a reason of its own: node 2: it is on fire",
+        "  1 rank failed with the same error: 6",
+        "  2 ranks failed for another reason: 4-5: ValueError: boom",
+        "  1 node failed for another reason: node 2: it is on fire",
     ]
 
 

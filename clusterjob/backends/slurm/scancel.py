@@ -63,9 +63,7 @@ def wait_for_stacks(
     wanted = [record for record in records if ends.stacks_wanted(record.job_dir)]
     refresh(wanted)
     wanted = [
-        record
-        for record in wanted
-        if job_progress.progress(record.job_dir).started_at is not None
+        record for record in wanted if job_progress.progress(record.job_dir).started_at is not None
     ]
     while wanted and time.monotonic() < until:
         time.sleep(0.1)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clusterjob.backends.base import Status
-from clusterjob.core.arrays import ranges_text
 from clusterjob.core.listing import row_of
 from clusterjob.core.records import Record
 from clusterjob.core.times import parse_recorded, show_duration
@@ -17,7 +16,7 @@ from clusterjob.insight.report import heat_map, plots, stack_groups, svg, texts,
 from clusterjob.insight.report.data import ReportData
 from clusterjob.node.logs import events
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure, JobState
+from clusterjob.node.verdict import JobState, Verdict, count_text, names_text
 
 _MAX_CONSEQUENCES, _MAX_CHANGED, _MAX_ELEMENTS = 200, 200, 5000
 _OPEN_GROUPS = 16  # groups of last lines that are not folded
@@ -158,7 +157,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "reason": data.reason,
         "failure_who": failure.who if failure is not None else "",
         "failure_lines": _lines(failure.last_lines) if failure is not None else "",
-        "consequences": _consequences(verdict.consequences if verdict is not None else ()),
+        "consequences": _consequences(verdict),
         "facts": _facts(data),
         "advice": _advice(data.efficiency),
         "notes": data.notes,
@@ -207,30 +206,17 @@ def _lines(lines: Sequence[str]) -> str:
     return "\n".join(sanitize(line) for line in lines)
 
 
-def _consequences(failures: Sequence[Failure]) -> list[tuple[str, list[str]]]:
+def _consequences(verdict: Verdict | None) -> list[tuple[str, list[str]]]:
     """Return the failures after the root cause, folded: a label and the lines below it."""
     found = []
-    for label, group in (
-        ("failed after it, as a consequence", [item for item in failures if item.effect]),
-        ("failed too, for a reason of its own", [item for item in failures if not item.effect]),
-    ):
-        if group:
-            lines = [sanitize(f"{item.who}: {item.message}")[:400] for item in group]
-            more = (
-                [f"and {len(lines) - _MAX_CONSEQUENCES} more"]
-                if len(lines) > _MAX_CONSEQUENCES
-                else []
-            )
-            found.append((f"{_names(group)} {label}", lines[:_MAX_CONSEQUENCES] + more))
+    for how, group in verdict.later_failures() if verdict is not None else ():
+        lines = [sanitize(f"{item.who}: {item.message}")[:400] for item in group]
+        more = (
+            [f"and {len(lines) - _MAX_CONSEQUENCES} more"] if len(lines) > _MAX_CONSEQUENCES else []
+        )
+        label = f"{count_text(group)} {how}: {names_text(group)[:300]}"
+        found.append((label, lines[:_MAX_CONSEQUENCES] + more))
     return found
-
-
-def _names(failures: Sequence[Failure]) -> str:
-    ranks = sorted({item.rank for item in failures if item.rank is not None})
-    nodes = sorted({item.node_rank for item in failures if item.rank is None})
-    parts = [f"rank{'s' if len(ranks) > 1 else ''} {ranges_text(ranks)}"] if ranks else []
-    parts += [f"node{'s' if len(nodes) > 1 else ''} {ranges_text(nodes)}"] if nodes else []
-    return ", ".join(parts)[:300]
 
 
 def _facts(data: ReportData) -> list[tuple[str, str]]:

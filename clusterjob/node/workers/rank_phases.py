@@ -52,7 +52,7 @@ def tell(phase: str) -> None:
         # `forkserver_messages.WorkerPhase`
         message = {
             "type": "WorkerPhase",
-            "local_rank": int(os.environ.get("LOCAL_RANK", 0)),  # torchrun itself has none
+            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),  # torchrun itself has none
             "phase": phase,
             "monotonic": time.monotonic(),
         }
