@@ -63,6 +63,8 @@ def lines(found: dict[str, Any] | None) -> list[str]:
         hours = f"{found['gpu_hours_held']:.2f} GPU-hours"
         first.append(hours if idle is None else f"{hours}, {idle:.2f} of them idle")
     jobs = f" of {found['jobs']} jobs" if "jobs" in found else ""
+    if found.get("attempts", 1) > 1:
+        jobs = f" of {found['attempts']} attempts"
     text = [f"efficiency{jobs}: {', '.join(first)}"]
     if "jobs" in found:
         text.append(f"  all nodes: {_use(found)}")

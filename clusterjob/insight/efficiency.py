@@ -2,7 +2,10 @@
 
 `efficiency` returns these keys; a value that is unknown is None:
 
-- ``wall_seconds``: of the last attempt, from the start of the first agent to the end of the last.
+All attempts of a job that was queued again are summed, as far as their agents wrote their ends.
+
+- ``attempts``: the number of attempts.
+- ``wall_seconds``: from the start of the first agent of an attempt to the end of its last.
 - ``startup_seconds``: until the workers of all nodes ran.
 - ``gpu_hours_held``, ``gpu_hours_idle``: idle is a use below 5 %, and the time before the workers
   were started.
@@ -23,6 +26,7 @@ Durations are of each node's monotonic clock.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -62,6 +66,7 @@ class _NodeUsage(msgspec.Struct):
     """The usage of a node in its end record; without samples, only its durations."""
 
     wall: _Number
+    attempts: _Count = 1
     visible_gpus: _Count = 0  # counted without the driver's library
     waited: _Number = 0.0
     startup: _Number | None = None
@@ -101,6 +106,7 @@ def _of_usages(record: Record, usages: dict[int, _NodeUsage]) -> dict[str, Any]:
     )
     known = any(gpu.mean is not None for usage in usages.values() for gpu in usage.gpus)
     return {
+        "attempts": max(usage.attempts for usage in usages.values()),
         "wall_seconds": max(usage.wall for usage in usages.values()),
         "startup_seconds": max(startups, default=None),
         "gpu_hours_held": round(held / 3600, 3),
@@ -174,18 +180,22 @@ def _usages(record: Record, *, live: bool) -> dict[int, _NodeUsage]:
         attempt = record.verdict.attempt
     elif (newest := sample_files.latest(record.job_dir, 0)) is not None:
         attempt = newest[0].attempt
+    kept: dict[int, list[Any]] = {}
     written = ends.written(record.job_dir, attempt)
-    kept = {end["node_rank"]: end.get("usage") for end in written}
-    found = {}
+    for end in [*(ends.earlier(record.job_dir, attempt) if attempt else ()), *written]:
+        kept.setdefault(end["node_rank"], []).append(end.get("usage"))
+    ended = {end["node_rank"] for end in written if end.get("usage") is not None}
+    found: dict[int, _NodeUsage] = {}
     for node in range(record.nodes):
-        usage = kept.get(node)
-        if usage is None and live:
-            usage = of_samples(sample_files.read(record.job_dir, node))
-        if usage is not None:
-            try:
-                found[node] = msgspec.convert(usage, _NodeUsage)
-            except msgspec.ValidationError:
-                continue  # another version, or a host that is not to be trusted
+        own = kept.get(node, [])
+        if node not in ended and live:
+            own.append(of_samples(sample_files.read(record.job_dir, node)))
+        for usage in own:
+            if usage is not None:
+                # Another version, or a host that is not to be trusted.
+                with contextlib.suppress(msgspec.ValidationError):
+                    made = msgspec.convert(usage, _NodeUsage)
+                    found[node] = _sum(found[node], made) if node in found else made
     return found
 
 
@@ -200,6 +210,41 @@ def of_samples(samples: Iterable[tuple[NodeFacts, Sample]]) -> dict[str, Any] | 
         last = sample.monotonic
     sums = None if usage is None else usage.to_json()
     return None if sums is None else sums | {"wall": round(last - first, 1)}
+
+
+def _sum(one: _NodeUsage, two: _NodeUsage) -> _NodeUsage:
+    """Return the usage of a node in two attempts; ranks and host are those of the second."""
+    added = ("wall", "waited", "restarts", "restart_seconds", "seconds", "cpu_seconds", "attempts")
+    peaks = ("visible_gpus", "cpu_peak", "memory_peak", "machine_peak")
+    gpus = [_sum_gpu(*pair) for pair in zip(one.gpus, two.gpus, strict=False)]
+    longer = max(one.gpus, two.gpus, key=len)
+    return msgspec.structs.replace(
+        two if two.seconds else msgspec.structs.replace(one, ran=two.ran),
+        startup=None
+        if one.startup is None and two.startup is None
+        else (one.startup or 0.0) + (two.startup or 0.0),
+        memory_mean=_mean(one.memory_mean, two.memory_mean, (one.seconds, two.seconds)) or 0.0,
+        gpus=gpus + longer[len(gpus) :],
+        **{name: getattr(one, name) + getattr(two, name) for name in added},
+        **{name: max(getattr(one, name), getattr(two, name)) for name in peaks},
+    )
+
+
+def _sum_gpu(one: _GpuUsage, two: _GpuUsage) -> _GpuUsage:
+    return _GpuUsage(
+        one.seconds + two.seconds,
+        one.idle + two.idle,
+        _mean(one.mean, two.mean, (one.seconds, two.seconds)),
+        max((peak for peak in (one.peak, two.peak) if peak is not None), default=None),
+        max(one.memory, two.memory),
+    )
+
+
+def _mean(one: float | None, two: float | None, weights: tuple[float, float]) -> float | None:
+    """Return the weighted mean of two values, of which one may be unknown."""
+    known = [(v, w) for v, w in zip((one, two), weights, strict=True) if v is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def _node(rank: int, usage: _NodeUsage) -> dict[str, Any]:

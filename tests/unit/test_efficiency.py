@@ -84,6 +84,30 @@ def test_efficiency_sums_the_nodes(tmp_path: Path) -> None:
     assert shown.lines(found) == [f"{first} 0.40 of them idle", *nodes]
 
 
+def test_attempts_of_requeued_job_are_summed(tmp_path: Path) -> None:
+    record = job(tmp_path / "job", attempt=2)
+    idle = {"seconds": 1000.0, "idle": 1000.0, "mean": 0.0, "peak": 0.0, "memory": 80 * GIB}
+    attempts: list[Any] = [
+        usage(wall=1000.0, seconds=1000.0, startup=7.5, memory_peak=20 * GIB, gpus=[idle, idle]),
+        None,  # its agent was killed
+        usage(restarts=1, restart_seconds=4.0, host="gpu9"),
+    ]
+    for attempt, used in enumerate(attempts):
+        ends.write(record.job_dir, 0, {"attempt": attempt, "usage": used})
+    ends.write(record.job_dir, 0, {"attempt": 1, "usage": usage()})  # too late
+    assert [end["attempt"] for end in ends.written(record.job_dir, 2)] == [2]
+    found = efficiency(record)
+    assert (found["attempts"], found["wall_seconds"], found["startup_seconds"]) == (2, 4600, 20)
+    assert (found["gpu_hours_held"], found["gpu_hours_idle"]) == (2.556, 0.761)
+    assert (found["restarts"], found["restart_seconds"]) == (1, 4)
+    (node,) = found["nodes"]
+    assert (node["host"], node["memory_peak"], node["gpu_memory_peak"]) == (
+        "gpu9", 20 * GIB, 80 * GIB,
+    )  # fmt: skip
+    assert (node["cpu_mean"], node["gpu_mean"]) == (3.11, 62.2)
+    assert shown.lines(found)[0].startswith("efficiency of 2 attempts: wall 1h 16m, start-up 20 s,")
+
+
 @pytest.mark.parametrize(
     ("resources", "changed", "advice"),
     [
@@ -178,7 +202,8 @@ def test_running_job_is_known_so_far_if_its_samples_are_read(tmp_path: Path) -> 
     assert efficiency(record, live=True)["wall_seconds"] == 100
     write(record, 0, seconds=50, attempt=1)
     end(record, 0, usage(), attempt=0)  # of the attempt before
-    assert efficiency(record, live=True)["wall_seconds"] == 50
+    found = efficiency(record, live=True)
+    assert (found["attempts"], found["wall_seconds"]) == (2, 3650)
 
 
 def test_usage_of_the_agent_and_of_its_samples_agree() -> None:

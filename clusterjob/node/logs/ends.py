@@ -2,7 +2,8 @@
 
 All files are in the job's directory:
 
-- ``ends/node<k>.json``: a node's end, written by its agent.
+- ``ends/node<k>.json``: a node's end, written by its agent; ``ends/node<k>.attempt<n>.json``: the
+  end of an earlier attempt.
 - ``ends/node<k>.refused``: written by a script that could not start an agent. Line 1 is the exit
   code, line 2 is ``host: why``.
 - ``result.json``: the job's verdict.
@@ -134,23 +135,38 @@ def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     path = directory(job_dir) / f"node{node_rank}.json"
-    if _attempt_of(path) <= int(end.get("attempt", 0)):
+    older, attempt = _attempt_of(path), int(end.get("attempt", 0))
+    if 0 <= older < attempt:
+        with contextlib.suppress(OSError):  # its usage counts for the efficiency of the job
+            path.replace(path.with_name(f"node{node_rank}.attempt{older}.json"))
+    if older <= attempt:
         files.write_reserved(path, _fitting(end | {"node_rank": node_rank}))
 
 
 def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
     """Return the ends that agents wrote for one attempt of the job, in the order of nodes."""
+    return [end for name, end in _all(job_dir) if end["attempt"] == attempt and "." not in name]
+
+
+def earlier(job_dir: Path, attempt: int) -> list[dict[str, Any]]:
+    """Return the ends of all earlier attempts of the job, in the order of nodes and attempts."""
+    return [end for _, end in _all(job_dir) if end["attempt"] < attempt]
+
+
+def _all(job_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return all ends with the stems of their files, in the order of nodes and attempts."""
     found = []
     for path in _glob(directory(job_dir), "node*.json"):
         end = files.read_json(path)
-        if (
-            isinstance(end, dict)
-            and end.get("attempt", 0) == attempt
-            and type(end.get("node_rank")) is int
-            and path.stem == f"node{end['node_rank']}"  # ignore an end of another node's rank
-        ):
-            found.append(end | {"reason": str(end.get("reason") or "")[:_SHORT_TEXT]})
-    return sorted(found, key=lambda end: end["node_rank"])
+        if not isinstance(end, dict):
+            continue
+        node, attempt = end.get("node_rank"), end.get("attempt", 0)
+        # Ignore an end of another node's rank.
+        if path.stem in (f"node{node}", f"node{node}.attempt{attempt}") and type(node) is int:
+            reason = str(end.get("reason") or "")[:_SHORT_TEXT]
+            if type(attempt) is int:
+                found.append((path.stem, end | {"attempt": attempt, "reason": reason}))
+    return sorted(found, key=lambda item: (item[1]["node_rank"], item[1]["attempt"]))
 
 
 def write_result(job_dir: Path, verdict: Verdict) -> None:
