@@ -32,7 +32,8 @@ def phase_text(status: Status, *, has_output: bool = False) -> str:
             if status.reason.startswith("queued"):
                 return status.reason
             return f"queued: {status.reason}" if status.reason else "starting the agents"
-        return f"running: {status.reason}" if status.reason else "running"
+        begun = "running" if status.started_at or has_output else "starting the agents"
+        return f"{begun}: {status.reason}" if status.reason else begun
     texts = {
         JobPhase.SETUP: progress.detail,
         JobPhase.NODES: "starting the agents"

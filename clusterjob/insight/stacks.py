@@ -91,7 +91,8 @@ def of_job(record: Record, *, node: int | None, rank: int | None, native: bool) 
     try:
         connection.check(record, node, rank)
     except InsideError as error:
-        polling.collect(record)  # the file may be on the job's hosts
+        with contextlib.suppress(ClusterJobError):
+            polling.collect(record)  # the file may be on the job's hosts
         saved = _saved(record, node, rank=rank)
         if saved is None:
             raise

@@ -247,7 +247,8 @@ def test_consequences_are_folded_into_ranges() -> None:
             "queued; expected to start at 9",
         ),
         (Status(JobState.UNKNOWN, "no answer"), "no answer"),
-        (Status(JobState.RUNNING), "running"),
+        (Status(JobState.RUNNING), "starting the agents"),
+        (Status(JobState.RUNNING, started_at="2026-01-01T00:00:00Z"), "running"),
         (
             Status(JobState.PENDING, progress=JobProgress(JobPhase.NODES, 3, 4)),
             "3 of 4 nodes joined",

@@ -270,6 +270,19 @@ def test_any_stacks_give_groups_of_all_ranks_and_lines(mains: list[list[Frame]])
     grouping.text(stacks, all_threads=True)
 
 
+def test_frames_of_import_machinery_are_hidden_and_cut_stack_names_package() -> None:
+    frozen = Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed")
+    inner = Frame("/v/lib/python3.11/site-packages/torch/distributed/tensor/_ops.py", 80, "wrap")
+    outer = Frame("/v/lib/python3.11/site-packages/torch/_dynamo/side_effects.py", 38, "<module>")
+    own = Frame("/w/model.py", 257, "configure")
+    whole, cut = [inner, frozen, outer, frozen, own], [inner, *[frozen] * 98, outer]
+    first, *lines = grouping.text([stack(0, whole), stack(1, cut)])
+    assert first == "rank 0 imports in configure (model.py:257); rank 1 imports torch (_ops.py:80)"
+    assert not any("frozen" in line for line in lines)
+    assert lines[-1] == "  ... (Python writes only the innermost 100 frames)"
+    assert [line for line in lines if line.startswith("  ")][2].startswith("  configure (")
+
+
 def test_text_shows_all_threads_of_smallest_group_alone() -> None:
     def with_loader(rank: int, main: Sequence[Frame]) -> RankStack:
         loader = ThreadStack("loader", (Frame("/w/data.py", 9, "read"),))
@@ -302,6 +315,9 @@ class Backend:
     def status(self, records: Sequence[Record]) -> dict[str, Status]:
         verdict = Verdict(self.state, 1, reason="") if self.state.final else None
         return {each.job_id: Status(self.state, "", verdict) for each in records}
+
+    def collect(self, record: Record) -> None:
+        """Fetch nothing: the files are on this machine."""
 
     def enter(self, record: Record, node: int) -> Link:
         sent = self.answers[node] if self.answers else None

@@ -41,6 +41,7 @@ def groups(stacks: Sequence[RankStack], budget: int) -> list[Texts]:
 
 
 def _lines(title: str, frames: Sequence[Frame]) -> list[str]:
+    frames = grouping.without_imports(frames)
     lines = [sanitize(title[:200])] if title else []
     for frame in frames[:_FRAMES]:
         where = f"{frame.file[-200:]}:{'?' if frame.line is None else frame.line}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,8 @@ from clusterjob.node.stacks.frames import Frame, RankStack, program_frame
 
 SCHEMA = 1
 _MAX_CLAUSES = 4  # groups in the headline
+CUT_AT = 100  # frames of a thread that faulthandler writes (MAX_FRAME_DEPTH)
+_PACKAGE = re.compile(r"-packages/(\w+)", re.ASCII)
 _MAX_NAMED = 3  # ranks in a clause; more are counted
 
 
@@ -127,11 +130,26 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
         return ("is stopped in", "are stopped in"), f"{frame.function} ({place_text(frame)})"
     if wait is not None:
         return ("waits in", "wait in"), wait.function + (where if place else "")
-    frame = own or each.frames[0]
-    inner = each.frames[: each.frames.index(frame)]
-    importing = any(each.file.startswith("<frozen importlib") for each in inner)
+    shown = without_imports(each.frames)
+    frame = own or shown[0]
+    importing = len(each.frames) > len(shown)
+    if own is not None:
+        importing = any(map(_is_of_importlib, each.frames[: each.frames.index(own)]))
+    elif importing:  # the frames of the program are cut off
+        package = _PACKAGE.search(shown[-1].file)
+        name = package[1] if package else os.path.basename(shown[-1].file)
+        return ("imports", "import"), f"{name} ({place_text(frame)})"
     verbs = ("imports in", "import in") if importing else ("is in", "are in")
     return verbs, f"{frame.function} ({place_text(frame)})"
+
+
+def without_imports(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Return the frames without those of Python's import machinery, as a traceback shows them."""
+    return [frame for frame in frames if not _is_of_importlib(frame)] or frames
+
+
+def _is_of_importlib(frame: Frame) -> bool:
+    return frame.file.startswith("<frozen importlib")
 
 
 def place_text(frame: Frame) -> str:
@@ -167,13 +185,13 @@ def text(stacks: Sequence[RankStack], *, all_threads: bool = False) -> list[str]
     for index, each in enumerate(groups):
         members = [by_rank[rank] for rank in each.ranks]
         lines += ["", _title(members)]
-        lines += [_frame_line(frame) for frame in each.frames]
+        lines += _frame_lines(each.frames)
         shown = members if all_threads else members[:1] if index == 0 else []
         for stack in shown:
             named = f" of rank {stack.rank}" if len(members) > 1 else ""
             for thread in itertools.islice(stack.threads, 1, None):
                 lines.append(f"  {thread.name}{named}:")
-                lines += [f"  {_frame_line(frame)}" for frame in thread.frames]
+                lines += [f"  {line}" for line in _frame_lines(thread.frames)]
     return lines
 
 
@@ -202,6 +220,10 @@ def _ranges(members: Sequence[RankStack]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _frame_line(frame: Frame) -> str:
-    line = frame.line if frame.line is not None else "?"
-    return f"  {frame.function} ({frame.file}:{line})"
+def _frame_lines(frames: Sequence[Frame]) -> list[str]:
+    lines = []
+    for frame in without_imports(frames):
+        line = frame.line if frame.line is not None else "?"
+        lines.append(f"  {frame.function} ({frame.file}:{line})")
+    cut = len(frames) == CUT_AT and all(frame.line is not None for frame in frames)
+    return lines + ([f"  ... (Python writes only the innermost {CUT_AT} frames)"] if cut else [])
