@@ -175,16 +175,18 @@ def _over_nodes(nodes: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]
 
 def _usages(record: Record, *, live: bool) -> dict[int, _NodeUsage]:
     """Return the usage of each node, from its end record, else from its samples."""
-    attempt = 0
+    written = ends.of_all_attempts(record.job_dir)
+    attempts = [end["attempt"] for end in written]  # a verdict of Slurm's has no attempt
     if record.verdict is not None:
-        attempt = record.verdict.attempt
+        attempts.append(record.verdict.attempt)
     elif (newest := sample_files.latest(record.job_dir, 0)) is not None:
-        attempt = newest[0].attempt
+        attempts.append(newest[0].attempt)
     kept: dict[int, list[Any]] = {}
-    written = ends.written(record.job_dir, attempt)
-    for end in [*(ends.earlier(record.job_dir, attempt) if attempt else ()), *written]:
+    ended = set()
+    for end in written:
         kept.setdefault(end["node_rank"], []).append(end.get("usage"))
-    ended = {end["node_rank"] for end in written if end.get("usage") is not None}
+        if end["attempt"] == max(attempts) and end.get("usage") is not None:
+            ended.add(end["node_rank"])
     found: dict[int, _NodeUsage] = {}
     for node in range(record.nodes):
         own = kept.get(node, [])

@@ -148,9 +148,9 @@ def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
     return [end for name, end in _all(job_dir) if end["attempt"] == attempt and "." not in name]
 
 
-def earlier(job_dir: Path, attempt: int) -> list[dict[str, Any]]:
-    """Return the ends of all earlier attempts of the job, in the order of nodes and attempts."""
-    return [end for _, end in _all(job_dir) if end["attempt"] < attempt]
+def of_all_attempts(job_dir: Path) -> list[dict[str, Any]]:
+    """Return the ends that agents wrote for all attempts, in the order of nodes and attempts."""
+    return [end for _, end in _all(job_dir)]
 
 
 def _all(job_dir: Path) -> list[tuple[str, dict[str, Any]]]:
