@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -39,6 +40,8 @@ class JobState(str, Enum):
         return self.value
 
 
+STACK_TITLE = "Its stack (most recent call first):"  # the first of a failure's last lines
+_RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.ASCII)  # of torch, in each line of a traceback
 _EFFECT = "failed as a consequence"
 _SAME_ERROR = "failed with the same error"
 _OTHER_REASON = "failed for another reason"
@@ -201,6 +204,13 @@ class Failure:
         node = f"node {self.node_rank}, local rank {self.local_rank}, host {self.host}"
         return f"rank {self.rank} ({node})"
 
+    def output(self) -> tuple[str, list[str]]:
+        """Return a title, and the end of the worker's stderr or its stack."""
+        if self.last_lines[:1] == (STACK_TITLE,):
+            return "its stack (most recent call first):", list(self.last_lines[1:])
+        lines = [_RANK_MARK.sub("", line, count=1) for line in self.last_lines]
+        return "the last lines of its stderr:", lines
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -295,8 +305,8 @@ class Verdict:
         )
         lines = [f"{self.state}{restarted}" + (f": {self.reason}" if self.reason else "")]
         if self.failure and self.failure.last_lines:
-            lines.append("  the last lines of its stderr:")
-            lines += [f"  | {line}" for line in self.failure.last_lines]
+            title, shown = self.failure.output()
+            lines += [f"  {title}", *(f"  | {line}" for line in shown)]
         for how, failures in self.later_failures():
             reasons: dict[str, list[Failure]] = {}
             for item in failures:

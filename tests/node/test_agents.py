@@ -566,6 +566,7 @@ def test_root_cause_under_torchrun_is_rank_that_failed_first(make_job: MakeJob) 
     assert (failure["exit_code"], failure["signal"]) in [(1, None), ABORTS_AT_EXIT]
     assert codes == [failure["exit_code"]] * 2
     assert any("the root cause" in line for line in failure["last_lines"]), job.result
+    assert "the root cause (" in failure["message"]
 
 
 # -- killed agents and forkservers -----------------------------------------------------------------

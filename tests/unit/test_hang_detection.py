@@ -272,6 +272,17 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     assert found.stacks
 
 
+def test_stack_in_verdict_leaves_out_import_machinery() -> None:
+    machinery = [f"<frozen importlib._bootstrap>:load{i}" for i in range(30)]
+    stacks = [stack("train.py:main", *machinery, "slow.py:<module>", rank=0)]
+    stacks.append(stack("train.py:main", f"{TORCH}:all_reduce", rank=1))
+    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
+    end = hang_verdict.hang(own, 600.0)
+    found = hang_verdict.with_ranks(end, stacks, step=-1, local_rank=lambda _node, rank: rank)
+    assert found.failure is not None
+    assert found.failure.last_lines[1:] == ("<module> (slow.py:7)", "main (train.py:7)")
+
+
 def test_verdict_names_no_rank_if_all_wait_alike() -> None:
     stacks = [stack("train.py:main", f"{TORCH}:all_reduce", rank=rank) for rank in (0, 1)]
     own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)

@@ -18,6 +18,7 @@ from clusterjob.node.logs.failure_texts import (
 )
 from clusterjob.node.verdict import (
     SCHEMA,
+    STACK_TITLE,
     Failure,
     FailureKind,
     JobState,
@@ -188,6 +189,17 @@ def test_text_of_failure_names_cause_last_lines_and_consequences() -> None:
         "  2 ranks failed for another reason: 4-5: ValueError: boom",
         "  1 node failed for another reason: node 2: it is on fire",
     ]
+
+
+def test_text_shows_stack_under_its_name_and_lines_without_label_of_torch() -> None:
+    def shown(*lines: str) -> list[str]:
+        failure = dataclasses.replace(FAILURE, last_lines=lines)
+        return Verdict(JobState.FAILED, 1, failure=failure).text().splitlines()[1:]
+
+    title = "  its stack (most recent call first):"
+    assert shown(STACK_TITLE, "decode (data.py:7)") == [title, "  | decode (data.py:7)"]
+    lines = shown("[rank3]: Traceback", "[rank3]:   File", "a [rank3]: b")
+    assert lines[1:] == ["  | Traceback", "  |   File", "  | a [rank3]: b"]
 
 
 def test_text_of_verdict_shows_few_of_many_reasons() -> None:

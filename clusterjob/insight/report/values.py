@@ -135,9 +135,9 @@ def _common(record: Record, state: str, *, snapshot: bool) -> dict[str, Any]:
         "diff_incomplete": bool(paths) and git.get("complete") is False,
     } | dict.fromkeys(
         (
-            "reason", "failure_lines", "failure_who", "consequences", "advice", "notes", "elements",
-            "timeline", "marks", "rank_rows", "plots", "node_rows", "heat_maps", "stacks",
-            "stacks_note", "stacks_headline", "last_lines", "more_lines",
+            "reason", "failure_title", "failure_lines", "failure_who", "consequences", "advice",
+            "notes", "elements", "timeline", "marks", "rank_rows", "plots", "node_rows",
+            "heat_maps", "stacks", "stacks_note", "stacks_headline", "last_lines", "more_lines",
             "environments", "settings", "restarts", "script", "diff",
         ),
         "",
@@ -148,6 +148,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
     """Return the values for one job; a smaller `detail` shortens its texts."""
     record, verdict = data.record, data.verdict
     failure = verdict.failure if verdict is not None else None
+    title, shown = failure.output() if failure is not None else ("", [])
     hosts = {node.rank: node.host for node in data.nodes}
     metrics, node_rows, _ = plots.table(data)
     stacks = data.stacks.stacks if data.stacks is not None else []
@@ -156,7 +157,8 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "restarts": data.restarts,
         "reason": data.reason,
         "failure_who": failure.who if failure is not None else "",
-        "failure_lines": _lines(failure.last_lines) if failure is not None else "",
+        "failure_title": title,
+        "failure_lines": _lines(shown),
         "consequences": _consequences(verdict),
         "facts": _facts(data),
         "advice": _advice(data.efficiency),

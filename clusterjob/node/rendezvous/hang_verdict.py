@@ -11,7 +11,7 @@ from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.stacks import grouping, waits
 from clusterjob.node.stacks.frames import RankStack, program_frame
 from clusterjob.node.stacks.grouping import Group
-from clusterjob.node.verdict import Failure, FailureKind, JobState
+from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind, JobState
 
 _SHOWN_FRAMES = 19  # of the rank that the verdict names
 _COLLECTIVES = "torch/distributed/"
@@ -57,7 +57,8 @@ def with_ranks(
         return replace(end, reason=message, failure=failure)
     stack = next(each for each in stacks if each.rank == odd.ranks[0])
     lines = [
-        f"{frame.function} ({grouping.place_text(frame)})" for frame in odd.frames[:_SHOWN_FRAMES]
+        f"{frame.function} ({grouping.place_text(frame)})"
+        for frame in grouping.without_imports(odd.frames)[:_SHOWN_FRAMES]
     ]
     return outcome.failed(
         replace(
@@ -66,7 +67,7 @@ def with_ranks(
             local_rank=local_rank(stack.node_rank, stack.rank),
             node_rank=stack.node_rank,
             host=stack.host,
-            last_lines=("Its stack (most recent call first):", *lines) if lines else (),
+            last_lines=(STACK_TITLE, *lines) if lines else (),
         )
     )
 

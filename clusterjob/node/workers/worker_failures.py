@@ -14,7 +14,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.logs import failure_texts, log_files
 from clusterjob.node.logs.failure_texts import Meaning
 from clusterjob.node.system import processes
-from clusterjob.node.verdict import Failure, FailureKind
+from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
 from clusterjob.node.workers import torchrun
 from clusterjob.node.workers.forkserver_messages import ProbedWorker
 
@@ -139,7 +139,10 @@ class Failures:
             memory = self._memory_note(cause.signal, meanings)
             message = how(cause.exit_code, cause.signal) + memory
             effect = cause.signal in (None, "SIGABRT") and failure_texts.is_effect(meanings)
-            raised = failure_texts.last_exception(cause.last_lines) is not None
+            exception = failure_texts.last_exception(cause.last_lines)
+            raised = exception is not None
+            if raised and cause.signal in (None, "SIGABRT"):
+                message = f"{exception} ({message})"
         kind = FailureKind.OOM_HOST if memory else None
         return Failure(
             cause.rank,
@@ -213,7 +216,7 @@ class WorkerStatus:
         """Return the failure of a worker for which other ranks gave up waiting."""
         process = f" (pid {worker.pid})" if worker.pid is not None else ""
         if worker.stack:
-            last = ("Its stack (most recent call first):", *worker.stack)[:_SHOWN_LINES]
+            last = (STACK_TITLE, *worker.stack)[:_SHOWN_LINES]
         else:
             last = log_files.last_lines(self.failures.stderr_of(self.world, worker.local_rank))
         return Failure(
