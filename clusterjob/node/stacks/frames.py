@@ -84,7 +84,9 @@ MAX_TEXT = 600  # characters of a name
 _LIBRARY = re.compile(
     r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
     r"|/clusterjob/(bootstrap\.py$|node/|worker/)"
+    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `node.workers.hook_directory`
 )
+_IMPORT = re.compile(r"^<frozen importlib|/python/sitecustomize\.py$|/node/workers/hook\.py$")
 
 
 def parse_thread(name: str, text: str) -> ThreadStack:
@@ -136,12 +138,17 @@ def program_frame(frames: Iterable[Frame]) -> Frame | None:
     return next(filter(is_of_program, frames), None)
 
 
+def is_of_import(frame: Frame) -> bool:
+    """Return whether a frame is of Python's import machinery, or of the hook in it."""
+    return _IMPORT.search(frame.file) is not None
+
+
 def position_text(frames: Sequence[Frame]) -> str:
     """Return a thread's position as one clause.
 
     It names the innermost line, and the innermost line of the program's own files.
     """
-    shown = [frame for frame in frames if not frame.file.startswith("<frozen ")]
+    shown = [frame for frame in frames if not is_of_import(frame)]
     if not shown:
         return "its stack names no file"
     text = "it imports, in " if len(shown) < len(frames) else "it is in "

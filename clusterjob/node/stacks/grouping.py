@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterjob.node.stacks import kernel, waits
-from clusterjob.node.stacks.frames import Frame, RankStack, program_frame
+from clusterjob.node.stacks.frames import Frame, RankStack, is_of_import, program_frame
 
 SCHEMA = 1
 _MAX_CLAUSES = 4  # groups in the headline
@@ -134,7 +134,7 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
     frame = own or shown[0]
     importing = len(each.frames) > len(shown)
     if own is not None:
-        importing = any(map(_is_of_importlib, each.frames[: each.frames.index(own)]))
+        importing = any(map(is_of_import, each.frames[: each.frames.index(own)]))
     elif importing:  # the frames of the program are cut off
         package = _PACKAGE.search(shown[-1].file)
         name = package[1] if package else os.path.basename(shown[-1].file)
@@ -145,11 +145,7 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
 
 def without_imports(frames: Sequence[Frame]) -> Sequence[Frame]:
     """Return the frames without those of Python's import machinery, as a traceback shows them."""
-    return [frame for frame in frames if not _is_of_importlib(frame)] or frames
-
-
-def _is_of_importlib(frame: Frame) -> bool:
-    return frame.file.startswith("<frozen importlib")
+    return [frame for frame in frames if not is_of_import(frame)] or frames
 
 
 def place_text(frame: Frame) -> str:
