@@ -17,6 +17,7 @@ import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.rendezvous import messages, protocol
+from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
 from clusterjob.node.system.codec import Codec
 
 MakeJob = Callable[..., Job]
@@ -169,9 +170,17 @@ class AnyMessage(Codec):
 
 
 async def join_and_send(
-    job: Job, port: int, *sent: Any, once_started: Any = None, **changes: Any
+    job: Job,
+    port: int,
+    *sent: Any,
+    once_started: Any = None,
+    answer: Callable[[Any], list[Any]] = lambda _: [],
+    **changes: Any,
 ) -> BaseException | None:
-    """Join as node 1, send messages and wait for the end; return the refusal, if there is one."""
+    """Join as node 1, send messages and wait for the end; return the refusal, if there is one.
+
+    `answer` returns the messages to send for each message of the coordinator.
+    """
     hello = {
         "type": "Hello",
         "attempt": 0,
@@ -196,6 +205,8 @@ async def join_and_send(
             if isinstance(reply, messages.Start):
                 for message in once_started or ():
                     channel.send(message)
+            for message in answer(reply):
+                channel.send(message)
     finally:
         streams[1].close()
     return None
@@ -255,6 +266,58 @@ def test_success_of_worker_that_node_does_not_have_counts_for_no_rank(
     )
     assert job.wait() == [0]
     assert not job.events("stragglers")
+
+
+def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) -> None:
+    """The stacks name the rank that hangs: a false one would blame another host."""
+
+    def false_stacks(host: str) -> list[messages.StackFound]:
+        frames_ = (Frame("/w/x.py", 7, "blamed"),)
+        return [
+            messages.StackFound(
+                0, RankStack(rank, 1, host, 7, "runs", True, (ThreadStack("MainThread", frames_),))
+            )
+            for rank in (0, 1, 2, 1 << 20)
+        ]
+
+    def answer(message: Any) -> list[Any]:
+        if isinstance(message, messages.ReportProgress):
+            # Stacks that nobody has asked for must not fill the memory of node 0.
+            quiet = messages.ProgressReported(message.number, 1e6, moved=False)
+            return [*false_stacks("unasked"), quiet]
+        if isinstance(message, messages.CollectStacks):
+            return [*false_stacks("forged"), messages.StacksCollected(0, ("x",))] * 2
+        return [messages.Stopped()] if isinstance(message, messages.Stop) else []
+
+    job = make_job(2)
+    script = job.script("""
+        import time
+        def rest():
+            time.sleep(1000)
+        rest()
+    """)
+    job.start(0, "--hang-timeout", "3s", script)
+    asyncio.run(
+        asyncio.wait_for(
+            join_and_send(
+                job,
+                coordinator_port(job),
+                *false_stacks("early"),
+                once_started=[messages.Running()],
+                answer=answer,
+            ),
+            TEST_TIMEOUT,
+        )
+    )
+    assert job.wait() == [1]
+    assert job.result["failure"]["kind"] == "hang"
+    assert "rest (script.py:4)" in job.result["reason"]
+    saved = json.loads((job.dir / "logs/node0/stacks.json").read_text())
+    found = {each["rank"]: each for each in saved["ranks"]}
+    assert set(found) == {0, 1}
+    assert found[0]["threads"][0]["frames"][0]["function"] == "rest"
+    assert (found[1]["node_rank"], found[1]["host"]) == (1, "h")
+    assert saved["flight_recorder"] == ["x"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Evidence:
         membership: the agents.
         job_dir: the job's directory.
         events: the job's events.
+        local_rank: returns the index on its node of a rank, given the node_rank and the rank.
 
     Attributes:
         stacks: the stacks that have arrived, in order of ranks.
@@ -35,12 +37,18 @@ class Evidence:
     """
 
     def __init__(
-        self, round_: evidence_files.Round, membership: Membership, job_dir: Path, events: EventLog
+        self,
+        round_: evidence_files.Round,
+        membership: Membership,
+        job_dir: Path,
+        events: EventLog,
+        local_rank: Callable[[int, int], int],
     ) -> None:
         self._round = round_
         self._membership = membership
         self._job_dir = job_dir
         self._events = events
+        self._local_rank = local_rank
         self._unanswered: set[int] = set()
         self._stacks: dict[int, RankStack] = {}
         self._dumps: list[str] = []
@@ -109,11 +117,19 @@ class Evidence:
             seconds=round(time.monotonic() - self._asked_at, 3),
         )
 
-    def _on_stack_found(self, _peer: Peer, message: messages.StackFound) -> None:
-        if message.restart == self._round.restart:
-            self._stacks[message.stack.rank] = message.stack
+    def _on_stack_found(self, peer: Peer, message: messages.StackFound) -> None:
+        """Keep the stacks of a rank; a node answers once, for its own ranks."""
+        rank = message.stack.rank
+        if (
+            self._is_answer(peer, message.restart)
+            and 0 <= self._local_rank(peer.node_rank, rank) < peer.nproc
+        ):
+            self._stacks[rank] = replace(message.stack, host=peer.host)
 
     def _on_stacks_collected(self, peer: Peer, message: messages.StacksCollected) -> None:
-        if message.restart == self._round.restart:
+        if self._is_answer(peer, message.restart):
             self._unanswered.discard(peer.node_rank)
             self._dumps += map(sanitize, message.dumps)
+
+    def _is_answer(self, peer: Peer, restart: int) -> bool:
+        return peer.node_rank in self._unanswered and restart == self._round.restart

@@ -85,6 +85,7 @@ class Round:
             membership,
             job_dir=job_dir,
             events=events,
+            local_rank=self.local_rank,
         )
         self.hang = HangDetection(options.hang_timeout, membership.peers)
         self._ended: set[tuple[int, int]] = set()  # node_rank and local rank of ended workers

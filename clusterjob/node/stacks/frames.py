@@ -7,7 +7,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from clusterjob.node.system.codec import Limit
+
+MAX_TEXT = 600  # characters of a name
+_Text = Annotated[str, Limit(MAX_TEXT)]
 
 
 @dataclass(frozen=True)
@@ -20,16 +25,16 @@ class Frame:
         function: the name of the function.
     """
 
-    file: str
+    file: _Text
     line: int | None
-    function: str
+    function: _Text
 
 
 @dataclass(frozen=True)
 class ThreadStack:
     """The stack of one thread; the innermost frame is first."""
 
-    name: str
+    name: _Text
     frames: tuple[Frame, ...]
 
 
@@ -47,9 +52,9 @@ class RankStack:
 
     rank: int
     node_rank: int
-    host: str
+    host: _Text
     pid: int
-    state: str
+    state: _Text
     answered: bool
     threads: tuple[ThreadStack, ...] = ()
 
@@ -79,7 +84,6 @@ _FRAME = re.compile(r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 MAX_THREADS = 100
 MAX_FRAMES = 200
-MAX_TEXT = 600  # characters of a name
 # Files of the interpreter, of installed packages, and of clusterjob.
 _LIBRARY = re.compile(
     r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
