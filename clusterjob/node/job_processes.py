@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ MARK = "CLUSTERJOB_INSIDE"
 # The forkserver's table of its workers: part of the link of the descriptor in /proc/PID/fd.
 TABLE = "clusterjob-workers"
 _MAX_TABLE = 64 << 20  # bytes
+_KEYS = {"node_rank", "attempt", "first_rank", "nproc", "world_size", "environ", "workers"}
 _AT_SECURE = 23  # key of the auxiliary vector; getauxval(3)
+_RANK = re.compile(r"\d{1,9}", re.ASCII)
 _NODE_VARIABLES = ("CLUSTERJOB_NODE_RANK", "SLURM_NODEID")
 
 
@@ -80,6 +83,9 @@ def on_node(job_id: str, node: int) -> NodeProcesses:
             started = True
             if "RANK" in environ:
                 tasks.append((pid, environ))
+    if len(tables) > 1:  # a worker may offer a false table
+        below = {child for _, pid, _ in tables for child in processes.descendants(pid)}
+        tables = [each for each in tables if each[1] not in below]
     if tables:
         _, pid, table = max(tables, key=lambda each: each[:2])
         return _in_table(pid, table)
@@ -150,9 +156,9 @@ def table_of(pid: int) -> dict[str, Any] | None:
 def _parse_table(data: bytes) -> dict[str, Any] | None:
     try:
         table = json.loads(data)
-    except ValueError:  # it is being written
+    except (ValueError, RecursionError):  # it is being written, or is not the forkserver's
         return None
-    return table if isinstance(table, dict) else None
+    return table if isinstance(table, dict) and table.keys() >= _KEYS else None
 
 
 def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
@@ -199,7 +205,7 @@ def _among_tasks(
     by_rank: dict[int, RankProcess] = {}
     for pid, environ in tasks:
         fields = processes.stat_fields(pid)
-        if fields is None or fields[0] in "ZX" or not environ["RANK"].isdecimal():
+        if fields is None or fields[0] in "ZX" or not _RANK.fullmatch(environ["RANK"]):
             continue
         number = int(environ["RANK"])
         if int(fields[1]) not in pids or number not in by_rank:
@@ -212,7 +218,7 @@ def _among_tasks(
         ranks,
         first=min(by_rank),
         count=len(by_rank),
-        world=int(world) if world.isdecimal() else len(by_rank),
+        world=int(world) if _RANK.fullmatch(world) else len(by_rank),
         forkserver=forkserver,
         started=True,
     )

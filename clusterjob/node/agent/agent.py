@@ -87,7 +87,7 @@ class Agent:
             send=self._send,
         )
         self._reports = StackReports(
-            job.job_id,
+            forkserver.pid,
             topology.node_rank,
             dumps=self._workers.dumps,
             signs=self._signs_of_life,

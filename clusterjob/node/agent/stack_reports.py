@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node import job_processes
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.collect import collect
@@ -31,7 +32,7 @@ class StackReports:
     """The stacks and the progress of one node's workers.
 
     Args:
-        job_id: the job.
+        forkserver: pid of the forkserver. Another process of the job may offer a false table.
         node_rank: this node.
         dumps: returns the dumps of torch's flight recorder in a round.
         signs: returns the monotonic time of the last output or heartbeat of a worker, and the
@@ -42,14 +43,14 @@ class StackReports:
 
     def __init__(
         self,
-        job_id: str,
+        forkserver: int,
         node_rank: int,
         dumps: Callable[[int], Dumps],
         signs: Callable[[], tuple[float, int]],
         send: Callable[[Any], object],
         watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        self._job_id = job_id
+        self._forkserver = forkserver
         self._node_rank = node_rank
         self._dumps = dumps
         self._signs = signs
@@ -68,7 +69,7 @@ class StackReports:
 
     async def stacks(self, seconds: float) -> list[RankStack]:
         """Return the stacks of all living ranks of this node."""
-        return await asyncio.to_thread(collect, self._job_id, self._node_rank, seconds)
+        return await asyncio.to_thread(self._collect_now, seconds)
 
     async def save(self, job_dir: Path, round_: evidence_files.Round, why: str) -> tuple[str, int]:
         """Write the stacks of this node's ranks into its logs before they are stopped.
@@ -107,8 +108,11 @@ class StackReports:
 
     def _sample(self, *, first: bool) -> bool:
         self._progress.begin()
-        found = collect(self._job_id, self._node_rank, _SAMPLE_SECONDS)
-        return self._progress.moved(found, first=first)
+        return self._progress.moved(self._collect_now(_SAMPLE_SECONDS), first=first)
+
+    def _collect_now(self, seconds: float) -> list[RankStack]:
+        found = job_processes.of_forkserver(self._forkserver)
+        return collect(found, self._node_rank, seconds)
 
     def _start(self, answer: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(answer)

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from clusterjob.node import job_processes
 from clusterjob.node.inside import streams
 from clusterjob.node.inside.streams import STDOUT, Stream, Streams
 from clusterjob.node.stacks.collect import collect
@@ -23,7 +24,7 @@ def send(request: dict[str, Any]) -> None:
     """
     warnings: list[str] = []
     stacks = collect(
-        request["job"],
+        job_processes.on_node(request["job"], request["node"]),
         request["node"],
         min(request["stacks"]["timeout"], _MAX_SECONDS),
         rank=request["rank"],

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 
-from clusterjob.node import job_processes
+from clusterjob.node.job_processes import NodeProcesses
 from clusterjob.node.stacks import kernel, py_spy
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.stacks.request import POLL_SECONDS, StackRequest
@@ -19,7 +19,7 @@ _SHORT_POLL = 0.0005  # seconds; the pause grows up to `POLL_SECONDS`
 
 
 def collect(
-    job_id: str,
+    found: NodeProcesses,
     node_rank: int,
     timeout: float,
     *,
@@ -30,20 +30,19 @@ def collect(
     """Return the stacks of the living ranks of a node, in the order of ranks.
 
     Args:
-        job_id: the job.
-        node_rank: the node; several nodes of a job may be on this machine.
+        found: the processes of the node.
+        node_rank: the node's rank.
         timeout: timeout for all ranks, in seconds. A rank that does not answer in time is
             returned with its kernel state.
         rank: the only rank to ask; None for all.
         native: whether to add the frames of C and C++; this stops the ranks for a moment.
         warn: called with one line if the native frames cannot be had.
     """
-    ranks = living(job_processes.on_node(job_id, node_rank))
-    asked = [each for each in ranks if rank in (None, each[0])]
+    asked = [each for each in living(found) if rank in (None, each[0])]
     return of_ranks(asked, node_rank, timeout, native=native, warn=warn)
 
 
-def living(found: job_processes.NodeProcesses) -> list[tuple[int, int]]:
+def living(found: NodeProcesses) -> list[tuple[int, int]]:
     """Return the rank and the pid of each rank of a node that has not ended."""
     pids = []
     for each in found.ranks:

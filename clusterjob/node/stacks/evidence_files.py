@@ -69,6 +69,7 @@ def write(
 
 
 def _write(path: Path, text: str) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    # O_NONBLOCK: a pipe of this name would block the coordinator for ever.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "w", encoding="utf-8", errors="replace") as stream:
         stream.write(text)

@@ -40,6 +40,7 @@ _WORKING_IO = 1e6  # bytes per second
 _IMPORT = "<frozen importlib"  # the file of frames in which an extension module is loaded
 _MIN_SAMPLES = 4  # samples after which a thread has a usual place
 _MAX_PLACES = 256  # different places of a thread that are counted
+_MAX_THREADS = 1000  # of a rank that are remembered: a program may start a new one for each step
 
 
 @dataclass
@@ -121,6 +122,9 @@ class Progress:
             elif not thread.name.startswith("clusterjob"):
                 known = rank.threads.setdefault(f"{index} {thread.name}", _Thread())
                 moved |= known.works(place)
+        if len(rank.threads) > _MAX_THREADS:
+            now = {f"{index} {thread.name}" for index, thread in enumerate(stack.threads)}
+            rank.threads = {name: known for name, known in rank.threads.items() if name in now}
         return moved
 
     def _used(self, pid: int, *, hidden: bool) -> bool:

@@ -6,6 +6,7 @@ nor needs its help, so it also reads one that is stopped or waits in the kernel.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -102,10 +103,11 @@ class _Run:
 
 def _program(pid: int) -> str | None:
     """Return the path of py-spy: on the PATH of the process, or on this process's."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        entries = []
+    entries: list[bytes] = []
+    with contextlib.suppress(OSError):
+        # A worker that has become another user may have changed its environment.
+        if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     own = (os.fsdecode(entry[5:]) for entry in entries if entry.startswith(b"PATH="))
     return shutil.which("py-spy", path=next(own, "")) or shutil.which("py-spy")
 

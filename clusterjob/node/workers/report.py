@@ -18,6 +18,9 @@ from clusterjob.node.workers import forkserver_messages as messages
 _ATOMIC_WRITE = 4096
 _SHORT_MESSAGE = 300  # characters of a message that does not fit
 _MAX_MESSAGE = 4096  # characters of a worker's message
+# Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
+_MAX_READ = 1 << 20
+_MAX_REST = 1 << 16  # bytes of a line without an end
 
 
 def report(
@@ -86,10 +89,12 @@ class ReportPipe:
 
     def read(self) -> Iterator[Any]:
         """Yield the reports that have arrived; skip lines that are no report."""
+        data = self._rest
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.read_end, 65536):
-                self._rest += chunk
-        *lines, self._rest = self._rest.split(b"\n")
+            while len(data) < _MAX_READ and (chunk := os.read(self.read_end, 65536)):
+                data += chunk
+        *lines, rest = data.split(b"\n")
+        self._rest = rest if len(rest) <= _MAX_REST else b""
         for line in lines:
             try:
                 message = messages.decode(messages.FROM_WORKER, line)

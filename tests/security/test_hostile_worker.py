@@ -1,0 +1,134 @@
+"""A worker that writes anything where it can: tables, pipes, files, its own environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from procs import TEST_TIMEOUT, Job
+
+from clusterjob.node.stacks import evidence_files, py_spy
+from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.stacks.progress import Progress
+from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers.report import ReportPipe, report_alive
+
+MakeJob = Callable[..., Job]
+FALSE_WORKERS = {
+    "node_rank": 0, "attempt": 9, "first_rank": 0, "nproc": 1, "world_size": 1, "environ": {},
+    "workers": [{"rank": 0, "pid": 2**40, "variables": {}}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param('{"node_rank": 0, "attempt": 9}', id="incomplete", marks=pytest.mark.slow),
+        pytest.param("[" * 100_000, id="nested", marks=pytest.mark.slow),
+        pytest.param(json.dumps(FALSE_WORKERS), id="other processes"),
+    ],
+)
+def test_false_table_of_worker_hides_no_hang(make_job: MakeJob, table: str) -> None:
+    """A worker offers a table such as the forkserver's, which names the workers of the node."""
+    job = make_job()
+    job.path("table").write_text(table)
+    script = job.script("""
+        import os, pathlib, time
+        file = os.memfd_create("clusterjob-workers")
+        os.write(file, pathlib.Path("table").read_bytes())
+        time.sleep(1000)
+    """)
+    job.start(0, "--start", "exec", "--hang-timeout", "3s", script)
+    assert job.wait() == [1]
+    assert job.result["failure"]["kind"] == "hang"
+    assert job.result["evidence_ranks"] == 1
+
+
+def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
+    pipe = ReportPipe()
+    rest, write_end = len(pipe._rest), pipe.ends[1]
+
+    def write() -> None:
+        for _ in range(256):
+            os.write(write_end, b"x" * (1 << 16))
+        os.write(write_end, b"\n")
+        report_alive(write_end, 3, 7)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    found = []
+    while not found:
+        found = list(pipe.read())
+        rest = max(rest, len(pipe._rest))
+    writer.join()
+    for descriptor in pipe.ends:
+        os.close(descriptor)
+    assert found == [forkserver_messages.WorkerAlive(3, 7)]
+    assert rest <= 1 << 16
+
+
+def test_pipe_in_place_of_stacks_file_does_not_block(tmp_path: Path) -> None:
+    directory = tmp_path / "logs" / "node0"
+    directory.mkdir(parents=True)
+    os.mkfifo(directory / "stacks.json")
+    errors = []
+
+    def write() -> None:
+        try:
+            evidence_files.write(tmp_path, evidence_files.Round("j-1", 0, 0, 0), [], why="hang")
+        except OSError as error:
+            errors.append(error)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(TEST_TIMEOUT / 4)
+    if writer.is_alive():  # let it end
+        os.close(os.open(directory / "stacks.json", os.O_RDONLY | os.O_NONBLOCK))
+    writer.join()
+    assert len(errors) == 1
+
+
+def test_threads_with_ever_new_names_do_not_fill_the_memory() -> None:
+    """A program may start new threads for each step, and be silent for days."""
+    progress = Progress()
+    frames = (Frame("/w/a.py", 1, "step"),)
+    for sample in range(300):
+        names = ["MainThread", *(f"thread {sample}.{number}" for number in range(10))]
+        threads = tuple(ThreadStack(name, frames) for name in names)
+        progress.begin()
+        stack = RankStack(0, 0, "h", os.getpid(), state="sleeps", answered=True, threads=threads)
+        progress.moved([stack], first=sample == 0)
+    assert len(progress._ranks[0].threads) < 1100
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_py_spy_of_worker_that_became_another_user_is_not_run(tmp_path: Path) -> None:
+    """Such a worker may write another PATH into its environment."""
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    code = (
+        "import os, time, sys\n"
+        "if sys.argv[1] == 'nobody':\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "print(flush=True); time.sleep(1000)"
+    )
+    for user, path in (("root", str(program)), ("nobody", None)):
+        with subprocess.Popen(
+            [sys.executable, "-S", "-c", code, user],
+            env={"PATH": str(tmp_path)},
+            stdout=subprocess.PIPE,
+        ) as worker:
+            assert worker.stdout is not None
+            worker.stdout.readline()
+            try:
+                found = py_spy._program(worker.pid)
+            finally:
+                worker.kill()
+        assert found == path or (path is None and found != str(program))
