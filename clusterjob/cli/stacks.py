@@ -24,8 +24,8 @@ def stacks(
         bool,
         typer.Option(
             "--native",
-            help="Frames of C and C++ too; needs py-spy on the nodes, and stops each rank for "
-            "0.1 s to 0.2 s (default: Python frames, without a stop).",
+            help="Frames of C and C++ too, above those of Python; stops each thread for a few "
+            "milliseconds (default: Python frames, without a stop).",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON (default: text).")] = False,  # noqa: FBT002

@@ -30,8 +30,7 @@ _T = TypeVar("_T")
 _AT_ONCE = 32  # nodes
 _TIMEOUT = 60.0  # seconds for a node; Slurm may need long to start a step
 _LAGGARD = 10.0  # seconds for the other nodes after the last one that has answered
-_RANK_TIMEOUT = 2.0  # seconds for the ranks of a node
-_NATIVE_TIMEOUT = 20.0  # the same with native frames
+_RANK_TIMEOUT = 2.0  # seconds for the ranks of a node to answer
 _MAX_BYTES = 64 << 20  # of the answer of a node, or of a file
 _MAX_RANKS = 256  # of a node
 _SAVED = re.compile(r"stacks(?:\.attempt(\d{1,9}))?(?:\.restart(\d{1,9}))?\.json", re.ASCII)
@@ -167,8 +166,7 @@ def _of_node(
         UsageError: there is no such rank.
         InsideError: the node cannot be reached, or its answer is malformed.
     """
-    timeout = _NATIVE_TIMEOUT if native else _RANK_TIMEOUT
-    request = {"stacks": {"timeout": timeout, "native": native}}
+    request = {"stacks": {"timeout": _RANK_TIMEOUT, "native": native}}
     entered = connection.enter(record, backend, request, node=node, rank=rank)
     with contextlib.closing(entered):
         if not entered.has_stacks:

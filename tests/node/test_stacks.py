@@ -17,53 +17,23 @@ from pathlib import Path
 
 import hanging_fuse
 import pytest
+from asked_process import TIMEOUT, child, functions, stack_of
 from hooked import hooked_path
 from procs import wait_until
 
-from clusterjob.node.stacks import collect, kernel, py_spy
+from clusterjob.node.stacks import collect, kernel
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.stacks.offer import FILES
 from clusterjob.node.stacks.request import StackRequest
 
 FILE = FILES[signal.SIGURG]
 
-TIMEOUT = 20.0
 HAS_PY_SPY = shutil.which("py-spy", path=f"{sys.prefix}/bin") is not None
 
 
 @pytest.fixture(autouse=True)
 def path_without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-
-
-@contextlib.contextmanager
-def child(
-    directory: Path, text: str, *arguments: str, interpreter: str = sys.executable
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program, and wait until it has created the file ``up``."""
-    path = directory / "child.py"
-    path.write_text(
-        "import functools, os, pathlib, signal, subprocess, sys, threading, time\n"
-        "from clusterjob.node.stacks.offer import SIGNAL, offer\n"
-        # No Python function, which could still be on the stack.
-        f"up = functools.partial(os.mknod, 'up')\n{textwrap.dedent(text)}"
-    )
-    process = subprocess.Popen([interpreter, "-S", str(path), *arguments], cwd=directory)
-    try:
-        wait_until(lambda: (directory / "up").exists() or process.poll() is not None, TIMEOUT)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def stack_of(process: subprocess.Popen[bytes], timeout: float = TIMEOUT) -> RankStack:
-    (stack,) = collect.of_ranks([(0, process.pid)], 0, timeout)
-    return stack
-
-
-def functions(stack: RankStack, thread: int = 0) -> list[str]:
-    return [frame.function for frame in stack.threads[thread].frames]
 
 
 # -- one process -----------------------------------------------------------------------------------
@@ -476,47 +446,4 @@ def test_py_spy_reads_process_without_offer_and_stopped_process(tmp_path: Path) 
                 process.send_signal(signal.SIGSTOP)
                 wait_until(lambda p=process: kernel.state(p.pid).startswith("is stopped"), TIMEOUT)
             stack = stack_of(process)
-            if (
-                not stack.answered
-                and "ermission"
-                in py_spy.dump([process.pid], time.monotonic() + TIMEOUT, native=False)[
-                    process.pid
-                ].error
-            ):
-                pytest.skip("py-spy is not permitted here")
             assert functions(stack) == ["inner", "<module>"]
-
-
-@py_spy_installed
-@pytest.mark.usefixtures("with_py_spy")
-def test_native_frames_of_py_spy_are_above_python_frames(tmp_path: Path) -> None:
-    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
-        lines: list[str] = []
-        (stack,) = collect.of_ranks([(0, process.pid)], 0, TIMEOUT, native=True, warn=lines.append)
-        if lines:
-            pytest.skip(lines[0])
-        names = functions(stack)
-        assert "<module>" in names
-        assert any("sleep" in name for name in names[: names.index("<module>")])
-
-
-def test_native_without_py_spy_is_one_line_and_python_stacks(tmp_path: Path) -> None:
-    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
-        lines: list[str] = []
-        ranks = [(0, process.pid), (1, process.pid)]
-        stacks = collect.of_ranks(ranks, 0, TIMEOUT, native=True, warn=lines.append)
-        assert lines == ["no native frames: py-spy is not installed on the node"]
-        assert [functions(stack) for stack in stacks] == [["<module>"]] * 2
-
-
-def test_forbidden_py_spy_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "py-spy"
-    program.write_text("#!/bin/sh\necho 'Permission Denied: Try again with sudo' >&2; exit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
-        lines: list[str] = []
-        stacks = collect.of_ranks([(0, process.pid)], 0, TIMEOUT, native=True, warn=lines.append)
-        assert functions(stacks[0]) == ["<module>"]
-        assert len(lines) == 1
-        assert "py-spy may not read the process: ptrace_scope" in lines[0]

@@ -107,7 +107,7 @@ JSON = st.recursive(
 @settings(max_examples=150)
 @given(data=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_output_of_py_spy_gives_stacks_or_nothing(data: bytes) -> None:
-    for thread in py_spy.parse(data, 7):
+    for thread in py_spy.parse(data, 7).values():
         assert all(isinstance(frame.file, str) for frame in thread.frames)
 
 
@@ -122,12 +122,13 @@ def test_main_thread_of_py_spy_is_first_and_native_frames_have_no_line() -> None
             {"os_thread_id": 7, "thread_name": None, "frames": [native, frame("main")]},
         ]
     )
-    assert py_spy.parse(data.encode(), 7) == (
-        ThreadStack(
+    assert py_spy.parse(data.encode(), 7) == {
+        7: ThreadStack(
             "thread 7", (Frame("/lib/libc.so.6", None, "sleep"), Frame("/w/a.py", 3, "main"))
         ),
-        ThreadStack("Thread-1", (Frame("/w/a.py", 3, "Loader.get"),)),
-    )
+        9: ThreadStack("Thread-1", (Frame("/w/a.py", 3, "Loader.get"),)),
+    }
+    assert list(py_spy.parse(data.encode(), 7)) == [7, 9]
 
 
 def test_position_text_names_innermost_line_of_script() -> None:

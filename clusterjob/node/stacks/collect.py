@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from clusterjob.node.job_processes import NodeProcesses
-from clusterjob.node.stacks import kernel, py_spy
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks import kernel, native_frames, py_spy
+from clusterjob.node.stacks.frames import RankStack, ThreadStack
 from clusterjob.node.stacks.request import POLL_SECONDS, StackRequest
 from clusterjob.node.system import processes
 
@@ -35,7 +35,7 @@ def collect(
         timeout: timeout for all ranks, in seconds. A rank that does not answer in time is
             returned with its kernel state.
         rank: the only rank to ask; None for all.
-        native: whether to add the frames of C and C++; this stops the ranks for a moment.
+        native: whether to add the frames of C and C++; this stops each thread for a moment.
         warn: called with one line if the native frames cannot be had.
     """
     asked = [each for each in living(found) if rank in (None, each[0])]
@@ -81,37 +81,35 @@ def of_ranks(
             request.close()
         asked.append((rank, request, state))
     _wait([request for _, request, _ in asked], end - min(_PY_SPY_SECONDS, timeout / 4))
+    found = {request.pid: request.answer() for _, request, _ in asked}
+    # Of a rank that does not answer, the state now.
+    states = {
+        request.pid: state if _is_known(found[request.pid]) else kernel.state(request.pid)
+        for _, request, state in asked
+    }
+    silent = [pid for pid, threads in found.items() if not _is_known(threads)]
+    dumps = py_spy.dump([pid for pid in silent if states[pid] != kernel.ENDED], end)
+    found |= {pid: threads for pid, threads in dumps.items() if _is_known(threads)}
+    if native:
+        found = native_frames.add(found, warn)
     host = socket.gethostname()
-    stacks = []
-    for rank, request, state in asked:
-        threads = request.answer()
-        answered = bool(threads and threads[0].frames)
-        state = state if answered else kernel.state(request.pid)  # noqa: PLW2901
-        stacks.append(
-            RankStack(
-                rank, node_rank, host, request.pid, state=state, answered=answered, threads=threads
-            )
-        )
-    return _with_py_spy(stacks, end, native=native, warn=warn)
-
-
-def _with_py_spy(
-    stacks: list[RankStack], end: float, *, native: bool, warn: Callable[[str], None]
-) -> list[RankStack]:
-    """Ask py-spy for the ranks that have not answered, or for native frames of all ranks."""
-    pids = [
-        each.pid for each in stacks if (native or not each.answered) and each.state != kernel.ENDED
-    ]
-    dumps = py_spy.dump(pids, end, native=native)
-    for error in dict.fromkeys(each.error for each in dumps.values() if native and each.error):
-        warn(f"no native frames: {error}")
-    read = {pid: each.threads for pid, each in dumps.items() if each.threads}
     return [
-        dataclasses.replace(each, answered=True, threads=read[each.pid])
-        if each.pid in read and read[each.pid][0].frames
-        else each
-        for each in stacks
+        RankStack(
+            rank,
+            node_rank,
+            host,
+            request.pid,
+            state=states[request.pid],
+            answered=_is_known(found[request.pid]),
+            threads=tuple(found[request.pid].values()),
+        )
+        for rank, request, _ in asked
     ]
+
+
+def _is_known(threads: Mapping[int, ThreadStack]) -> bool:
+    """Return whether the stack of the main thread is known, which is the first one."""
+    return any(thread.frames for thread in itertools.islice(threads.values(), 1))
 
 
 def _request(pid: int) -> StackRequest:

@@ -64,19 +64,18 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
 
 
 def _comparable(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Return the Python frames without what may differ between hosts.
+    """Return the Python frames, or native ones if there are no others, comparable between hosts.
 
-    Addresses of native functions differ between processes, and the directories of the code and of
-    the packages between hosts.
+    The directories of the code and of the packages differ between hosts.
     """
+    known = list(frames)
     return tuple(
         replace(
             frame,
             file="/".join(frame.file.rsplit("/", 2)[1:]),
             function=waits.short_name(frame),
         )
-        for frame in frames
-        if frame.line is not None
+        for frame in [each for each in known if each.line is not None] or known
     )
 
 

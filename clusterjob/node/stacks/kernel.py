@@ -10,6 +10,8 @@ _STATES = {
     "R": "runs", "S": "sleeps", "D": "waits for a disk or a file system",
     "T": "is stopped", "t": "is being traced", "Z": "has ended", "X": "has ended",
 }  # fmt: skip
+# Kernel functions in which a read of a FUSE file system waits, and a signal interrupts it.
+FUSE_WAITS = ("request_wait_answer", "__fuse_request_send", "fuse_dev_do_write")
 STOPPED = ("is stopped", "is being traced")
 ENDED = "has ended"
 
@@ -25,3 +27,9 @@ def state(pid: int) -> str:
     except OSError:
         channel = ""
     return f"{text} ({channel})" if channel.strip("0") else text
+
+
+def waits_for_files(tid: int) -> bool:
+    """Return whether a thread waits for a file system, which a signal or ptrace disturbs."""
+    text = state(tid)
+    return text.startswith(_STATES["D"]) or text.endswith(tuple(f"({name})" for name in FUSE_WAITS))

@@ -1,7 +1,7 @@
 """Read the stacks of processes that do not answer with py-spy, where that is possible.
 
-Without native frames, py-spy reads the memory of a running process: it neither stops the process
-nor needs its help, so it also reads one that is stopped or waits in the kernel.
+py-spy reads the memory of a running process: it neither stops the process nor needs its help, so it
+also reads one that is stopped or waits in the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,18 @@ from clusterjob.node.stacks.offer import anonymous_file
 
 _MAX_BYTES = 16 << 20
 _AT_ONCE = 16  # processes
-_NATIVE_AT_ONCE = 2  # each stops a process, for longer if they share a core
 
 
-@dataclass(frozen=True)
-class Dump:
-    """The answer of py-spy about one process: its threads, the main thread first, or an error."""
-
-    threads: tuple[ThreadStack, ...] = ()
-    error: str = ""
-
-
-def dump(pids: Sequence[int], end: float, *, native: bool) -> dict[int, Dump]:
-    """Return the stacks of processes.
+def dump(pids: Sequence[int], end: float) -> dict[int, dict[int, ThreadStack]]:
+    """Return the stacks of those processes that py-spy can read, by pid and by thread id.
 
     Args:
         pids: the processes.
         end: the monotonic time after which py-spy is ended.
-        native: whether to add the frames of C and C++. This stops each process for 0.1 s to 0.2 s.
     """
-    found: dict[int, Dump] = {}
-    step = _NATIVE_AT_ONCE if native else _AT_ONCE
-    for begin in range(0, len(pids), step):
-        runs = [(pid, _Run(pid, native=native)) for pid in pids[begin : begin + step]]
+    found = {}
+    for begin in range(0, len(pids), _AT_ONCE):
+        runs = [(pid, _Run(pid)) for pid in pids[begin : begin + _AT_ONCE]]
         found.update({pid: run.result(end) for pid, run in runs})
     return found
 
@@ -53,52 +41,37 @@ def dump(pids: Sequence[int], end: float, *, native: bool) -> dict[int, Dump]:
 class _Run:
     """One run of py-spy."""
 
-    def __init__(self, pid: int, *, native: bool) -> None:
+    def __init__(self, pid: int) -> None:
         self._pid = pid
         self._process: subprocess.Popen[bytes] | None = None
         program = _program(pid)
-        self._error = "" if program else "py-spy is not installed on the node"
         if program is None:
             return
-        self._output, self._errors = (anonymous_file("clusterjob-py-spy") for _ in range(2))
-        # Only with native frames py-spy must stop the process.
-        mode = "--native" if native else "--nonblocking"
+        self._output = anonymous_file("clusterjob-py-spy")
         try:
             self._process = subprocess.Popen(
-                [program, "dump", "--json", mode, "--pid", str(pid)],
+                [program, "dump", "--json", "--nonblocking", "--pid", str(pid)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
-                stderr=self._errors,
+                stderr=subprocess.DEVNULL,
             )
-        except OSError as error:
-            self._error = f"{program} cannot be run: {error.strerror}"
-            self._close()
+        except OSError:
+            os.close(self._output)
 
-    def result(self, end: float) -> Dump:
-        """Wait for the end and return the result."""
+    def result(self, end: float) -> dict[int, ThreadStack]:
+        """Wait for the end and return the threads; none if py-spy has failed."""
         if self._process is None:
-            return Dump(error=self._error)
+            return {}
         try:
             self._process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            self._error = "py-spy did not answer in time"
         try:
-            if not self._error and self._process.returncode == 0:
-                return Dump(parse(os.pread(self._output, _MAX_BYTES, 0), self._pid))
-            text = os.pread(self._errors, 1 << 12, 0).decode(errors="replace")
+            data = os.pread(self._output, _MAX_BYTES, 0)
         finally:
-            self._close()
-        if "ermission" in text:
-            return Dump(
-                error="py-spy may not read the process: ptrace_scope, or a container without ptrace"
-            )
-        return Dump(error=self._error or f"py-spy: {text.partition(chr(10))[0][:200]}")
-
-    def _close(self) -> None:
-        os.close(self._output)
-        os.close(self._errors)
+            os.close(self._output)
+        return parse(data, self._pid) if self._process.returncode == 0 else {}
 
 
 def _program(pid: int) -> str | None:
@@ -112,7 +85,7 @@ def _program(pid: int) -> str | None:
     return shutil.which("py-spy", path=next(own, "")) or shutil.which("py-spy")
 
 
-def parse(data: bytes, pid: int) -> tuple[ThreadStack, ...]:
+def parse(data: bytes, pid: int) -> dict[int, ThreadStack]:
     """Return the threads of py-spy's JSON, the main thread first; none if it is malformed."""
     try:
         threads = json.loads(data)
@@ -124,8 +97,8 @@ def parse(data: bytes, pid: int) -> tuple[ThreadStack, ...]:
             for thread in threads[:MAX_THREADS]
         }
     except (ValueError, LookupError, TypeError, RecursionError):
-        return ()
-    return tuple(found[tid] for tid in sorted(found, key=lambda tid: (tid != pid, tid)))
+        return {}
+    return {tid: found[tid] for tid in sorted(found, key=lambda tid: (tid != pid, tid))}
 
 
 def _frame(frame: dict[str, Any]) -> Frame:

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from clusterjob.node.stacks import frames, offer
+from clusterjob.node.stacks import frames, kernel, offer
 from clusterjob.node.stacks.frames import MAX_THREADS, ThreadStack
 
 # Seconds for a process to answer; with a free core a thread needs less than a millisecond.
@@ -34,8 +34,6 @@ _MAX_BYTES = 1 << 18
 _MAX_ASKED = 1000  # threads
 _HEADER = "Stack (most recent call first):"
 _HELP_SECONDS = 0.3
-# Kernel functions in which a read of a FUSE file system waits, and a signal interrupts it.
-_FUSE_WAITS = ("request_wait_answer", "__fuse_request_send", "fuse_dev_do_write")
 # The number of the system call tgkill(2), by CPU architecture; C libraries may lack the function.
 _TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241, "riscv64": 131}
 
@@ -96,23 +94,21 @@ class StackRequest:
             self._finish()
             return True
 
-    def answer(self) -> tuple[ThreadStack, ...]:
-        """Return the stacks, the main thread's first, and close the request.
+    def answer(self) -> dict[int, ThreadStack]:
+        """Return the stacks by thread id, the main thread's first, and close the request.
 
         If the main thread has not answered, its stack has no frames.
         """
         main = self._comm(self.pid)
-        threads = []
+        threads = {self.pid: ThreadStack("MainThread", ())} if self._found else {}
         for tid in sorted(self._found, key=lambda tid: (tid != self.pid, tid))[:MAX_THREADS]:
             comm = self._comm(tid)
             name = comm if comm != main and comm else f"thread {tid}"
-            threads.append(
-                frames.parse_thread("MainThread" if tid == self.pid else name, self._found[tid])
+            threads[tid] = frames.parse_thread(
+                "MainThread" if tid == self.pid else name, self._found[tid]
             )
-        if threads and self.pid not in self._found:
-            threads.insert(0, ThreadStack("MainThread", ()))
         self.close()
-        return tuple(threads)
+        return threads
 
     def close(self) -> None:
         """Close the request."""
@@ -212,7 +208,7 @@ class StackRequest:
         return True
 
     def _waits_for_fuse(self, tid: int) -> bool:
-        return self._read(f"task/{tid}/wchan").strip() in _FUSE_WAITS
+        return self._read(f"task/{tid}/wchan").strip() in kernel.FUSE_WAITS
 
     def _get_help(self) -> bool:
         """Let a native thread write the stack of a main thread that is stuck in the kernel.

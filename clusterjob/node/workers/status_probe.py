@@ -84,7 +84,7 @@ class StatusProbe:
     def _answer(
         self, worker: RunningWorker, asked: request.StackRequest, *, forked: bool
     ) -> messages.ProbedWorker:
-        threads = asked.answer()
+        threads = tuple(asked.answer().values())
         frames = threads[0].frames if threads else ()
         shown = tuple(frame_line(frame)[:_MAX_LINE] for frame in frames[:_MAX_LINES])
         doing = position_text(frames) if frames else f"it {kernel.state(worker.pid)}"
