@@ -277,10 +277,17 @@ def test_busy_worker_survives_thousands_of_signals(tmp_path: Path, interpreter: 
     process = subprocess.Popen([interpreter, "-W", "ignore", str(path), "20"], cwd=tmp_path)
     signals = 0
     wait_until((tmp_path / "up").exists, TIMEOUT)
+    request = StackRequest(process.pid)
+    request.close()
     while process.poll() is None:
         signals += len(stack_of(process, 5).threads)
     assert process.returncode == 42
-    assert signals > 500
+    version = Path(interpreter).parts[-3]
+    assert request.offered == (version != "3.13.0")
+    if version.startswith(("3.9.", "3.10.")):  # each thread is asked while no other runs
+        assert signals >= 5
+    elif request.offered:
+        assert signals > 500
 
 
 def test_process_that_executes_programs_meanwhile_survives_requests(tmp_path: Path) -> None:
@@ -402,7 +409,10 @@ def test_hook_offers_stacks_in_other_python_versions(tmp_path: Path, version: st
     text = "import time; open('up', 'w'); time.sleep(1000)"
     with hooked(tmp_path, text, str(found[0]), RANK="0") as process:
         assert process.poll() is None
-        assert StackRequest(process.pid).offered == (version not in ("2.7", "3.6"))
+        exact = found[0].parts[-3]
+        assert StackRequest(process.pid).offered == (
+            version not in ("2.7", "3.6") and exact != "3.13.0"
+        )
 
 
 def test_hook_needs_less_than_a_millisecond_for_offer(tmp_path: Path) -> None:

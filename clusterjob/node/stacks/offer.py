@@ -8,6 +8,9 @@ works while a thread sleeps, waits for a lock or holds the interpreter in native
   signal, `SIGNAL_FOR_ALL`, is only for a process whose one Python thread is stuck in the kernel.
 - `SIGNAL` is SIGURG, which is ignored by default. So it ends no process, even if the process
   executes another program just before the signal arrives.
+- Python 3.9 and 3.10 change reference counts in the handler, so no other thread may run meanwhile.
+  The name of the file tells the requester, which waits for such a moment.
+- Python 3.13.0 crashes in the handler (python/cpython#123967), so there the process offers nothing.
 - An open file shows that the process wants the signal. It is closed when the program sets its own
   handler or executes another program.
 
@@ -17,11 +20,13 @@ loaded already or contains, so that it takes less than a millisecond.
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes a millisecond
 import os
+import sys
 
 SIGNAL = int(_signal.SIGURG)
 SIGNAL_FOR_ALL = int(_signal.SIGRTMAX) - 3  # libraries use the first real-time signals
 # In the links of the descriptors in /proc/PID/fd, by signal.
 FILES = {SIGNAL: "clusterjob-stack", SIGNAL_FOR_ALL: "clusterjob-all-stacks"}
+ALONE = "-alone"  # the end of a name: the thread that answers must be the only one that runs
 
 
 class _Offer:
@@ -47,13 +52,17 @@ class _Offer:
 
 def offer() -> None:
     """Offer the stacks; leave alone a signal that already has a handler."""
+    version = sys.version_info[:3]
+    if version == (3, 13, 0):
+        return
+    end = ALONE if (3, 9) <= version < (3, 11) else ""
     for number, name in FILES.items():
         if _signal.getsignal(number) is not _signal.SIG_DFL:
             continue
         try:
             import faulthandler
 
-            own = _Offer(name)
+            own = _Offer(name + end)
             _signal.signal(number, own)
             every = number == SIGNAL_FOR_ALL
             faulthandler.register(number, file=own.descriptor, all_threads=every, chain=False)

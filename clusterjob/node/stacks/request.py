@@ -30,6 +30,7 @@ from clusterjob.node.stacks.frames import MAX_THREADS, ThreadStack
 ANSWER_SECONDS = 1.5
 POLL_SECONDS = 0.01  # between two calls of `StackRequest.step` without progress
 _SLICE = 0.05  # seconds after which the other threads are asked before a thread that is silent
+_ALONE_SECONDS = 0.5  # for a moment in which no other thread runs, where this is necessary
 _MAX_BYTES = 1 << 18
 _MAX_ASKED = 1000  # threads
 _HEADER = "Stack (most recent call first):"
@@ -67,12 +68,13 @@ class StackRequest:
         with contextlib.suppress(OSError):
             self._directory = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._file = _open_offer(self._directory)
+        self._alone = self._file is not None and offer.ALONE in _name(self._file)
         self.offered = self._file is not None
         self.done = not self.offered
         self._locked = False
         self._waiting: deque[int] = deque()  # threads to ask
         self._asked: int | None = None  # the thread that has been asked
-        self._asked_at = 0.0
+        self._asked_at = self._begun_at = 0.0
         self._late: set[int] = set()  # threads that have been asked and have not begun to answer
         self._again: set[int] = set()  # threads that could not be asked at first
         self._silent: list[int] = []  # native threads
@@ -135,14 +137,9 @@ class StackRequest:
                 return False
             raise
         self._locked = True
-        try:
-            listed = os.open("task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._directory)
-            try:
-                threads = sorted(int(name) for name in os.listdir(listed))[:_MAX_ASKED]
-            finally:
-                os.close(listed)
-        except OSError:
-            threads = []
+        self._begun_at = time.monotonic()
+        assert self._directory is not None
+        threads = sorted(_threads(self._directory))[:_MAX_ASKED]
         for tid in sorted(threads, key=lambda tid: tid != self.pid):
             signals = self._signals(tid)
             if signals is not None and signals.pending:  # of an earlier request
@@ -166,10 +163,20 @@ class StackRequest:
             if not self._late:
                 self._finish()
             return self.done
+        return self._ask_thread(self._waiting.popleft())
+
+    def _ask_thread(self, tid: int) -> bool:
+        """Ask a thread if it can be asked now; return whether it is done with or asked."""
         assert self._file is not None
         os.ftruncate(self._file, 0)
-        tid = self._waiting.popleft()
         signals = self._signals(tid)
+        if signals is not None and self._alone and self._others_run(tid):
+            if time.monotonic() < self._begun_at + _ALONE_SECONDS:
+                self._waiting.append(tid)
+                return False
+            if tid != self.pid or signals.sleeps:
+                return True
+            # A main thread that runs may never be alone: its native threads run with it.
         if signals is None or not (signals.blocked or self._waits_for_fuse(tid)):
             self._asked, self._asked_at = tid, time.monotonic()
             if not _signal_thread(self.pid, tid, offer.SIGNAL):
@@ -206,6 +213,14 @@ class StackRequest:
             self._silent.append(tid)
         self._asked = None
         return True
+
+    def _others_run(self, tid: int) -> bool:
+        assert self._directory is not None
+        for other in _threads(self._directory):
+            fields = self._read(f"task/{other}/stat").rpartition(")")[2].split()
+            if other != tid and fields[:1] == ["R"]:
+                return True
+        return False
 
     def _waits_for_fuse(self, tid: int) -> bool:
         return self._read(f"task/{tid}/wchan").strip() in kernel.FUSE_WAITS
@@ -293,6 +308,27 @@ def _open_offer(directory: int, number: int = offer.SIGNAL) -> int | None:
     finally:
         os.close(opened)
     return None
+
+
+def _name(descriptor: int) -> str:
+    """Return the name of an open file, which may be in no directory."""
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def _threads(directory: int) -> list[int]:
+    """Return the threads of a process; none if it has ended.
+
+    Args:
+        directory: the descriptor of its directory in /proc.
+    """
+    try:
+        listed = os.open("task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            return [int(name) for name in os.listdir(listed)]
+        finally:
+            os.close(listed)
+    except OSError:
+        return []
 
 
 def _read_at(directory: int, path: str) -> str:
