@@ -105,10 +105,7 @@ def main() -> None:
     if not line:  # the agent has ended
         return
     settings = json.loads(line)
-    first = sys.stdin.buffer.readline()
-    # apprise, imported now, takes 0.2 s of CPU while the workers start. With a lower priority, a
-    # busy node would not send the end of a short job in time.
-    os.nice(5)
+    first = sys.stdin.buffer.readline()  # apprise is imported only now, when the workers start
     sender = _Sender(settings)
     ended = False
     for line in filter(None, itertools.chain([first], sys.stdin.buffer)):
