@@ -25,17 +25,15 @@ from typing import Any
 
 import procs
 import pytest
+from commands import CLUSTERJOB, PACKAGE
 from launching import finish
 from preloaded import Preloaded
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_until
 
-import clusterjob
 from clusterjob.cli import main as command_line
 
 HOST = socket.gethostname()
 END_TIMEOUT = 15.0  # seconds; much longer than a job needs to end, because the machine may be busy
-PACKAGE = str(Path(clusterjob.__file__).parent)
-CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
 
 # Each rank creates a file, then sleeps for ever.

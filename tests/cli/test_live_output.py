@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import CLUSTERJOB
 from ssh_network import python_without_torch
 from terminals import Terminal, show
 
@@ -21,7 +22,6 @@ from clusterjob.node.logs.log_files import Timeline, node_directory
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.verdict import JobState, Verdict
 
-CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 LAUNCH = [sys.executable, "-S", "-m", "clusterjob", "launch"]
 BAR = """
 import os, sys, time

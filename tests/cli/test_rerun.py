@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
-from procs import TEST_TIMEOUT
 
 from clusterjob.core import job_settings, jobs, rerun
 from clusterjob.core.job_secrets import Secret
@@ -40,17 +40,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(work: Path, *words: str, code: int = 0, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", *words],
-        cwd=work,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=TEST_TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
+    done = commands.command(work, *words, code=code, **env)
     return done.stdout if code == 0 else done.stderr
 
 

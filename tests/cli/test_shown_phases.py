@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tmux
+from commands import CLUSTERJOB
 from procs import TEST_TIMEOUT, wait_until
 from ssh_network import python_without_torch
 from terminals import Terminal
@@ -22,7 +22,6 @@ from clusterjob.cli import colours
 from clusterjob.cli.phase_text import PhaseClock, phase_text
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
-CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 RUN = [*CLUSTERJOB, "run", "--cluster", "local"]
 needs_tmux = pytest.mark.skipif(tmux.missing(), reason="tmux is not installed")
 # Each file lets the job go on: `import` ends the import of torch, `end` the program.

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from commands import CLUSTERJOB
 from procs import TEST_TIMEOUT, wait_until
 
 from clusterjob.core import jobs
 from clusterjob.core.records import Records
 from clusterjob.node.system import files
-
-CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 
 
 def submit(work: Path) -> str:

@@ -6,12 +6,11 @@ import csv
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import command
 from procs import wait_until
 
 from clusterjob.core.records import Records
@@ -27,20 +26,8 @@ while time.monotonic() < end and not pathlib.Path("end").exists():
 """
 
 
-def command(*words: str, directory: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done
-
-
 def in_json(*words: str, directory: Path) -> dict[str, Any]:
-    return json.loads(command(*words, "--json", directory=directory).stdout)
+    return json.loads(command(directory, *words, "--json").stdout)
 
 
 def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
@@ -48,7 +35,7 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("--cluster", "local", "--nodes", "2", "--nproc-per-node", "2", "--mem", "64G")
-    job_id = command("submit", *words, "train.py", directory=tmp_path).stdout.split()[-1]
+    job_id = command(tmp_path, "submit", *words, "train.py").stdout.split()[-1]
     directory = Records().find(job_id).job_dir
 
     def sampled() -> bool:
@@ -57,7 +44,7 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
 
     wait_until(sampled, 60.0)
     # While it runs.
-    lines = command("metrics", job_id, directory=tmp_path).stdout.splitlines()
+    lines = command(tmp_path, "metrics", job_id).stdout.splitlines()
     assert [line.split()[:4] for line in lines[1:]] == [
         ["0", os.uname().nodename, "node", lines[1].split()[3]],
         ["0", os.uname().nodename, "rank", "0"],
@@ -76,11 +63,11 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
             for worker in one["workers"]} == {3}  # fmt: skip
     recent = in_json("metrics", job_id, "--since", "1s", directory=tmp_path)
     assert [len(node["samples"]) for node in recent["nodes"]] == [1, 1]
-    text = command("metrics", job_id, "--csv", directory=tmp_path).stdout
+    text = command(tmp_path, "metrics", job_id, "--csv").stdout
     rows = list(csv.DictReader(io.StringIO(text)))
     assert {row["kind"] for row in rows} == {"node", "rank"}
     assert float(rows[-1]["memory"]) > 0
-    assert "efficiency: wall" in command("status", job_id, directory=tmp_path).stdout  # so far
+    assert "efficiency: wall" in command(tmp_path, "status", job_id).stdout  # so far
     assert in_json("status", job_id, directory=tmp_path)["jobs"][0]["efficiency"]["nodes"]
     # Errors that a user can make.
     for words, error in {
@@ -89,14 +76,14 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
         ("--since", "soon"): "--since 'soon' is not a duration",
         ("--json", "--csv"): "--csv and --json are both given",
     }.items():
-        done = command("metrics", job_id, *words, directory=tmp_path, code=2)
+        done = command(tmp_path, "metrics", job_id, *words, code=2)
         assert error in done.stderr
-    command("metrics", "nothing", directory=tmp_path, code=2)
+    command(tmp_path, "metrics", "nothing", code=2)
     (tmp_path / "end").touch()
-    command("wait", job_id, directory=tmp_path)
+    command(tmp_path, "wait", job_id)
     # When it has ended.
     assert len(in_json("metrics", job_id, directory=tmp_path)["nodes"]) == 2
-    shown = command("status", job_id, directory=tmp_path).stdout
+    shown = command(tmp_path, "status", job_id).stdout
     assert "slowest: rank 0" in shown
     (job,) = in_json("status", job_id, directory=tmp_path)["jobs"]
     used = job["efficiency"]
@@ -104,7 +91,7 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
     assert used["nodes"][0]["memory_peak"] > 200 << 20
     assert used["wall_seconds"] > used["startup_seconds"]
     assert used["nodes"][0]["cpu_peak"] > 0.1
-    listed = command("list", "--efficiency", directory=tmp_path).stdout.splitlines()
+    listed = command(tmp_path, "list", "--efficiency").stdout.splitlines()
     assert listed[0].split()[-7:] == ["CPU", "CORES", "MEMORY", "GPU", "GPU-HOURS", "IDLE", "LOST"]
     assert in_json("list", "--efficiency", directory=tmp_path)["jobs"][0]["efficiency"] == used
     # A file that was cut, and a node without samples.
@@ -112,7 +99,7 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
     os.truncate(segment, segment.stat().st_size - 20)
     for file in directory.glob("logs/node1/metrics.*"):
         file.unlink()
-    done = command("metrics", job_id, directory=tmp_path)
+    done = command(tmp_path, "metrics", job_id)
     assert done.stderr.splitlines() == [
         "clusterjob: node 1 has no metrics: no samples of it have arrived"
     ]
@@ -124,9 +111,9 @@ def test_job_without_metrics_gives_one_line_with_the_reason(
 ) -> None:
     (tmp_path / "train.py").write_text("pass")
     words = ("run", "--cluster", "local", "--name", "plain")
-    command(*words, "--no-metrics", "train.py", directory=tmp_path)
+    command(tmp_path, *words, "--no-metrics", "train.py")
     job_id = Records().find("plain").job_id
-    done = command("metrics", directory=tmp_path, code=1)
+    done = command(tmp_path, "metrics", code=1)
     assert done.stderr.splitlines() == [
         f"clusterjob: job {job_id}",
         f"clusterjob: error: job {job_id} has no metrics: it was submitted with --no-metrics",
@@ -135,7 +122,7 @@ def test_job_without_metrics_gives_one_line_with_the_reason(
     record = json.loads(path.read_text())
     del record["spec"]["metrics"]
     path.write_text(json.dumps(record))
-    done = command("metrics", job_id, directory=tmp_path, code=1)
+    done = command(tmp_path, "metrics", job_id, code=1)
     assert "a version of clusterjob without metrics submitted it" in done.stderr
     (job,) = in_json("status", job_id, directory=tmp_path)["jobs"]
     assert job["efficiency"]["nodes"] == []
@@ -152,5 +139,5 @@ def test_wrong_metrics_options_are_refused(
     tmp_path: Path, words: tuple[str, ...], error: str
 ) -> None:
     (tmp_path / "train.py").write_text("pass")
-    done = command("run", "--cluster", "local", *words, "train.py", directory=tmp_path, code=2)
+    done = command(tmp_path, "run", "--cluster", "local", *words, "train.py", code=2)
     assert error in done.stderr

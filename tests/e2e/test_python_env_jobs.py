@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import CLUSTERJOB
 from packed_env import MODULE, uv_project, wheel
 from procs import wait_until
 
-CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 WAIT = 60.0  # seconds; each step needs much less
 
 

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from commands import command
 from docs_commands import SESSIONS
 from procs import wait_until
 
@@ -35,18 +34,6 @@ time.sleep(100)
 """
 
 
-def command(*words: str, directory: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterjob", *words],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done
-
-
 def test_report_and_trace_of_a_job_that_runs_and_has_failed(
     tmp_path: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,25 +41,25 @@ def test_report_and_trace_of_a_job_that_runs_and_has_failed(
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("--cluster", "local", "--nodes", "2", "--nproc-per-node", "2")
     words += ("--secret", "SECRET_KEY")
-    job_id = command("submit", *words, "train.py", directory=tmp_path).stdout.split()[-1]
+    job_id = command(tmp_path, "submit", *words, "train.py").stdout.split()[-1]
     logs = Records().find(job_id).job_dir / "logs"
     wait_until(lambda: all((logs / f"node{node}/metrics.0").exists() for node in (0, 1)), 60.0)
     wait_until(lambda: (logs / "node1/rank3.out").stat().st_size > 0, 60.0)
 
     # While it runs: a snapshot with the stacks of this moment.
-    text = command("report", job_id, "-o", "-", directory=tmp_path).stdout
+    text = command(tmp_path, "report", job_id, "-o", "-").stdout
     assert "The job has not ended" in text
     assert "wait_for_end (" in text
     assert "&lt;b&gt;step&lt;/b&gt;" in text
-    trace = json.loads(command("trace", job_id, "-o", "-", directory=tmp_path).stdout)
+    trace = json.loads(command(tmp_path, "trace", job_id, "-o", "-").stdout)
     assert {"process_name", "running"} <= {event["name"] for event in trace["traceEvents"]}
 
     (tmp_path / "end").touch()
-    command("wait", job_id, directory=tmp_path, code=1)
+    command(tmp_path, "wait", job_id, code=1)
     [session] = [each for each in SESSIONS if "test_report_command" in each.runner]
     for each, suffix in zip(session.commands, ("html", "trace.json"), strict=True):
         words = shlex.split(each.replace("train-e7trvw", job_id))[1:]
-        assert command(*words, directory=tmp_path).stdout == f"{job_id}.{suffix}\n"
+        assert command(tmp_path, *words).stdout == f"{job_id}.{suffix}\n"
     path = tmp_path / f"{job_id}.html"
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
@@ -91,17 +78,17 @@ def test_report_and_trace_of_a_job_that_runs_and_has_failed(
     assert len({*rows[:4]}) == 4
 
     # The same command replaces its file, and no other file.
-    assert command("report", job_id, directory=tmp_path).stdout == f"{job_id}.html\n"
+    assert command(tmp_path, "report", job_id).stdout == f"{job_id}.html\n"
     (tmp_path / "mine.html").write_text("mine")
     for words in (["report", job_id, "-o", "mine.html"], ["trace", job_id, "-o", path.name]):
-        refused = command(*words, directory=tmp_path, code=2)
+        refused = command(tmp_path, *words, code=2)
         assert "this command did not write it" in refused.stderr
-    command("report", job_id, "-o", os.devnull, directory=tmp_path, code=2)
+    command(tmp_path, "report", job_id, "-o", os.devnull, code=2)
     assert not Path(os.devnull).is_file()
     assert (tmp_path / "mine.html").read_text() == "mine"
     assert page.MARK in path.read_text()
     (tmp_path / "reports").mkdir()
-    command("trace", job_id, "-o", "reports", directory=tmp_path)
+    command(tmp_path, "trace", job_id, "-o", "reports")
     events = json.loads((tmp_path / f"reports/{job_id}.trace.json").read_text())["traceEvents"]
     assert {"ended", "stop"} <= {event["name"] for event in events}
     assert any(event["ph"] == "C" for event in events)
@@ -118,8 +105,8 @@ def test_clocks_of_nodes_are_aligned_where_ranks_form_their_group(tmp_path: Path
         "time.sleep(1)\n"
     )
     words = ("--cluster", "local", "--nodes", "2", "--nproc-per-node", "1", "train.py")
-    job_id = command("submit", *words, directory=tmp_path).stdout.split()[-1]
-    command("wait", job_id, directory=tmp_path)
+    job_id = command(tmp_path, "submit", *words).stdout.split()[-1]
+    command(tmp_path, "wait", job_id)
     job_dir = Records().find(job_id).job_dir
     clock = JobClock(read_phases_of(job_dir, [0, 1]), [])
     # Both nodes are this machine: their clocks are equal.
@@ -129,5 +116,5 @@ def test_clocks_of_nodes_are_aligned_where_ranks_form_their_group(tmp_path: Path
 
 
 def test_report_refuses_unknown_job_and_missing_directory(tmp_path: Path) -> None:
-    assert "no job" in command("report", "nothing", directory=tmp_path, code=2).stderr
-    assert "no job" in command("trace", "nothing", directory=tmp_path, code=2).stderr
+    assert "no job" in command(tmp_path, "report", "nothing", code=2).stderr
+    assert "no job" in command(tmp_path, "trace", "nothing", code=2).stderr

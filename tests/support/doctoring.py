@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commands import CLUSTERJOB, PACKAGE
 from procs import TEST_TIMEOUT
 
-import clusterjob
 from clusterjob.core import node_zip
 
-CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
-PACKAGE = str(Path(clusterjob.__file__).parent)
 # A torch for tests of the environment: it reports its build and has no native code, which takes a
 # second to load.
 LIGHT_TORCH = """

@@ -8,16 +8,15 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from commands import CLUSTERJOB
 from procs import TEST_TIMEOUT, command_line, own_processes, wait_until
 from terminals import Terminal
 
-CLUSTERJOB = (sys.executable, "-m", "clusterjob")
 # Each rank creates the file up<RANK> in its working directory, then waits for the file `leave`.
 GUEST = """
     import os, pathlib, time

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import CLUSTERJOB, PACKAGE
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 from slurm_cluster import SlurmCluster
 
-import clusterjob
-
-PACKAGE = str(Path(clusterjob.__file__).parent)
-CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
 # Seconds; several times as long as two polls of Slurm by clusterjob, which polls every 5 s.
 PROMPT = 30.0
 

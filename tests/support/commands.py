@@ -1,0 +1,40 @@
+"""Run a command of clusterjob to its end, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from procs import TEST_TIMEOUT
+
+import clusterjob
+
+PACKAGE = str(Path(clusterjob.__file__).parent)
+CLUSTERJOB = [sys.executable, "-m", "clusterjob"]
+
+
+def command(
+    directory: Path, *words: str, code: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command; fail the test at another exit code, or a traceback of clusterjob.
+
+    Args:
+        directory: its working directory.
+        words: its arguments.
+        code: its exit code.
+        variables: further variables of its environment.
+    """
+    done = subprocess.run(
+        [*CLUSTERJOB, *words],
+        cwd=directory,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=TEST_TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert PACKAGE not in done.stderr, f"a traceback of ours\n{done.stderr}"
+    return done
