@@ -14,12 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clusterjob.core.records import Record
-from clusterjob.insight import sample_files
-from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
-from clusterjob.insight.report.data import Mark, Span
-from clusterjob.insight.report.workers import marks_of, spans_of
-from clusterjob.node.logs import events, log_files
-from clusterjob.node.logs.job_dir import EVENTS
+from clusterjob.insight import job_times, sample_files
+from clusterjob.insight.job_clock import JobClock
+from clusterjob.insight.job_times import Mark, Span
+from clusterjob.node.logs import log_files
 from clusterjob.node.system.sanitize import sanitize
 
 MARK = '{"otherData": {"generator": "clusterjob trace"'  # identifies a trace to overwrite
@@ -33,33 +31,23 @@ def write(record: Record) -> Iterator[str]:
     """Yield the text of a job's trace in pieces; the logs of the job are on this machine."""
     job_dir = record.job_dir
     nodes = sorted({*range(record.nodes), *log_files.nodes(job_dir)})
-    phases = read_phases_of(job_dir, nodes)
-    told = with_attempts(events.read_events(job_dir / EVENTS))
-    extents: dict[tuple[int, int], float] = {}  # the last sample of each node and attempt
+    sampled: dict[tuple[int, int], float] = {}  # the last sample of each node and attempt
     hosts: dict[int, str] = {}
     for node in nodes:
-        for facts, times in sample_files.times(job_dir, node):
-            extents[node, facts.attempt] = times.monotonic
+        for facts, sample in sample_files.times(job_dir, node):
+            sampled[node, facts.attempt] = sample.monotonic
             hosts[node] = facts.host
-    clock = JobClock(phases, told, {a: last for (node, a), last in extents.items() if node == 0})
-    spans = {}
-    for node, begins in phases.items():
-        until = {a: clock.place(node, a, last) for (n, a), last in extents.items() if n == node}
-        for begin in begins:
-            time = clock.place(node, begin.attempt, begin.monotonic)
-            until[begin.attempt] = max(time, until.get(begin.attempt, 0.0))
-        spans[node] = spans_of(node, begins, clock, until)
-    marks, _ = marks_of(told, clock)
+    times = job_times.read(job_dir, nodes, sampled, runs=False)
     version = sys.modules["clusterjob"].__version__
     yield f'{MARK}, "version": "{version}", "job": {json.dumps(record.job_id)}}}, '
     yield '"displayTimeUnit": "ms", "traceEvents": [\n'
     streams = [
-        iter(sorted(_phase_events(spans), key=_time)),
-        (_instant(mark) for mark in marks),
-        *(_counters(record, node, clock) for node in nodes),
+        iter(sorted(_phase_events(times.spans), key=_time)),
+        (_instant(mark) for mark in times.marks),
+        *(_counters(record, node, times.clock) for node in nodes),
     ]
     separator = ""
-    for event in _names(spans, nodes, hosts):
+    for event in _names(times.spans, nodes, {**times.hosts, **hosts}):
         yield separator + json.dumps(event)
         separator = ",\n"
     for event in heapq.merge(*streams, key=_time):

@@ -7,32 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterjob.core.records import Record
+from clusterjob.insight.job_times import Mark, Span
 from clusterjob.insight.report.measured import Key
 from clusterjob.insight.report.series import Series
 from clusterjob.insight.stacks import JobStacks
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.verdict import Verdict
-
-
-@dataclass(frozen=True)
-class Span:
-    """A phase of a rank or a node on the job's time axis, in seconds."""
-
-    phase: str
-    begin: float
-    end: float
-    restart: int
-    attempt: int
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """An event of the job: its time in seconds, its name and one line about it."""
-
-    time: float
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)

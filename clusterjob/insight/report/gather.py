@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from clusterjob.backends.base import Status
 from clusterjob.core.records import Record
+from clusterjob.insight import job_times
 from clusterjob.insight.efficiency import efficiency
-from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
+from clusterjob.insight.job_clock import JobClock
 from clusterjob.insight.report import measured, texts, workers
 from clusterjob.insight.report.data import Node, ReportData
 from clusterjob.insight.stacks import JobStacks
 from clusterjob.node.logs import ends, events, log_files
-from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.system.sanitize import sanitize
 
 _MAX_NODES = 4096
@@ -31,64 +30,43 @@ def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportDa
     """
     job_dir = record.job_dir
     nodes = sorted({*range(min(record.nodes, _MAX_NODES)), *log_files.nodes(job_dir)})[:_MAX_NODES]
-    phases = read_phases_of(job_dir, nodes)
     metrics = measured.Measured()
     metrics.find(job_dir, nodes)
-    told = with_attempts(events.read_events(job_dir / EVENTS))
-    clock = JobClock(
-        phases, told, {one.attempt: one.last for one in metrics.extents if one.node == 0}
+    times = job_times.read(
+        job_dir,
+        nodes,
+        {(one.node, one.attempt): one.last for one in metrics.extents},
+        runs=not status.state.final,
     )
-    lasts: dict[tuple[int, int], float] = {}  # the last time that is known of a node and attempt
-    for one in metrics.extents:
-        lasts[one.node, one.attempt] = clock.place(one.node, one.attempt, one.last)
-    for node, begins in phases.items():
-        for begin in begins:
-            time = clock.place(node, begin.attempt, begin.monotonic)
-            lasts[node, begin.attempt] = max(time, lasts.get((node, begin.attempt), 0.0))
-    marks, left_out = workers.marks_of(told, clock)
-    end = max([0.0, *lasts.values(), *(mark.time for mark in marks)])
-    if not status.state.final and lasts:  # open phases last until now
-        last = max(attempt for _, attempt in lasts)
-        lasts |= {key: end for key in lasts if key[1] == last}
-    spans = {
-        node: workers.spans_of(
-            node,
-            begins,
-            clock,
-            until={attempt: time for (owner, attempt), time in lasts.items() if owner == node},
-        )
-        for node, begins in phases.items()
-    }
-    if end > 0:
-        metrics.read(job_dir, clock.place, end)
+    if times.end > 0:
+        metrics.read(job_dir, times.clock.place, times.end)
     sampled = {
         node: {number for name, number in series if name == "rank cpu"}
         for node, series in metrics.series.items()
     }
-    ranks = workers.ranks_of(job_dir, nodes, spans, status.verdict, sampled)
-    hosts = _hosts(told)
+    ranks = workers.ranks_of(job_dir, nodes, times.spans, status.verdict, sampled)
     data = ReportData(
         record,
         state=str(status.state),
         reason=sanitize(status.reason or (status.verdict.reason if status.verdict else "")),
         verdict=status.verdict,
         taken_at=events.now(),
-        end=end,
+        end=times.end,
         nodes=[
             Node(
                 node,
                 sanitize(
-                    metrics.facts[node].host if node in metrics.facts else hosts.get(node, "")
+                    metrics.facts[node].host if node in metrics.facts else times.hosts.get(node, "")
                 )[:80],
-                spans=spans.get(node, {}).get(None, ()),
+                spans=times.spans.get(node, {}).get(None, ()),
                 facts=metrics.facts.get(node),
             )
             for node in nodes
         ],
         ranks=ranks,
-        marks=marks,
+        marks=times.marks,
         series=metrics.series,
-        attempts={attempt: clock.begin(attempt) for attempt in clock.attempts},
+        attempts={attempt: times.clock.begin(attempt) for attempt in times.clock.attempts},
         stacks=stacks,
         environments=texts.environments(job_dir, nodes),
         script=texts.scripts(dict.fromkeys((job_dir, record.whole_dir))),
@@ -97,7 +75,9 @@ def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportDa
         started_at=status.started_at,
         restarts=status.verdict.restarts if status.verdict else status.restarts,
     )
-    return replace(data, notes=[*_gpu_errors(metrics), *_notes(data, clock, left_out=left_out)])
+    return replace(
+        data, notes=[*_gpu_errors(metrics), *_notes(data, times.clock, left_out=times.left_out)]
+    )
 
 
 def _gpu_errors(metrics: measured.Measured) -> list[str]:
@@ -115,15 +95,6 @@ def _efficiency(record: Record, status: Status) -> dict[str, Any] | None:
     attempt = status.verdict.attempt if status.verdict is not None else 0
     known = sum("usage" in end for end in ends.written(record.job_dir, attempt))
     return efficiency(record, live=True) if record.nodes - known <= _MAX_READ else None
-
-
-def _hosts(told: Sequence[dict[str, object]]) -> dict[int, str]:
-    found = {}
-    for event in told:
-        node, host = event.get("node_rank"), event.get("host")
-        if event["event"] == "joined" and type(node) is int and isinstance(host, str):
-            found[node] = host
-    return found
 
 
 def _notes(data: ReportData, clock: JobClock, *, left_out: int) -> list[str]:

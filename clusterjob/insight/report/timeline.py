@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from clusterjob.core.times import show_duration
+from clusterjob.insight.job_times import Mark, Span
 from clusterjob.insight.report import svg
-from clusterjob.insight.report.data import Mark, Rank, ReportData, Span
+from clusterjob.insight.report.data import Rank, ReportData
 
 FRAME = svg.WIDE
 MAX_ROWS = 512
