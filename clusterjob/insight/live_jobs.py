@@ -68,6 +68,12 @@ class Snapshot:
     error: str = ""
 
 
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ClusterJobError):
+        return sanitize(error.message)
+    return sanitize(f"{type(error).__name__}: {error}")
+
+
 class _Lane(threading.Thread):
     """Run the requests of one backend one after the other; the process does not wait for it."""
 
@@ -152,10 +158,8 @@ class JobPoller:
             try:
                 jobs.cancel([record])
                 done("")
-            except ClusterJobError as error:
-                done(sanitize(error.message))
             except Exception as error:  # a plug-in may raise anything
-                done(sanitize(f"{type(error).__name__}: {error}"))
+                done(_one_line(error))
             self._woken.set()
 
         with self._lock:
@@ -169,12 +173,8 @@ class JobPoller:
             begin = time.monotonic()
             try:
                 self._refresh()
-            except ClusterJobError as error:
-                self.snapshot = replace(self.snapshot, error=sanitize(error.message))
             except Exception as error:  # the screen stays, and shows it
-                self.snapshot = replace(
-                    self.snapshot, error=sanitize(f"{type(error).__name__}: {error}")
-                )
+                self.snapshot = replace(self.snapshot, error=_one_line(error))
             if self._closing.is_set():
                 return
             self._on_change()
@@ -303,15 +303,13 @@ class JobPoller:
             for record, _ in pairs:
                 if record.job_id == self._chosen:
                     polling.collect(record)
-        except ClusterJobError as problem:
-            error = problem.message
         except Exception as problem:  # a plug-in may raise anything; the other jobs are shown
-            error = f"{type(problem).__name__}: {problem}"
+            error = _one_line(problem)
         with self._lock:
             known = self._known
             known.errors = {name: text for name, text in known.errors.items() if name != lane.name}
             if error:
-                known.errors[lane.name] = sanitize(error)
+                known.errors[lane.name] = error
             changed = False
             for record, status in pairs:
                 old = known.rows.get(record.job_id)

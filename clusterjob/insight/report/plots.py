@@ -9,10 +9,10 @@ from typing import NamedTuple
 from clusterjob.insight.report import svg
 from clusterjob.insight.report.data import ReportData
 from clusterjob.insight.report.measured import NODE
-from clusterjob.insight.report.series import COLUMNS, Series
+from clusterjob.insight.report.series import Series
 
 FRAME = svg.HALF
-_COLUMNS, _SMALL_STEP = COLUMNS, 6
+_SMALL_STEP = 6  # columns that are one point of a small picture
 _HEIGHT, _TOP, _SMALL_HEIGHT, _SMALL_WIDTH = 130, 16, 24, 140
 _MAX_LINES = 6  # nodes with a line of their own; with more, a band shows their range
 _MAX_NODES = 512  # in the table

@@ -114,7 +114,7 @@ def _dicts(value: object) -> list[Mapping[str, Any]]:
 
 
 def environments(job_dir: Path, nodes: Iterable[int]) -> list[dict[str, Any]]:
-    """Return the latest environment of each node; equal ones once, with their ``nodes``."""
+    """Return the texts of the latest environment of each node, equal ones once."""
     groups: dict[str, dict[str, Any]] = {}
     for node in nodes:
         recorded = deque(environment_log.read(job_dir, node), maxlen=1)
@@ -126,7 +126,7 @@ def environments(job_dir: Path, nodes: Iterable[int]) -> list[dict[str, Any]]:
         group = groups.setdefault(key, {**line, "detected": detected, "nodes": [], "hosts": []})
         group["nodes"].append(node)
         group["hosts"].append(sanitize(str(line.get("host", "")))[:80])
-    return [{**group, **_environment(group)} for group in groups.values()]
+    return list(map(_environment, groups.values()))
 
 
 def _environment(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class NodeMetrics:
         job_dir: the job's directory.
         forkserver: pid of the forkserver.
         timeline: knows when the workers wrote output.
+        alive: returns the monotonic time of the last heartbeat of a worker.
         print_line: prints a message for the user.
     """
 
@@ -131,9 +132,8 @@ class NodeMetrics:
         """Return the number of this node's GPUs, and durations by its monotonic clock, in seconds.
 
         ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
-        ran; ``restarts`` and
-        ``restart_seconds``: from the first end of a worker until the next round ran; ``ran``: per
-        rank, from the begin of the last round to the rank's end.
+        ran; ``restarts`` and ``restart_seconds``: from the first end of a worker until the next
+        round ran; ``ran``: per rank, from the begin of the last round to the rank's end.
         """
         now = time.monotonic()
         begins = [

@@ -26,18 +26,17 @@ class Sampler:
     Nothing here may end the job: an error ends the samples. The modules that measure are loaded
     by the thread, after the workers' start.
 
-    Attributes:
-        latest: the node and its newest sample; None before the first one.
-        usage: the sums of the samples; None before the first one.
-        restart: the number of the current round.
-        error: why the samples have ended; empty while they go on.
-
     Args:
         job_dir: the job's directory.
         facts: the node; memory and GPUs are found later.
         workers: returns the rank of each worker by pid.
         quiet: returns the seconds since the last output or heartbeat of a worker.
         environ: selects the GPUs.
+
+    Attributes:
+        latest: the node and its newest sample; None before the first one.
+        usage: the sums of the samples; None before the first one.
+        error: why the samples have ended; empty while they go on.
     """
 
     def __init__(
@@ -49,20 +48,20 @@ class Sampler:
         environ: Mapping[str, str],
     ) -> None:
         self.latest: tuple[NodeFacts, Sample] | None = None
-        self.restart = 0
+        self.usage: dict[str, Any] | None = None
+        self.error = ""
+        self._restart = 0  # the number of the current round
         self._job_dir = job_dir
         self._facts = facts
         self._workers = workers
         self._quiet = quiet
         self._environ = environ
-        self.usage: dict[str, Any] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.error = ""
 
     def begin_round(self, restart: int) -> None:
         """Note the number of a round that starts; the first one starts the samples."""
-        self.restart = restart
+        self._restart = restart
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
             self._thread.start()
@@ -110,7 +109,7 @@ class Sampler:
             sample = Sample(
                 time.time(),
                 time.monotonic(),
-                restart=self.restart,
+                restart=self._restart,
                 quiet=self._quiet(),
                 **vars(machine.sample()),
                 workers=workers.sample(),
