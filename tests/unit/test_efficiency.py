@@ -55,7 +55,7 @@ def usage(**changed: Any) -> dict[str, Any]:
         "wall": 3600.0, "waited": 10.0, "startup": 12.5, "restarts": 0, "restart_seconds": 0.0,
         "ran": {}, "host": "gpu1", "cores": 64, "memory": 512 * GIB, "seconds": 3500.0,
         "cpu_seconds": 7000.0, "cpu_peak": 5.5, "memory_mean": 5 * GIB, "memory_peak": 9 * GIB,
-        "machine_peak": 100 * GIB, "ranks": {"0": [3500.0, GIB, 0, 0], "1": [3500.0, GIB, 0, 0]},
+        "machine_peak": 100 * GIB, "ranks": {"0": [3500.0, 0, 0], "1": [3500.0, 0, 0]},
         "gpus": [gpu, gpu], **changed,
     }  # fmt: skip
 

@@ -115,7 +115,7 @@ def _workers(
     sums = [({**node, "rank": rank}, values) for rank, values in usage["ranks"].items()]
     yield ("worker_cpu_seconds_total", "counter", "CPU time of the rank's processes.",
         [(labels, values[0]) for labels, values in sums])  # fmt: skip
-    for name, place in (("read", 2), ("written", 3)):
+    for name, place in (("read", 1), ("written", 2)):
         yield (f"worker_disk_{name}_bytes_total", "counter", f"Bytes {name} by the rank.",
             [(labels, values[place]) for labels, values in sums])  # fmt: skip
     yield ("worker_resident_memory_bytes", "gauge", "Resident memory.",

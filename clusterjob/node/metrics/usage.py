@@ -24,7 +24,7 @@ class Usage:
         self._cpu = self._cpu_peak = 0.0  # core-seconds, cores
         self._memory = 0.0  # byte-seconds
         self._memory_peak = self._machine_peak = 0
-        # CPU seconds, peak RSS, bytes read, bytes written.
+        # CPU seconds, bytes read, bytes written.
         self._ranks: dict[int, list[float]] = {}
         self._bytes = dict.fromkeys(("received", "sent", "read", "written"), 0.0)
         self._machine_cpu = 0.0
@@ -41,11 +41,10 @@ class Usage:
         for rank, worker in sample.workers.items():
             cores += worker.cpu / 100
             memory += worker.rss
-            sums = self._ranks.setdefault(rank, [0.0, 0.0, 0.0, 0.0])
+            sums = self._ranks.setdefault(rank, [0.0, 0.0, 0.0])
             sums[0] += worker.cpu / 100 * seconds
-            sums[1] = max(sums[1], worker.rss)
-            sums[2] += worker.read * seconds
-            sums[3] += worker.written * seconds
+            sums[1] += worker.read * seconds
+            sums[2] += worker.written * seconds
         self._machine_cpu += sample.cpu / 100 * seconds
         for name in self._bytes:
             self._bytes[name] += getattr(sample, name) * seconds
@@ -71,8 +70,8 @@ class Usage:
         ``seconds``: covered by samples; ``cpu_seconds``, ``cpu_peak`` (cores) and ``memory_peak``,
         ``memory_mean`` (bytes of RSS) of all workers; ``machine_peak``: memory of the machine or of
         the control group; ``machine_cpu_seconds``; the bytes ``received``, ``sent``, ``read`` and
-        ``written`` by the machine; ``ranks``: per rank its CPU seconds, its peak RSS and the bytes
-        that it has read and written; ``gpus``: per GPU the seconds with a known use, those in
+        ``written`` by the machine; ``ranks``: per rank its CPU seconds, and the bytes that
+        it has read and written; ``gpus``: per GPU the seconds with a known use, those in
         which it was idle, its mean and peak use (percent) and its peak memory.
         """
         facts, seconds = self._facts, self._seconds
