@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,14 +18,14 @@ from clusterjob.errors import ClusterJobError, UsageError
 _STDOUT = "-"
 
 
+def _output_option(default: str) -> Any:
+    help_ = f"File, or - for stdout (default: {default})."
+    return typer.Option("--output", "-o", metavar="FILE", help=help_)
+
+
 def report(
     job_id: Id,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="File, or - for stdout (default: ID.html)."
-        ),
-    ] = None,
+    output: Annotated[str | None, _output_option("ID.html")] = None,
 ) -> int:
     """Write one HTML page about a job, which needs no network to be read.
 
@@ -44,12 +44,7 @@ def report(
 
 def trace(
     job_id: Id,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="File, or - for stdout (default: ID.trace.json)."
-        ),
-    ] = None,
+    output: Annotated[str | None, _output_option("ID.trace.json")] = None,
 ) -> int:
     """Write phases, events and metrics of a job as a trace for ui.perfetto.dev."""
     from clusterjob.cli.output import print_message

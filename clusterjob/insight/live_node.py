@@ -122,7 +122,7 @@ class _Metrics:
         """Add the new samples: the first time those of 5 minutes."""
         directory = node_directory(self._job_dir, self._node_rank)
         number = max(segments.segment_numbers(directory), default=-1)
-        path = directory / f"metrics.{number}"
+        path = segments.segment_path(directory, number)
         size = size_of(path)
         if (number, size) == (self._number, self._offset):
             return

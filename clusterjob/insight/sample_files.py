@@ -18,7 +18,7 @@ import msgspec
 
 from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
-from clusterjob.node.metrics.segments import THINNED, segment_numbers
+from clusterjob.node.metrics.segments import THINNED, segment_numbers, segment_path
 
 # Maximum bytes to read of a line, of `THINNED`, of a segment. A host may send any file: a short
 # line counts as `_MIN_LINE` bytes, because the time to decode it does not depend on its length.
@@ -156,7 +156,7 @@ def latest(job_dir: Path, node_rank: int) -> tuple[NodeFacts, Sample] | None:
     """Return a node's newest sample; None without one. Reads only the end of the newest file."""
     directory = node_directory(job_dir, node_rank)
     for number in segment_numbers(directory)[: -_NEWEST - 1 : -1]:
-        if (found := _last(directory / f"metrics.{number}", _sample)) is not None:
+        if (found := _last(segment_path(directory, number), _sample)) is not None:
             return found
     return _last(directory / THINNED, _sample)
 
@@ -212,7 +212,7 @@ def _segments(directory: Path) -> list[_Segment]:
     """Return the segments of a node that have a sample, in order."""
     found = []
     for number in segment_numbers(directory):
-        path = directory / f"metrics.{number}"
+        path = segment_path(directory, number)
         first, last = next(_samples(path, _times), None), _last(path, _times)
         if first is not None and last is not None:
             found.append(

@@ -19,6 +19,11 @@ THINNED = "metrics.thinned"
 _SEGMENT = re.compile(r"metrics\.(\d{1,9})", re.ASCII)
 
 
+def segment_path(directory: Path, number: int) -> Path:
+    """Return the path of a segment in a node's log directory."""
+    return directory / f"metrics.{number}"
+
+
 def segment_numbers(directory: Path) -> list[int]:
     """Return the numbers of the segments in a node's log directory, ascending."""
     try:

@@ -102,8 +102,8 @@ class SegmentWriter:
         numbers = segments.segment_numbers(self._directory)
         for number in numbers[: len(numbers) - _KEPT + 1]:
             with contextlib.suppress(OSError):
-                (self._directory / f"metrics.{number}").unlink()
-        path = self._directory / f"metrics.{numbers[-1] + 1 if numbers else 0}"
+                segments.segment_path(self._directory, number).unlink()
+        path = segments.segment_path(self._directory, numbers[-1] + 1 if numbers else 0)
         self._segment = BoundedFile(path, self._interval, limit=_SEGMENT_BYTES)
         self._segment.write(self._header)
         self._end = now + SEGMENT_SECONDS
