@@ -69,12 +69,18 @@ def _print_csv(record: Record, nodes: Sequence[int], wanted: Wanted) -> None:
     import sys
 
     from clusterjob.insight import metrics as insight
-    from clusterjob.node.system.sanitize import sanitize
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(insight.COLUMNS)
     for row in insight.rows(record, nodes, wanted):
-        writer.writerow([sanitize(cell) if isinstance(cell, str) else cell for cell in row])
+        writer.writerow([_csv_cell(cell) if isinstance(cell, str) else cell for cell in row])
+
+
+def _csv_cell(text: str) -> str:
+    """Return a text that a spreadsheet does not take for a formula."""
+    from clusterjob.node.system.sanitize import sanitize
+
+    return ("'" if text.startswith(("=", "+", "-", "@", "\t")) else "") + sanitize(text)
 
 
 def _print_table(record: Record, nodes: Sequence[int], wanted: Wanted) -> None:

@@ -19,7 +19,7 @@ from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 _GAP = 0.02  # between two attempts, as a part of the first one's duration
 _SMALLEST_GAP = 1.0  # seconds
 _MAX_ATTEMPTS = 1000
-_MAX_BEGINS = 100_000  # begins of phases to read of a node
+_MAX_EVENTS = 100_000
 MAX_RANK = 1 << 16
 
 # Monotonic times of events that all nodes see, by kind (0: the first group is formed, 1: the
@@ -148,7 +148,7 @@ def with_attempts(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     attempt, open_from = 0, 0
-    for event in events:
+    for event in itertools.islice(events, _MAX_EVENTS):
         time, name = event.get("monotonic"), event.get("event")
         if isinstance(time, bool) or not isinstance(time, (int, float)):
             continue
@@ -173,7 +173,7 @@ def read_phases_of(job_dir: Path, nodes: Iterable[int]) -> dict[int, list[PhaseB
     for node in nodes:
         begins = [
             begin
-            for begin in itertools.islice(read_phases(job_dir, node), _MAX_BEGINS)
+            for begin in read_phases(job_dir, node)
             if 0 <= begin.monotonic < 1e12 and (begin.rank is None or 0 <= begin.rank < MAX_RANK)
         ]
         if begins:

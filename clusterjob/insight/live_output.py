@@ -14,7 +14,7 @@ from clusterjob.node.logs.job_dir import TIMELINE
 from clusterjob.node.logs.log_files import FILE_NAME, by_start, file_names, open_regular, shown
 from clusterjob.node.system.sanitize import sanitize
 
-_TIMELINE_TAIL = 256 << 10  # bytes that the first call reads of a timeline
+_TIMELINE_TAIL = 256 << 10  # bytes that one call reads of a timeline
 _LINE_TAIL = 4096  # bytes to read for the last line of a file
 _LONGEST = 500  # characters of a line that are kept
 _MAX_RANKS = 4096  # ranks of one node; a host may name any number
@@ -73,14 +73,14 @@ class LiveOutput:
         return self._lines.get(rank, "")
 
     def _notes(self) -> Iterator[tuple[float, str, int]]:
-        """Yield the records of the timeline that are new; of a long one, the last ones."""
+        """Yield the records of the timeline that are new; of many, the last ones."""
         with contextlib.suppress(OSError), open_regular(self._directory / TIMELINE) as stream:
             end = os.fstat(stream.fileno()).st_size
-            if self._offset == 0 and end > _TIMELINE_TAIL:
+            if end - self._offset > _TIMELINE_TAIL:
                 stream.seek(end - _TIMELINE_TAIL)
-                self._offset = end - _TIMELINE_TAIL + len(stream.readline())
+                self._offset = end - _TIMELINE_TAIL + len(stream.readline(_TIMELINE_TAIL))
             stream.seek(self._offset)
-            data = stream.read(end - self._offset)
+            data = stream.read(_TIMELINE_TAIL)
             data = data[: data.rfind(b"\n") + 1]
             self._offset += len(data)
             for line in data.split(b"\n"):

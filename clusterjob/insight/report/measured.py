@@ -16,6 +16,7 @@ NODE = -1  # the number in the key of a value that belongs to the node
 _LONG = 3 * 3600.0  # seconds of a job for which the thinned samples are fine enough
 _LARGEST_GAP = 150.0  # seconds between two samples that are drawn as connected
 _MAX_WORKERS, _MAX_GPUS = 512, 16  # of a node; the others are not shown
+_MAX_SERIES = 4 * _MAX_WORKERS  # of a node, whose samples may name other workers each time
 
 Key = tuple[str, int]  # a metric, and the rank or the GPU; `NODE` for the node
 
@@ -73,13 +74,15 @@ class Measured:
             samples = self._noting_errors(
                 node, sample_files.lines(job_dir, node, all_of=longest < _LONG)
             )
-            self.series[node] = series = {}
+            series = self.series.setdefault(node, {})
             for (first, last, keys), group in itertools.groupby(
                 _placed(samples, functools.partial(place, node), end), key=lambda item: item[0]
             ):
                 rows = [row for _, row in group]
                 for key, values in zip(keys, zip(*rows, strict=True), strict=True):
                     if key not in series:
+                        if len(series) >= _MAX_SERIES:
+                            continue
                         series[key] = Series()
                     total, peak = sum(values), max(values)
                     for column in range(first, last + 1):

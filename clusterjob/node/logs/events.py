@@ -13,7 +13,10 @@ from typing import Any
 from clusterjob.node.logs.log_files import open_regular
 from clusterjob.node.system.files import Appender
 
-_MAX_LINE, _MAX_FILE = 1 << 20, 256 << 20  # maximum bytes to read of a line, of a file
+# Maximum bytes to read of a line, of a file. A short line counts as `_MIN_LINE` bytes, because its
+# time does not depend on its length.
+_MAX_LINE, _MAX_FILE = 1 << 20, 64 << 20
+_MIN_LINE = 64
 # Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
 _MAX_TEXT, _MAX_ITEM = 4000, 1000
 
@@ -52,15 +55,19 @@ def _cut(value: Any) -> Any:
     return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
+def read_events(path: Path, limit: int = _MAX_FILE) -> Iterator[dict[str, Any]]:
     """Yield a job's complete events; yield none if the file cannot be read.
 
     Lines that are too long or are not events are skipped.
+
+    Args:
+        path: the file.
+        limit: maximum bytes to read.
     """
     with contextlib.suppress(OSError), open_regular(path) as stream:
-        left = _MAX_FILE
+        left = limit
         while left > 0 and (line := stream.readline(_MAX_LINE)):
-            left -= len(line)
+            left -= max(len(line), _MIN_LINE)
             try:
                 event = json.loads(line.decode(errors="replace"))
             except (ValueError, RecursionError):

@@ -18,6 +18,7 @@ from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system.files import Appender
 
 PHASES = "phases.jsonl"
+_MAX_BYTES = 16 << 20  # to read of a file: the phases of hundreds of rounds
 
 
 class Phase(str, Enum):
@@ -77,7 +78,7 @@ class PhaseLog:
 
 def read_phases(job_dir: Path, node_rank: int) -> Iterator[PhaseBegin]:
     """Yield the begins of phases of a node, in the order of the file; skip malformed lines."""
-    for event in read_events(node_directory(job_dir, node_rank) / PHASES):
+    for event in read_events(node_directory(job_dir, node_rank) / PHASES, _MAX_BYTES):
         try:
             rank = event.get("rank")
             yield PhaseBegin(
