@@ -306,6 +306,6 @@ def _in_order(rows: Sequence[_Row], column: Column[_Row], *, descending: bool) -
 
 
 def _fitted(text: str, width: int, *, right: bool) -> str:
-    text = cut(text, width, mark="…")
+    text = cut(text.replace("\t", " "), width, mark="…")  # a tab would move the rest of the line
     blanks = " " * (width - width_of(text))
     return blanks + text if right else text + blanks

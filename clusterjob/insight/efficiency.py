@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Annotated, Any
@@ -48,6 +49,8 @@ _GPUS_IDLE = 0.5  # advise if the GPUs were idle for a larger share of the time
 _LONGER = (2.0, 0.02)  # a rank is slow if it is above the median by both: seconds, share
 _BUSIER = (2.0, 0.05)
 _GIB = 1 << 30
+_LEAST = 0.05  # seconds; nodes round to 0.1 s, and a smaller divisor would give infinity
+_RANK = re.compile(r"\d{1,9}", re.ASCII)
 _Number = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
@@ -98,7 +101,7 @@ def efficiency(record: Record, *, live: bool = False) -> dict[str, Any] | None:
 
 
 def _of_usages(record: Record, usages: dict[int, _NodeUsage]) -> dict[str, Any]:
-    nodes = [_node(rank, usage) for rank, usage in usages.items() if usage.seconds]
+    nodes = [_node(rank, usage) for rank, usage in usages.items() if usage.seconds > _LEAST]
     startups = [usage.startup for usage in usages.values() if usage.startup is not None]
     held = sum(max(len(usage.gpus), usage.visible_gpus) * usage.wall for usage in usages.values())
     idle = sum(
@@ -195,7 +198,7 @@ def _usages(record: Record, *, live: bool) -> dict[int, _NodeUsage]:
         for usage in own:
             if usage is not None:
                 # Another version, or a host that is not to be trusted.
-                with contextlib.suppress(msgspec.ValidationError):
+                with contextlib.suppress(msgspec.ValidationError, ValueError, RecursionError):
                     made = msgspec.convert(usage, _NodeUsage)
                     found[node] = _sum(found[node], made) if node in found else made
     return found
@@ -281,14 +284,14 @@ def _slowest(record: Record, usages: dict[int, _NodeUsage]) -> dict[str, Any] | 
             continue
         (node, rank), most = max(values.items(), key=lambda item: item[1])
         middle = median(values.values())
-        if most - middle >= max(seconds, share * middle) and rank.isdecimal():
+        if most - middle >= max(seconds, share * middle) and _RANK.fullmatch(rank):
             return {
                 "rank": int(rank),
                 "node_rank": node,
                 "host": usages[node].host[:200],
                 "measure": measure,
                 "seconds": round(most - middle, 1),
-                "percent": round(100 * (most - middle) / middle, 1) if middle else None,
+                "percent": round(100 * (most - middle) / middle, 1) if middle > _LEAST else None,
             }
     return None
 
@@ -354,6 +357,6 @@ def _gpu_advice(usages: Sequence[_NodeUsage]) -> list[str]:
         return [f"{min(unused)} of {count} GPUs of each node were never used{hint}"]
     seconds = sum(gpu.seconds for gpus in known for gpu in gpus)
     idle = sum(gpu.idle for gpus in known for gpu in gpus)
-    if seconds and idle / seconds > _GPUS_IDLE:
+    if seconds > _LEAST and idle / seconds > _GPUS_IDLE:
         return [f"the GPUs were idle {100 * idle / seconds:.0f}% of the time"]
     return []

@@ -19,7 +19,8 @@ from clusterjob.errors import ClusterJobError, InsideError, UsageError, os_error
 from clusterjob.node.inside import streams
 from clusterjob.node.inside.streams import STDOUT, Stream
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.job_dir import LOGS
+from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.job_dir import EVENTS, LOGS
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.system.sanitize import sanitize
 
@@ -137,6 +138,9 @@ def _ask(
             errors.append(f"{name}{error.message}")
             continue
         warnings += [f"node {_node_of(answer, each)}: {line}" for line in answer.warnings[:1]]
+        if taken := [ranks[stack.rank] for stack in answer.ranks if stack.rank in ranks]:
+            both = f"nodes {taken[0].node_rank} and {_node_of(answer, each)}"
+            warnings.append(f"{both} both answer for rank {taken[0].rank}: one of them is wrong")
         for stack in answer.ranks:
             ranks.setdefault(stack.rank, stack)
     return JobStacks([ranks[each] for each in sorted(ranks)], errors, warnings)
@@ -208,19 +212,21 @@ def _decoded(data: bytes, type_: type[_T], problem: str) -> _T:
 
 def _saved(record: Record, node: int | None, rank: int | None) -> JobStacks | None:
     """Return the stacks that were saved at the last stop of the job; None if there are none."""
-    files: dict[tuple[int, int], list[Path]] = {}
+    files: dict[tuple[int, int], list[tuple[int, Path]]] = {}
+    last = _last_round(record.job_dir)
     for each in range(record.nodes):
         directory = log_files.node_directory(record.job_dir, each)
         for name in log_files.file_names(directory):
             if match := _SAVED.fullmatch(name):
                 round_ = (int(match[1] or 0), int(match[2] or 0))
-                files.setdefault(round_, []).append(directory / name)
+                if last is None or round_ <= last:  # a host may send a file of any name
+                    files.setdefault(round_, []).append((each, directory / name))
     if not files:
         return None
     ranks: dict[int, RankStack] = {}
     why = ""
     warnings = []
-    for path in files[max(files)]:
+    for owner, path in files[max(files)]:
         try:
             with log_files.open_regular(path) as stream:
                 saved = _decoded(stream.read(_MAX_BYTES), _Saved, f"{path} is malformed")
@@ -232,7 +238,8 @@ def _saved(record: Record, node: int | None, rank: int | None) -> JobStacks | No
             continue
         why = why or ", ".join(filter(None, (saved.why, saved.time)))
         for stack in saved.ranks[: _MAX_RANKS * record.nodes]:
-            if node in (None, stack.node_rank) and rank in (None, stack.rank):
+            own = owner in (0, stack.node_rank)  # node 0 collects the stacks of all nodes
+            if own and node in (None, stack.node_rank) and rank in (None, stack.rank):
                 ranks.setdefault(stack.rank, stack)
     if not ranks:
         return None
@@ -242,3 +249,15 @@ def _saved(record: Record, node: int | None, rank: int | None) -> JobStacks | No
         warnings=warnings,
         saved=sanitize(f"these stacks were saved in {where}{f': {why}' if why else ''}"),
     )
+
+
+def _last_round(job_dir: Path) -> tuple[int, int] | None:
+    """Return attempt and restart of the last round that node 0 has started; None if unknown."""
+    rounds = [
+        (attempt, restart)
+        for event in read_events(job_dir / EVENTS)
+        if event.get("event") == "started"
+        and type(attempt := event.get("attempt")) is int
+        and type(restart := event.get("restart")) is int
+    ]
+    return max(rounds, default=None)

@@ -442,6 +442,14 @@ def test_metrics_port_serves_prometheus_text_of_each_node(
         with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
             client.sendall(request)
             assert client.recv(100)[:12] in (b"HTTP/1.1 405", b"HTTP/1.1 404", b"HTTP/1.1 400")
+    for host, code in (
+        (b"evil.example:80", b"403"),
+        (b"localhost:80", b"200"),
+        (b"[::1]:1", b"200"),
+    ):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+            assert client.recv(100)[9:12] == code
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
     wait_until(lambda: has_workers(port), 20.0)  # the idle clients are closed after 5 s
     for client in idle:

@@ -272,3 +272,21 @@ def test_hostile_usage_never_raises(
     found = efficiency(record)
     shown.lines(found)
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ran": {"9" * 5000: 100.0, "1": 1.0, "2": 1.0}},
+        {"ranks": {"9" * 5000: [100.0], "1": [1.0], "2": [5e-324]}, "seconds": 5e-324},
+        {"host": "\ud800"},
+        {"\ud800": 1.0},
+    ],
+    ids=["huge rank", "tiny time", "surrogate", "surrogate key"],
+)
+def test_odd_numbers_and_texts_of_host_never_raise(tmp_path: Path, changes: dict[str, Any]) -> None:
+    record = job(tmp_path / "job", mem=64 * GIB, cpus_per_task=8)
+    end(record, 0, usage(**changes))
+    found = efficiency(record)
+    shown.lines(found)
+    json.dumps(found, allow_nan=False)

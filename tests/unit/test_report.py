@@ -116,6 +116,16 @@ def test_hostile_text_is_escaped_and_has_no_control_characters(tmp_path: Path) -
     assert not set(re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", text))
 
 
+def test_hostile_host_of_failure_has_no_control_characters(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path).write()
+    assert record.verdict is not None
+    assert record.verdict.failure is not None
+    failure = replace(record.verdict.failure, host=HOSTILE)
+    data = gather(record, ended(replace(record.verdict, failure=failure)), None)
+    text = page.render(lambda detail: values.of_job(data, detail))
+    assert "\x1b" not in text
+
+
 def test_report_of_running_job_is_a_snapshot(tmp_path: Path) -> None:
     text = page_of(WrittenJob(tmp_path, failed=None, ended=False))
     assert "The job has not ended: this page shows it at" in text

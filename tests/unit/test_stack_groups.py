@@ -22,7 +22,7 @@ from clusterjob.core.spec import JobSpec, Resources
 from clusterjob.errors import InsideError, UsageError
 from clusterjob.insight import stacks as insight
 from clusterjob.node.inside import streams
-from clusterjob.node.logs.events import now
+from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import frames, grouping, py_spy, waits
 from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
@@ -404,6 +404,13 @@ def test_node_speaks_for_itself_alone_and_not_for_256_ranks(record: MakeRecord) 
     assert found.errors == ["node 1: it sends too many ranks"]
 
 
+def test_two_nodes_that_answer_for_one_rank_are_named(record: MakeRecord) -> None:
+    forged = node_answer(ranks_json([0, 4]))
+    found = ask(record(Backend(JobState.RUNNING, forged, node_answer(ranks_json([4, 5])))))
+    assert [each.rank for each in found.stacks] == [0, 4, 5]
+    assert found.warnings == ["nodes 0 and 1 both answer for rank 4: one of them is wrong"]
+
+
 @settings(max_examples=60)
 @given(
     data=st.binary(max_size=100)
@@ -464,6 +471,17 @@ def test_last_saved_stacks_of_ended_job_are_shown(
     assert err.startswith("clusterjob: job t-1 has ended: FAILED; these stacks were saved in ")
     assert err.endswith(": hang, 2026-01-01\n")
     assert [each.rank for each in ask(made, rank=4).stacks] == [4]
+
+
+def test_saved_stacks_of_node_are_its_own_and_of_a_round_that_was_started(
+    record: MakeRecord,
+) -> None:
+    made = record(Backend(JobState.FAILED))
+    save(made, 0, "stacks.json", saved_json([0, 4]))
+    save(made, 1, "stacks.json", saved_json([1, 5]))
+    save(made, 1, "stacks.attempt9.json", saved_json([5]))
+    EventLog(made.job_dir / "events.jsonl").add("started", attempt=0, restart=0)
+    assert [each.rank for each in ask(made).stacks] == [0, 4, 5]
 
 
 @pytest.mark.parametrize(

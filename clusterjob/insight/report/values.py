@@ -156,7 +156,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "taken_at": _time(data.taken_at),
         "restarts": data.restarts,
         "reason": data.reason,
-        "failure_who": failure.who if failure is not None else "",
+        "failure_who": sanitize(failure.who)[:300] if failure is not None else "",
         "failure_title": title,
         "failure_lines": _lines(shown),
         "consequences": _consequences(verdict),

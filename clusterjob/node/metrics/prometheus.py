@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -51,8 +53,11 @@ async def _answer(
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         status, body = "400 Bad Request", ""
     else:
-        method, target, *_ = [*request.split(b"\r\n", 1)[0].split(b" "), b"", b""]
-        if target.split(b"?")[0] != b"/metrics":
+        first, *fields = request.split(b"\r\n")
+        method, target, *_ = [*first.split(b" "), b"", b""]
+        if not all(map(_is_of_this_machine, fields)):
+            status, body = "403 Forbidden", "the Host must be an address or localhost\n"
+        elif target.split(b"?")[0] != b"/metrics":
             status, body = "404 Not Found", "the metrics are at /metrics\n"
         elif method not in (b"GET", b"HEAD"):
             status, body = "405 Method Not Allowed", ""
@@ -60,10 +65,25 @@ async def _answer(
             status, body = "200 OK", text()
         if method == b"HEAD":
             body = ""
-    data = body.encode()
+    data = body.encode(errors="replace")
     head = f"HTTP/1.1 {status}\r\nContent-Type: {_TYPE}\r\nContent-Length: {len(data)}\r\n"
     writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
     await writer.drain()
+
+
+def _is_of_this_machine(field: bytes) -> bool:
+    """Return False for a Host with a name.
+
+    A page in a browser of this machine can let its own name point here (DNS rebinding).
+    """
+    name, _, value = field.decode(errors="replace").partition(":")
+    if name.strip().lower() != "host":
+        return True
+    host = re.sub(r":\d*$", "", value.strip()).strip("[]")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return host.lower() in ("", "localhost")
 
 
 def text_of(
