@@ -272,7 +272,7 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
     """The stacks name the rank that hangs: a false one would blame another host."""
 
     def false_stacks(host: str) -> list[messages.StackFound]:
-        frames_ = (Frame("/w/x.py", 7, "blamed"),)
+        frames_ = (Frame("/w/\x1b[2J.py", 7, "blamed\x1b]0;x\x07\nFAILED"),)
         return [
             messages.StackFound(
                 0, RankStack(rank, 1, host, 7, "runs", True, (ThreadStack("MainThread", frames_),))
@@ -318,6 +318,10 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
     assert found[0]["threads"][0]["frames"][0]["function"] == "rest"
     assert (found[1]["node_rank"], found[1]["host"]) == (1, "h")
     assert saved["flight_recorder"] == ["x"]
+    said = job.stderr(job.agents[0]) + job.stdout(job.agents[0])
+    assert "rest (script.py:4)" in said
+    assert "\x1b" not in said
+    assert "\nFAILED" not in said
 
 
 @pytest.mark.parametrize(
