@@ -142,6 +142,16 @@ def test_modules_that_submit_to_slurm_here_load_no_ssh(
     assert not {name for name in modules if name.startswith("clusterjob.remote")}
 
 
+def test_connection_loads_paramiko_without_invoke(startup_modules: set[str]) -> None:
+    text = (
+        "from clusterjob.remote import connect\n"
+        "with connect._without_invoke(): from clusterjob.remote import paramiko_transport"
+    )
+    modules = loaded("-c", f"{text}\n{REPORT}") - startup_modules
+    assert "paramiko" in top_levels(modules)
+    assert top_levels(modules) & {"invoke", "yaml", "unittest"} == set()
+
+
 def test_records_load_no_environment_families(startup_modules: set[str]) -> None:
     """`list` reads records; each family would make it slower."""
     modules = loaded("-c", f"import clusterjob.core.records\n{REPORT}") - startup_modules
