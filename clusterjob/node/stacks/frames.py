@@ -81,6 +81,8 @@ class RankStack:
 
 # A line of faulthandler; its file names are cut off after 500 characters.
 _FRAME = re.compile(r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+_THREAD = re.compile(r"^(Current )?[Tt]hread 0x([0-9a-f]+).*:\n", re.MULTILINE)
+_NUMBERS = re.compile(r"\d{1,20} \d{1,10}")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 MAX_THREADS = 100
 MAX_FRAMES = 200
@@ -108,6 +110,26 @@ def parse_thread(name: str, text: str) -> ThreadStack:
         )
         found.append(frame)
     return ThreadStack(name, of_program(found))
+
+
+def of_all_threads(text: str, main: int) -> dict[int, str]:
+    """Return the stacks by thread id that `offer` has written for all threads.
+
+    Args:
+        text: the stacks, then a line for each thread that Python knows: its identity and its id.
+        main: the id of the main thread, which has written them.
+    """
+    parts = _THREAD.split(text)
+    numbers = [line.split() for line in parts[-1].splitlines() if _NUMBERS.fullmatch(line)]
+    known = {int(ident): int(tid) for ident, tid in numbers}
+    found = {}
+    for current, ident, stack in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        number = int(ident, 16)
+        if current:  # without the frame of `offer`
+            found[main] = stack.partition("\n")[2]
+        else:
+            found[known.get(number, number)] = stack
+    return found
 
 
 def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:

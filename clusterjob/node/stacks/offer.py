@@ -8,8 +8,12 @@ works while a thread sleeps, waits for a lock or holds the interpreter in native
   signal, `SIGNAL_FOR_ALL`, is only for a process whose one Python thread is stuck in the kernel.
 - `SIGNAL` is SIGURG, which is ignored by default. So it ends no process, even if the process
   executes another program just before the signal arrives.
-- Python 3.9 and 3.10 change reference counts in the handler, so no other thread may run meanwhile.
-  The name of the file tells the requester, which waits for such a moment.
+- A thread that runs Python code may be at a place where Python 3.11 and 3.12 crash in the handler:
+  between two steps of a call. Python 3.9 and 3.10 change reference counts in the handler without
+  the interpreter's lock, so no other thread may run. The name of the file tells the requester.
+- So a main thread that runs gets `SIGNAL_FOR_PYTHON` first. Its handler is Python code, which the
+  interpreter calls at a safe place, with its lock: it writes the stacks of all threads. It never
+  runs while the main thread is in native code, but then the other signals are safe.
 - Python 3.13.0 crashes in the handler (python/cpython#123967), so there the process offers nothing.
 - An open file shows that the process wants the signal. It is closed when the program sets its own
   handler or executes another program.
@@ -23,14 +27,24 @@ import os
 import sys
 
 SIGNAL = int(_signal.SIGURG)
+SIGNAL_FOR_PYTHON = int(_signal.SIGWINCH)  # ignored by default, too
 SIGNAL_FOR_ALL = int(_signal.SIGRTMAX) - 3  # libraries use the first real-time signals
 # In the links of the descriptors in /proc/PID/fd, by signal.
-FILES = {SIGNAL: "clusterjob-stack", SIGNAL_FOR_ALL: "clusterjob-all-stacks"}
-ALONE = "-alone"  # the end of a name: the thread that answers must be the only one that runs
+FILES = {
+    SIGNAL: "clusterjob-stack",
+    SIGNAL_FOR_PYTHON: "clusterjob-python-stacks",
+    SIGNAL_FOR_ALL: "clusterjob-all-stacks",
+}
+# The end of a name: which thread can be asked.
+ALONE = "-alone"  # only one that runs alone, or sleeps while no other runs
+ASLEEP = "-asleep"  # only one that sleeps
+END = "end\n"  # of the answer to `SIGNAL_FOR_PYTHON`
 
 
 class _Offer:
-    """Python-level signal handler that owns the file; faulthandler's C handler does the work.
+    """Python-level signal handler that owns the file.
+
+    Only for `SIGNAL_FOR_PYTHON` Python calls it; else faulthandler's C handler does the work.
 
     When the program sets another handler, Python frees this object, and its file is closed.
     """
@@ -39,8 +53,19 @@ class _Offer:
         self.descriptor = anonymous_file(name)
         self._inode = os.fstat(self.descriptor).st_ino
 
-    def __call__(self, number: int, frame: object) -> None:
-        """Do nothing; faulthandler has been disabled."""
+    def __call__(self, _number: int, _frame: object) -> None:
+        """Write the stacks of all threads if a request waits: it has written one byte."""
+        try:
+            found = os.fstat(self.descriptor)
+            if (found.st_ino, found.st_size) != (self._inode, 1):
+                return
+            sys.modules["faulthandler"].dump_traceback(self.descriptor)
+            threads = getattr(sys.modules.get("threading"), "_active", {})
+            tids = [(ident, getattr(each, "native_id", 0)) for ident, each in list(threads.items())]
+            lines = "".join([f"{ident} {tid}\n" for ident, tid in tids])
+            os.write(self.descriptor, (lines + END).encode())
+        except Exception:  # noqa: S110  # it must not reach the program
+            pass
 
     def __del__(self) -> None:
         try:
@@ -55,7 +80,7 @@ def offer() -> None:
     version = sys.version_info[:3]
     if version == (3, 13, 0):
         return
-    end = ALONE if (3, 9) <= version < (3, 11) else ""
+    end = ALONE if (3, 9) <= version < (3, 11) else ASLEEP if version < (3, 13) else ""
     for number, name in FILES.items():
         if _signal.getsignal(number) is not _signal.SIG_DFL:
             continue
@@ -64,6 +89,9 @@ def offer() -> None:
 
             own = _Offer(name + end)
             _signal.signal(number, own)
+            if number == SIGNAL_FOR_PYTHON:
+                _signal.siginterrupt(number, False)
+                continue
             every = number == SIGNAL_FOR_ALL
             faulthandler.register(number, file=own.descriptor, all_threads=every, chain=False)
         except (AttributeError, ImportError, OSError, RuntimeError, ValueError):

@@ -1,7 +1,8 @@
 """Ask a running process of the same user for the Python stacks of its threads.
 
-The process must have called `offer`. Each of its threads is asked in turn, the main thread first,
-and writes its own stack. Threads of native libraries write nothing.
+The process must have called `offer`. If its main thread runs, Python code of it writes all stacks.
+Else each of its threads is asked in turn, the main thread first, and writes its own stack. Threads
+of native libraries write nothing.
 
 A thread that waits for a FUSE file system is not asked: a signal would interrupt its read, and some
 libraries take that for an error. If it is the only Python thread, a native thread writes its stack.
@@ -30,7 +31,8 @@ from clusterjob.node.stacks.frames import MAX_THREADS, ThreadStack
 ANSWER_SECONDS = 1.5
 POLL_SECONDS = 0.01  # between two calls of `StackRequest.step` without progress
 _SLICE = 0.05  # seconds after which the other threads are asked before a thread that is silent
-_ALONE_SECONDS = 0.5  # for a moment in which no other thread runs, where this is necessary
+_PYTHON_SECONDS = 0.2  # for the main thread to run Python code
+_SAFE_SECONDS = 0.4  # from the beginning, for a moment in which a thread can be asked
 _MAX_BYTES = 1 << 18
 _MAX_ASKED = 1000  # threads
 _HEADER = "Stack (most recent call first):"
@@ -68,7 +70,7 @@ class StackRequest:
         with contextlib.suppress(OSError):
             self._directory = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._file = _open_offer(self._directory)
-        self._alone = self._file is not None and offer.ALONE in _name(self._file)
+        self._name = "" if self._file is None else os.readlink(f"/proc/self/fd/{self._file}")
         self.offered = self._file is not None
         self.done = not self.offered
         self._locked = False
@@ -78,6 +80,7 @@ class StackRequest:
         self._late: set[int] = set()  # threads that have been asked and have not begun to answer
         self._again: set[int] = set()  # threads that could not be asked at first
         self._silent: list[int] = []  # native threads
+        self._python: int | None = None  # the file for the stacks that Python code writes
         self._helper: tuple[int, int] | None = None  # the native thread and the file for all stacks
         self._helped = False
         self._found: dict[int, str] = {}
@@ -87,6 +90,8 @@ class StackRequest:
         if self.done or not (self._locked or self._lock()):
             return False
         try:
+            if self._python is not None:
+                return self._collect_python(self._python)
             if self._helper is not None:
                 return self._collect_help(*self._helper)
             if self._asked is not None and not self._collect(self._asked):
@@ -121,10 +126,10 @@ class StackRequest:
 
     def _finish(self) -> None:
         """End the request, so that the next one can lock the file."""
-        for descriptor in (self._file, self._helper[1] if self._helper else None):
+        for descriptor in (self._file, self._python, self._helper[1] if self._helper else None):
             if descriptor is not None:
                 os.close(descriptor)
-        self._file = self._helper = None
+        self._file = self._python = self._helper = None
         self.done = True
 
     def _lock(self) -> bool:
@@ -139,6 +144,9 @@ class StackRequest:
         self._locked = True
         self._begun_at = time.monotonic()
         assert self._directory is not None
+        main = self._signals(self.pid)
+        if main is not None and not main.sleeps:
+            self._ask_python()
         threads = sorted(_threads(self._directory))[:_MAX_ASKED]
         for tid in sorted(threads, key=lambda tid: tid != self.pid):
             signals = self._signals(tid)
@@ -170,13 +178,13 @@ class StackRequest:
         assert self._file is not None
         os.ftruncate(self._file, 0)
         signals = self._signals(tid)
-        if signals is not None and self._alone and self._others_run(tid):
-            if time.monotonic() < self._begun_at + _ALONE_SECONDS:
+        if signals is not None and self._endangered(tid, signals):
+            if time.monotonic() < self._begun_at + _SAFE_SECONDS:
                 self._waiting.append(tid)
                 return False
-            if tid != self.pid or signals.sleeps:
+            # The main thread is in native code; if others run, they may be native threads.
+            if tid != self.pid:
                 return True
-            # A main thread that runs may never be alone: its native threads run with it.
         if signals is None or not (signals.blocked or self._waits_for_fuse(tid)):
             self._asked, self._asked_at = tid, time.monotonic()
             if not _signal_thread(self.pid, tid, offer.SIGNAL):
@@ -214,7 +222,35 @@ class StackRequest:
         self._asked = None
         return True
 
-    def _others_run(self, tid: int) -> bool:
+    def _ask_python(self) -> None:
+        """Let Python code of the main thread write all stacks."""
+        assert self._directory is not None
+        self._python = _open_offer(self._directory, offer.SIGNAL_FOR_PYTHON)
+        if self._python is not None:
+            os.ftruncate(self._python, 0)
+            os.pwrite(self._python, b"?", 0)
+            _signal_thread(self.pid, self.pid, offer.SIGNAL_FOR_PYTHON)
+
+    def _collect_python(self, file: int) -> bool:
+        """Return whether the Python code has answered, or is late: it then writes nothing."""
+        text, end, _ = os.pread(file, _MAX_BYTES, 0).decode(errors="replace").partition(offer.END)
+        if end:
+            self._found = frames.of_all_threads(text[1:], self.pid)
+            self._finish()
+        elif time.monotonic() >= self._begun_at + _PYTHON_SECONDS:
+            os.ftruncate(file, 0)
+            os.close(file)
+            self._python = None
+        else:
+            return False
+        return True
+
+    def _endangered(self, tid: int, signals: _Signals) -> bool:
+        """Return whether the process might crash if this thread were asked now; see `offer`."""
+        if offer.ASLEEP in self._name:
+            return not signals.sleeps
+        if offer.ALONE not in self._name:
+            return False
         assert self._directory is not None
         for other in _threads(self._directory):
             fields = self._read(f"task/{other}/stat").rpartition(")")[2].split()
@@ -308,11 +344,6 @@ def _open_offer(directory: int, number: int = offer.SIGNAL) -> int | None:
     finally:
         os.close(opened)
     return None
-
-
-def _name(descriptor: int) -> str:
-    """Return the name of an open file, which may be in no directory."""
-    return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def _threads(directory: int) -> list[int]:
