@@ -33,7 +33,7 @@ def status(
 
     With --watch, the command ends when the named jobs have ended.
     """
-    from clusterjob.cli import efficiency, job_table, output
+    from clusterjob.cli import efficiency, job_table, output, tables
     from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
@@ -56,7 +56,11 @@ def status(
     elif not pairs:
         output.print_message("no job is running; `clusterjob list` shows those that have ended")
     else:
-        job_table.print_jobs([row_of(record, now) for record, now in pairs], together=not ids)
+        if not watch or tables.terminal_size() is not None:  # else its last table is there
+            rows = [row_of(record, now) for record, now in pairs]
+            # The verdict below has the whole reason of an ended job.
+            ended = all(now.verdict is not None for _, now in pairs)
+            job_table.print_jobs(rows, together=not ids, fit=bool(ids) and ended)
         for record, now in pairs:
             if text := silence.hint(record, now):
                 output.print_message(f"job {record.job_id}: {text}")

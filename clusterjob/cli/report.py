@@ -96,6 +96,8 @@ def _save(path: Path | None, pieces: Iterable[str]) -> None:
         for piece in pieces:
             sys.stdout.write(piece)
         return
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.parent}", "-o FILE names the file")
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with open(handle, "w", encoding="utf-8") as stream:

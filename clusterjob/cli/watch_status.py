@@ -17,9 +17,12 @@ from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
     from clusterjob.backends.base import Status
+    from clusterjob.core.record_index import ListRow
     from clusterjob.core.records import Record
 
 _COLUMNS = ("id", "state", "code", "nodes", "cluster", "duration")
+_LESS = ("nodes", "cluster", "code", "duration")  # left out, in this order, for the phase
+_PHASE_WIDTH = 24  # columns of the terminal that the phase has at least
 _INTERVAL = 0.5  # seconds between two polls of the jobs
 _MAX_NODES = 64  # maximum nodes whose output is checked
 
@@ -35,6 +38,17 @@ def show(wanted: Sequence[Record]) -> bool:
     """
     view = _View(wanted)
     return redraw.show(view.lines, is_over=view.is_over, interval=_INTERVAL)
+
+
+def _columns_for(rows: Sequence[ListRow], width: int) -> Sequence[str]:
+    """Return the columns that leave room for the phase on a line of this width."""
+    columns = list(_COLUMNS)
+    for less in _LESS:
+        lines = tables.table_lines(job_table.cells(rows, columns))
+        if max(map(tables.width_of, lines)) + _PHASE_WIDTH < width:
+            break
+        columns.remove(less)
+    return columns
 
 
 class _View:
@@ -54,10 +68,10 @@ class _View:
         """Return the table; without a terminal, only what changes with a phase."""
         pairs = polling.statuses(self._wanted) if self._wanted else polling.unfinished()
         self._over = bool(self._wanted) and all(now.verdict is not None for _, now in pairs)
-        columns = _COLUMNS if size is not None else _COLUMNS[:-1]
         rows = [row_of(record, now) for record, now in pairs]
-        table = job_table.cells(rows, columns)
         texts = [self._text(record, now, steady=size is None) for record, now in pairs]
+        columns = _COLUMNS[:-1] if size is None else _columns_for(rows, size.columns)
+        table = job_table.cells(rows, columns)
         table = [(*cells, text) for cells, text in zip(table, ["PHASE", *texts], strict=True)]
         if size is None:
             return tables.table_lines(table)

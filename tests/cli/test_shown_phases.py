@@ -18,8 +18,9 @@ from terminals import Terminal
 from tmux import Tmux
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
-from clusterjob.cli import colours
+from clusterjob.cli import colours, watch_status
 from clusterjob.cli.phase_text import PhaseClock, phase_text
+from clusterjob.core.record_index import ListRow
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 RUN = [*CLUSTERJOB, "run", "--cluster", "local"]
@@ -132,6 +133,13 @@ def test_status_watch_without_terminal_prints_table_when_phase_changes(work: Pat
         [*CLUSTERJOB, "status", "--watch", "--json"], capture_output=True, text=True, check=False
     )
     assert (refused.returncode, "--json and --watch" in refused.stderr) == (2, True)
+
+
+def test_narrow_table_leaves_out_columns_for_the_phase() -> None:
+    row = ListRow("train-e7trvw", "RUNNING", "", "2", "hpc", "2026-01-01T00:00:00Z", "")
+    assert "nodes" in watch_status._columns_for([row], 100)
+    assert watch_status._columns_for([row], 64) == ["id", "state", "code", "duration"]
+    assert watch_status._columns_for([row], 20) == ["id", "state"]
 
 
 @needs_tmux

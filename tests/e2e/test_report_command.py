@@ -83,6 +83,8 @@ def test_report_and_trace_of_a_job_that_runs_and_has_failed(
     for words in (["report", job_id, "-o", "mine.html"], ["trace", job_id, "-o", path.name]):
         refused = command(tmp_path, *words, code=2)
         assert "this command did not write it" in refused.stderr
+    refused = command(tmp_path, "report", job_id, "-o", "absent/x.html", code=2)
+    assert f"x.html: there is no directory {tmp_path / 'absent'}" in refused.stderr
     command(tmp_path, "report", job_id, "-o", os.devnull, code=2)
     assert not Path(os.devnull).is_file()
     assert (tmp_path / "mine.html").read_text() == "mine"
