@@ -303,7 +303,8 @@ class Verdict:
             if self.restarts
             else ""
         )
-        lines = [f"{self.state}{restarted}" + (f": {self.reason}" if self.reason else "")]
+        says_more = self.reason and self.reason.upper() != self.state.value  # "cancelled"
+        lines = [f"{self.state}{restarted}" + (f": {self.reason}" if says_more else "")]
         if self.failure and self.failure.last_lines:
             title, shown = self.failure.output()
             lines += [f"  {title}", *(f"  | {line}" for line in shown)]

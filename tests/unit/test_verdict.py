@@ -159,6 +159,7 @@ def test_text_of_success_is_state_and_restarts() -> None:
     assert Verdict(JobState.SUCCEEDED, 0).text() == "SUCCEEDED"
     assert Verdict(JobState.SUCCEEDED, 0, restarts=1).text() == "SUCCEEDED after 1 restart"
     assert Verdict(JobState.SUCCEEDED, 0, restarts=2).text() == "SUCCEEDED after 2 restarts"
+    assert Verdict(JobState.CANCELLED, 143, reason="cancelled").text() == "CANCELLED"
 
 
 def test_text_of_failure_names_cause_last_lines_and_consequences() -> None:
