@@ -272,6 +272,19 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     assert found.stacks
 
 
+def test_verdict_names_the_stopped_one_of_two_ranks() -> None:
+    stacks = [stack("train.py:main", "train.py:step", rank=0), stack(rank=1)]
+    stacks[1] = replace(stacks[1], answered=False, state="is stopped (do_signal_stop)")
+    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
+    end = hang_verdict.hang(own, 12.0)
+    found = hang_verdict.with_ranks(end, stacks, step=-1, local_rank=lambda _node, rank: rank)
+    assert found.failure is not None
+    assert found.failure.rank == 1
+    assert found.failure.message.endswith(
+        "rank 1 does not answer: the process is stopped (do_signal_stop)"
+    )
+
+
 def test_stack_in_verdict_leaves_out_import_machinery() -> None:
     machinery = [f"<frozen importlib._bootstrap>:load{i}" for i in range(30)]
     stacks = [stack("train.py:main", *machinery, "slow.py:<module>", rank=0)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from clusterjob.node.rendezvous import outcome
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.stacks import grouping, waits
+from clusterjob.node.stacks import grouping, kernel, waits
 from clusterjob.node.stacks.frames import RankStack, program_frame
 from clusterjob.node.stacks.grouping import Group
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind, JobState
@@ -75,7 +75,8 @@ def with_ranks(
 def _odd(groups: Sequence[Group]) -> Group | None:
     """Return the group for which the others wait, or None.
 
-    It is the one that is not in a collective, else the smallest one.
+    It is the one that is stopped or does not answer, else the one that is not in a collective, else
+    the smallest one.
     """
     ordered = sorted(groups, key=_order)
     if len(ordered) == 1 or _order(ordered[0]) == _order(ordered[1]):
@@ -83,10 +84,11 @@ def _odd(groups: Sequence[Group]) -> Group | None:
     return ordered[0]
 
 
-def _order(each: Group) -> tuple[bool, int]:
+def _order(each: Group) -> tuple[bool, bool, int]:
     wait = waits.find(each.frames)
     collective = wait is not None and _COLLECTIVES in each.frames[wait.depth].file
-    return collective, len(each.ranks)
+    answers = bool(each.frames) and not each.state.startswith(kernel.STOPPED)
+    return answers, collective, len(each.ranks)
 
 
 def _duration(seconds: float) -> str:
