@@ -1,4 +1,4 @@
-"""Count the ranks of a round that import torch, join and form the process group, for the events."""
+"""Add events when the ranks import torch, join and form the process group."""
 
 from __future__ import annotations
 
