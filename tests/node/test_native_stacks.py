@@ -128,6 +128,7 @@ def test_process_without_python_frames_shows_native_ones(tmp_path: Path) -> None
 
 def test_stopped_process_shows_native_frames_and_remains_stopped(tmp_path: Path) -> None:
     with child(tmp_path, NATIVE_THREAD) as process:
+        wait_until(lambda: kernel.state(process.pid).startswith("sleeps"), TIMEOUT)
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: kernel.state(process.pid).startswith("is stopped"), TIMEOUT)
         stack = native_stack(process)

@@ -1,4 +1,4 @@
-"""Files of a host that `report`, `trace`, `metrics`, `top` and `status` read, with any content."""
+"""Files with any content, which `report`, `trace`, `metrics`, `top` and `status` read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clusterjob.backends.shared import ended
 from clusterjob.cli import efficiency as shown
 from clusterjob.cli import metrics as shown_metrics
 from clusterjob.core.records import Record
-from clusterjob.insight import metrics, silence, trace
+from clusterjob.insight import metrics, sample_files, silence, trace
 from clusterjob.insight.efficiency import efficiency
 from clusterjob.insight.live_node import NodeReader
 from clusterjob.insight.live_output import LiveOutput
@@ -175,7 +175,7 @@ def test_short_lines_take_little_time(record: Record) -> None:
     with (directory / PHASES).open("ab") as file:
         file.write(b"\n" * (16 << 20))
     begin = time.process_time()
-    assert segments.latest(record.job_dir, 0) is not None
+    assert sample_files.latest(record.job_dir, 0) is not None
     assert list(read_phases(record.job_dir, 0))
     assert time.process_time() - begin < CPU_SECONDS
 
@@ -194,7 +194,7 @@ def test_other_ranks_in_each_sample_do_not_fill_the_memory(record: Record) -> No
     measured.find(record.job_dir, [0])
     measured.read(record.job_dir, lambda _node, _attempt, time: time, 300.0)
     assert len(measured.series[0]) <= 2048
-    newest = segments.latest(record.job_dir, 0)
+    newest = sample_files.latest(record.job_dir, 0)
     assert newest is not None
     assert newest[1].monotonic == 120.0  # a rank of the last sample is impossible
 
