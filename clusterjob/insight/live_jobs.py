@@ -253,7 +253,11 @@ class JobPoller:
         if record is None:
             return None
         if self._readers_of != chosen:
-            hosts = [sanitize(str(host.get("name", ""))) for host in record.spec.get("hosts") or ()]
+            given = record.spec.get("hosts")
+            hosts = [
+                sanitize(str(host.get("name", ""))) if isinstance(host, dict) else ""
+                for host in (given if isinstance(given, list) else ())
+            ]
             self._readers_of = chosen
             self._readers = [
                 NodeReader(record.job_dir, node, host=hosts[node] if node < len(hosts) else "")

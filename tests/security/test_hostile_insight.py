@@ -221,3 +221,8 @@ def test_timeline_that_grows_at_once_does_not_fill_the_memory(tmp_path: Path) ->
 def test_csv_has_no_formula(cell: str) -> None:
     assert shown_metrics._csv_cell(cell) == f"'{cell}"
     assert shown_metrics._csv_cell("gpu-1") == "gpu-1"
+
+
+def test_tab_in_a_line_does_not_move_the_columns_of_top() -> None:
+    top_table = pytest.importorskip("clusterjob.cli.top_table")
+    assert top_table._fitted("a\tb", 5, right=False) == "a b  "

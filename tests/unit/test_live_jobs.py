@@ -285,6 +285,19 @@ class _Stuck:
         raise ClusterJobError("host \x1b[2Jgpu1 does not answer")
 
 
+@pytest.mark.parametrize("hosts", [[[]], ["gpu1"], 3])
+def test_record_with_odd_hosts_hides_no_job(hosts: object) -> None:
+    job = WrittenJob("a-222222")
+    Records().save(replace(job.record, spec=job.record.spec | {"hosts": hosts}))
+    poller = JobPoller(None, lambda: None)
+    poller.start()
+    try:
+        wait_until(lambda: poller.snapshot.chosen or poller.snapshot.error, TIMEOUT)
+    finally:
+        poller.close()
+    assert (list(states(poller.snapshot)), poller.snapshot.error) == (["a-222222"], "")
+
+
 def test_host_without_answer_does_not_delay_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = _Stuck()
     monkeypatch.setitem(base._loaded, "stuck", stuck)

@@ -153,6 +153,13 @@ def test_report_of_older_version_shows_what_it_recorded(tmp_path: Path) -> None:
     assert sections(report_of(record)) == ["verdict", "output", "code"]
 
 
+def test_report_of_record_with_odd_settings_shows_the_others(tmp_path: Path) -> None:
+    record = WrittenJob(tmp_path).write()
+    program = record.spec["program"] | {"args": -1}
+    odd = record.spec | {"program": program, "env": 3, "secret": True, "python": "python9"}
+    assert "python9" in report_of(replace(record, spec=odd))
+
+
 def test_report_without_job_directory_shows_the_record(tmp_path: Path) -> None:
     record = replace(WrittenJob(tmp_path).write(), job_dir=tmp_path / "removed")
     text = report_of(record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from clusterjob.backends.base import Status
@@ -331,6 +331,11 @@ def _shown(form: Callable[[int], str], value: object) -> str:
     return form(value) if type(value) is int else ""
 
 
+def _items(value: object) -> Iterable[Any]:
+    """Return the items of a list or the names of an object; a record may be of another version."""
+    return value if isinstance(value, (list, tuple, Mapping)) else ()
+
+
 def _settings(record: Record) -> list[tuple[str, str]]:
     """Return what the job asked for; of secrets only the names."""
     spec = record.spec
@@ -338,9 +343,10 @@ def _settings(record: Record) -> list[tuple[str, str]]:
     program = program if isinstance(program, Mapping) else {}
     resources = spec.get("resources")
     resources = resources if isinstance(resources, Mapping) else {}
-    words = [str(program.get("target", "")), *map(str, program.get("args") or ())]
+    words = [str(program.get("target", "")), *map(str, _items(program.get("args")))]
     secrets = [
-        item.get("name") if isinstance(item, Mapping) else item for item in spec.get("secret") or ()
+        item.get("name") if isinstance(item, Mapping) else item
+        for item in _items(spec.get("secret"))
     ]
     found = [
         ("Program", " ".join(words)),
@@ -354,7 +360,7 @@ def _settings(record: Record) -> list[tuple[str, str]]:
         ("Memory per node", _shown(show_size, resources.get("mem"))),
         ("Time limit", _shown(show_duration, resources.get("time_limit"))),
         ("Container", spec.get("container")),
-        ("Variables", ", ".join(map(str, spec.get("env") or ()))),
+        ("Variables", ", ".join(map(str, _items(spec.get("env"))))),
         ("Secrets (names)", ", ".join(str(name) for name in secrets)),
     ]
     return [
