@@ -10,6 +10,7 @@ measured the time in the queue between them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 
 _GAP = 0.02  # between two attempts, as a part of the first one's duration
 _SMALLEST_GAP = 1.0  # seconds
+# Seconds by which another node may begin before node 0, or end after it. A host that records any
+# time must not stretch the axis so that nothing else can be seen.
+_MARGIN = 600.0
 _MAX_ATTEMPTS = 1000
 _MAX_EVENTS = 100_000
 MAX_RANK = 1 << 16
@@ -52,6 +56,7 @@ class JobClock:
         self._shifts: dict[tuple[int, int], float] = {}  # (node, attempt) -> node 0's clock
         self._begins: dict[int, float] = {}  # attempt -> its begin by node 0's clock
         self._bases: dict[int, float] = {}  # attempt -> its begin on the axis
+        self._limits: dict[int, float] = {}  # attempt -> the last possible time on the axis
         records: dict[int, dict[int, list[PhaseBegin]]] = {}
         for node, begins in phases.items():
             for begin in begins:
@@ -61,9 +66,14 @@ class JobClock:
             told.setdefault(event["attempt"], []).append(event)
         base = 0.0
         for attempt in sorted({*records, *told})[:_MAX_ATTEMPTS]:
-            first, last = self._align(attempt, records.get(attempt, {}), told.get(attempt, []))
-            last = max(last, (ends or {}).get(attempt, last))
+            first, last, latest = self._align(
+                attempt,
+                records.get(attempt, {}),
+                told.get(attempt, []),
+                end=(ends or {}).get(attempt),
+            )
             self._begins[attempt], self._bases[attempt] = first, base
+            self._limits[attempt] = base + latest - first
             base += last - first + max(_SMALLEST_GAP, _GAP * (last - first))
 
     @property
@@ -83,15 +93,20 @@ class JobClock:
             if node:
                 self.unaligned.add(node)
             self._shifts[node, attempt] = begin - monotonic if node else 0.0
-        return max(base, monotonic + self._shifts[node, attempt] - begin + base)
+        time = monotonic + self._shifts[node, attempt] - begin + base
+        return max(base, min(time, self._limits.get(attempt, math.inf)))
 
     def _align(
         self,
         attempt: int,
         records: Mapping[int, Sequence[PhaseBegin]],
         events: Sequence[Mapping[str, Any]],
-    ) -> tuple[float, float]:
-        """Align the nodes of an attempt; return its begin and end by node 0's clock."""
+        end: float | None,
+    ) -> tuple[float, float, float]:
+        """Align the nodes of an attempt; return its begin and end by node 0's clock.
+
+        The third time is the last one that any node may have; infinity if it is unknown.
+        """
         own = _common_events(records.get(0, ())) or {
             (_START, event["restart"]): event["monotonic"]
             for event in reversed(events)
@@ -99,6 +114,9 @@ class JobClock:
         }
         times = [event["monotonic"] for event in events]
         times += [begin.monotonic for begin in records.get(0, ())]
+        times += [] if end is None else [end]
+        first, last = (min(times), max(times)) if times else (math.inf, math.inf)
+        others = []  # the times of other nodes
         late = []
         self._shifts[0, attempt] = 0.0
         for node, begins in records.items():
@@ -109,15 +127,19 @@ class JobClock:
             elif node:
                 shift = own[common[0]] - seen[common[0]]
                 self._shifts[node, attempt] = shift
-                times += [begin.monotonic + shift for begin in begins]
+                others += [begin.monotonic + shift for begin in begins]
         if not times:  # nothing of node 0 is known: the first node's clock takes its place
-            times = [begin.monotonic for _, begins in late[:1] for begin in begins]
+            others = [begin.monotonic for _, begins in late[:1] for begin in begins]
+            first = min(others)
         for node, begins in late:
-            first = min(begin.monotonic for begin in begins)
-            self._shifts[node, attempt] = min(times) - first
+            shift = first - min(begin.monotonic for begin in begins)
+            self._shifts[node, attempt] = shift
             self.unaligned.add(node)
-            times += [begin.monotonic + min(times) - first for begin in begins]
-        return min(times), max(times)
+            others += [begin.monotonic + shift for begin in begins]
+        ended = end is not None or any(event.get("event") == "ended" for event in events)
+        latest = last + _MARGIN if ended else math.inf
+        times += [max(first - _MARGIN, min(time, latest)) for time in others]
+        return min(times), max(times), latest
 
 
 def _common_events(begins: Iterable[PhaseBegin]) -> _Common:

@@ -43,6 +43,19 @@ def test_nodes_are_aligned_where_the_group_is_formed(
     assert not clock.unaligned
 
 
+@pytest.mark.parametrize("common", [True, False])
+def test_times_of_one_host_do_not_stretch_the_axis(common: bool) -> None:
+    false = [*(round_of(1.0, 1) if common else ()), begin(Phase.STOP, 9e11, 1)]
+    clock = JobClock({0: round_of(5000, 0), 1: false}, [], ends={0: 5070.0})
+    assert clock.place(1, 0, 9e11) <= 70 + 600
+    assert clock.place(1, 0, 9e11) - clock.place(0, 0, 5000) <= 70 + 2 * 600
+    early = [begin(Phase.SETUP, 0.0, 1), *round_of(9e11, 1)]
+    clock = JobClock({0: round_of(5000, 0), 1: early}, [], ends={0: 5070.0})
+    assert clock.place(0, 0, 5060) - clock.place(0, 0, 5000) == pytest.approx(60)
+    assert clock.place(0, 0, 5060) <= 60 + 600
+    assert clock.place(1, 0, 0.0) == 0
+
+
 def test_nodes_without_a_group_are_aligned_where_workers_start() -> None:
     phases = {
         0: [begin(Phase.SETUP, 100), begin(Phase.RUNNING, 110, 0)],
