@@ -81,8 +81,7 @@ class RankStack:
 
 # A line of faulthandler; its file names are cut off after 500 characters.
 _FRAME = re.compile(r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
-_THREAD = re.compile(r"^(Current )?[Tt]hread 0x([0-9a-f]+).*:\n", re.MULTILINE)
-_NUMBERS = re.compile(r"\d{1,20} \d{1,10}")
+_THREAD = re.compile(r"^Thread ([0-9]{1,20})\n", re.MULTILINE)
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 MAX_THREADS = 100
 MAX_FRAMES = 200
@@ -112,24 +111,10 @@ def parse_thread(name: str, text: str) -> ThreadStack:
     return ThreadStack(name, of_program(found))
 
 
-def of_all_threads(text: str, main: int) -> dict[int, str]:
-    """Return the stacks by thread id that `offer` has written for all threads.
-
-    Args:
-        text: the stacks, then a line for each thread that Python knows: its identity and its id.
-        main: the id of the main thread, which has written them.
-    """
+def of_all_threads(text: str) -> dict[int, str]:
+    """Return the stacks by thread id that `offer` has written for all threads."""
     parts = _THREAD.split(text)
-    numbers = [line.split() for line in parts[-1].splitlines() if _NUMBERS.fullmatch(line)]
-    known = {int(ident): int(tid) for ident, tid in numbers}
-    found = {}
-    for current, ident, stack in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        number = int(ident, 16)
-        if current:  # without the frame of `offer`
-            found[main] = stack.partition("\n")[2]
-        else:
-            found[known.get(number, number)] = stack
-    return found
+    return dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))
 
 
 def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:

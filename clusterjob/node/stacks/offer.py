@@ -23,8 +23,14 @@ loaded already or contains, so that it takes less than a millisecond.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes a millisecond
+import _thread
 import os
 import sys
+
+# typing is not imported: see above.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 SIGNAL = int(_signal.SIGURG)
 SIGNAL_FOR_PYTHON = int(_signal.SIGWINCH)  # ignored by default, too
@@ -38,6 +44,7 @@ FILES = {
 # The end of a name: which thread can be asked.
 ALONE = "-alone"  # only one that runs alone, or sleeps while no other runs
 ASLEEP = "-asleep"  # only one that sleeps
+_MAX_FRAMES = 100
 END = "end\n"  # of the answer to `SIGNAL_FOR_PYTHON`
 
 
@@ -53,17 +60,12 @@ class _Offer:
         self.descriptor = anonymous_file(name)
         self._inode = os.fstat(self.descriptor).st_ino
 
-    def __call__(self, _number: int, _frame: object) -> None:
+    def __call__(self, _number: int, frame: "FrameType | None") -> None:
         """Write the stacks of all threads if a request waits: it has written one byte."""
         try:
             found = os.fstat(self.descriptor)
-            if (found.st_ino, found.st_size) != (self._inode, 1):
-                return
-            sys.modules["faulthandler"].dump_traceback(self.descriptor)
-            threads = getattr(sys.modules.get("threading"), "_active", {})
-            tids = [(ident, getattr(each, "native_id", 0)) for ident, each in list(threads.items())]
-            lines = "".join([f"{ident} {tid}\n" for ident, tid in tids])
-            os.write(self.descriptor, (lines + END).encode())
+            if (found.st_ino, found.st_size) == (self._inode, 1):
+                os.write(self.descriptor, (_stacks(frame) + END).encode(errors="backslashreplace"))
         except Exception:  # noqa: S110  # it must not reach the program
             pass
 
@@ -73,6 +75,29 @@ class _Offer:
                 os.close(self.descriptor)
         except (AttributeError, OSError):
             pass
+
+
+def _stacks(frame: "FrameType | None") -> str:
+    """Return the stacks of all threads in the form of faulthandler, but with thread ids.
+
+    Args:
+        frame: the frame of this thread, which is the main thread.
+    """
+    known = getattr(sys.modules.get("threading"), "_active", {})
+    own, process = _thread.get_ident(), os.getpid()
+    lines = []
+    for ident, top in {**sys._current_frames(), own: frame}.items():
+        tid = process if ident == own else getattr(known.get(ident), "native_id", None) or ident
+        lines.append(f"Thread {tid}\n")
+        each = top
+        for _ in range(_MAX_FRAMES):
+            if each is None:
+                break
+            code = each.f_code
+            line = each.f_lineno or "???"
+            lines.append(f'  File "{code.co_filename}", line {line} in {code.co_name}\n')
+            each = each.f_back
+    return "".join(lines)
 
 
 def offer() -> None:

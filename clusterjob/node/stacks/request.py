@@ -235,7 +235,7 @@ class StackRequest:
         """Return whether the Python code has answered, or is late: it then writes nothing."""
         text, end, _ = os.pread(file, _MAX_BYTES, 0).decode(errors="replace").partition(offer.END)
         if end:
-            self._found = frames.of_all_threads(text[1:], self.pid)
+            self._found = frames.of_all_threads(text[1:])
             self._finish()
         elif time.monotonic() >= self._begun_at + _PYTHON_SECONDS:
             os.ftruncate(file, 0)
