@@ -411,6 +411,52 @@ def test_request_pauses_thread_for_less_than_50_ms(tmp_path: Path) -> None:
     assert float((tmp_path / "longest").read_text()) < 0.05
 
 
+@pytest.mark.parametrize("mode", ["fork", "subprocess", "faulthandler", "exec"])
+def test_requests_leave_nothing_in_worker(tmp_path: Path, mode: str) -> None:
+    """Neither descriptors nor memory, whatever the program does meanwhile."""
+    text = """
+        import faulthandler
+        mode = sys.argv[1]
+        offer()
+        if mode == "faulthandler": faulthandler.enable()
+        def others():
+            while True:
+                if mode == "fork":
+                    pid = os.fork()
+                    if not pid: os._exit(0)
+                    os.waitpid(pid, 0)
+                elif mode == "subprocess":
+                    handlers = lambda: signal.signal(signal.SIGURG, signal.SIG_IGN)
+                    subprocess.run(["/bin/true"], preexec_fn=handlers, check=True)
+                elif mode == "exec":
+                    subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
+                time.sleep(0.01)
+        threading.Thread(target=others, daemon=True).start()
+        up()
+        while not os.path.exists("leave"):
+            for number in range(1000): str(number)
+        os._exit(47)
+    """
+
+    def used() -> tuple[int, int]:
+        with open(f"/proc/{process.pid}/statm") as stream:
+            pages = int(stream.read().split()[1])
+        descriptors = os.listdir(f"/proc/{process.pid}/fd")
+        names = [os.readlink(f"/proc/{process.pid}/fd/{each}") for each in descriptors]
+        return len([name for name in names if "pipe" not in name]), pages * 4096
+
+    with child(tmp_path, text, mode) as process:
+        answers = sum(stack_of(process).answered for _ in range(20))
+        before = used()
+        answers += sum(stack_of(process).answered for _ in range(100))
+        after = used()
+        (tmp_path / "leave").touch()
+        assert process.wait(TIMEOUT) == 47
+    assert answers >= 100
+    assert after[0] <= before[0]
+    assert after[1] < before[1] + 2_000_000
+
+
 # -- the hook --------------------------------------------------------------------------------------
 
 WAIT = "import os, time; os.mknod('up'); time.sleep(1000)"
