@@ -24,6 +24,7 @@ LEFT_OUT = (
     "cli/",
     "core/byte_link.py",
     "core/inside/",
+    "core/interpreters.py",
     "remote/",
     "core/cleaning.py",
     "core/rerun.py",
