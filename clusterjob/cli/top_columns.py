@@ -14,9 +14,10 @@ from clusterjob.core.record_index import ListRow
 from clusterjob.core.times import show_age, show_duration
 from clusterjob.insight.live_jobs import JobNow, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
+from clusterjob.insight.silence import LONG
 from clusterjob.node.system.sanitize import sanitize
 
-_SILENT, _TOO_SILENT = 60.0, 600.0  # seconds without output that are marked
+_SILENT, _TOO_SILENT = 60.0, LONG  # seconds without output that are marked
 _TREND = 20  # samples of a sparkline
 
 _STATE_STYLE = {

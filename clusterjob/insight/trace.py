@@ -71,26 +71,21 @@ def _names(
 ) -> Iterator[_Event]:
     """Yield the names of processes and threads, and their order on the screen."""
     for node in nodes:
-        process = {"pid": _FIRST_PROCESS + node, "ph": "M", "ts": 0}
-        name = sanitize(f"node {node} {hosts.get(node, '')}".rstrip())
-        yield {
-            **process,
-            "tid": _FIRST_PROCESS + node,
-            "name": "process_name",
-            "args": {"name": name},
-        }
-        yield {
-            **process,
-            "tid": _FIRST_PROCESS + node,
-            "name": "process_sort_index",
-            "args": {"sort_index": node},
-        }
+        agent = _thread(node, None)
+        title = sanitize(f"node {node} {hosts.get(node, '')}".rstrip())
+        yield _metadata(node, agent, "process_name", name=title)
+        yield _metadata(node, agent, "process_sort_index", sort_index=node)
         for rank in spans.get(node, {}):
-            thread = {**process, "tid": _thread(node, rank)}
+            thread = _thread(node, rank)
             title = "agent" if rank is None else f"rank {rank}"
+            yield _metadata(node, thread, "thread_name", name=title)
             order = -1 if rank is None else rank
-            yield {**thread, "name": "thread_name", "args": {"name": title}}
-            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": order}}
+            yield _metadata(node, thread, "thread_sort_index", sort_index=order)
+
+
+def _metadata(node: int, thread: int, kind: str, **about: object) -> _Event:
+    process = _FIRST_PROCESS + node
+    return {"pid": process, "tid": thread, "ph": "M", "ts": 0, "name": kind, "args": about}
 
 
 def _thread(node: int, rank: int | None) -> int:
