@@ -23,7 +23,7 @@ from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import PHASES
 from clusterjob.node.metrics.segments import THINNED
-from clusterjob.node.verdict import Failure, JobState, Verdict
+from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 
 class Outline(HTMLParser):
@@ -250,6 +250,9 @@ def test_lost_node_is_marked(tmp_path: Path) -> None:
     text = report_of(replace(record, end=verdict.to_json()))
     assert "node 1, which failed" in text
     assert '<tr class="failed"><th scope="row">1 ✕</th>' in text
+    hang = replace(failure, kind=FailureKind.HANG)  # of all ranks alike: no node is at fault
+    text = report_of(replace(record, end=replace(verdict, failure=hang).to_json()))
+    assert "which failed" not in text
 
 
 def test_report_of_pending_job_says_why_it_waits(tmp_path: Path) -> None:

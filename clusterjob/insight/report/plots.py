@@ -10,6 +10,7 @@ from clusterjob.insight.report import svg
 from clusterjob.insight.report.data import ReportData
 from clusterjob.insight.report.measured import NODE
 from clusterjob.insight.report.series import Series
+from clusterjob.node.verdict import FailureKind
 
 FRAME = svg.HALF
 _SMALL_STEP = 6  # columns that are one point of a small picture
@@ -123,7 +124,9 @@ def _plot(metric: Metric, found: dict[int, Series], data: ReportData, failed: se
 def _failed_nodes(data: ReportData) -> set[int]:
     """Return the node of the root cause, or no node."""
     failure = data.verdict.failure if data.verdict is not None else None
-    return set() if failure is None else {failure.node_rank}
+    if failure is None or (failure.rank is None and failure.kind is FailureKind.HANG):
+        return set()  # all ranks hang alike
+    return {failure.node_rank}
 
 
 def failure_time(data: ReportData) -> float | None:
