@@ -194,6 +194,14 @@ def test_headline_of_issue_and_groups_with_smallest_first() -> None:
     ]  # fmt: skip
 
 
+def test_headline_names_line_of_smallest_group_that_waits() -> None:
+    broadcast = (Frame(f"{TORCH}/distributed_c10d.py", 3151, "broadcast"), *ALL_REDUCE[2:])
+    stacks = [stack(rank, broadcast if rank == 1 else ALL_REDUCE) for rank in range(3)]
+    assert grouping.headline(grouping.group(stacks)) == (
+        "ranks 0, 2 wait in all_reduce; rank 1 waits in broadcast (train.py:30)"
+    )
+
+
 def test_ranks_at_different_lines_of_same_wait_are_one_group_and_other_lines_are_not() -> None:
     moved = (Frame(ALL_REDUCE[0].file, 3261, "all_reduce"), *ALL_REDUCE[1:])
     other = (*ALL_REDUCE[:2], Frame("/w/train.py", 31, "step"), MODULE)

@@ -91,9 +91,9 @@ def headline(groups: Sequence[Group]) -> str:
     clauses = []
     for each, known in zip(ordered[:_MAX_CLAUSES], texts, strict=False):
         alone = len(ordered) == 1
-        verbs, rest = (
-            _verb_and_place(each, place=True) if alone or texts.count(known) > 1 else known
-        )
+        # The smallest group is the one to look at.
+        place = each is ordered[-1] or texts.count(known) > 1
+        verbs, rest = _verb_and_place(each, place=True) if place else known
         several = len(each.ranks) > 1
         named = f"all {len(each.ranks)} ranks" if alone and several else ranks_text(each.ranks)
         clauses.append(f"{named} {verbs[several]} {rest}")
