@@ -93,6 +93,7 @@ class Status:
         elapsed: seconds for which the workers of a running job have run, measured with one clock;
             None if it is unknown.
         progress: its phase; None if no agent has started, or if the backend does not know it.
+        restart_reason: why the workers were started again the last time; empty if unknown.
     """
 
     state: JobState
@@ -104,6 +105,7 @@ class Status:
     provisional: bool = False
     elapsed: float | None = None
     progress: JobProgress | None = None
+    restart_reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Progress(NamedTuple):
         started: when its workers first started, by the monotonic clock of node 0; None before.
         phase: its phase and counts; None before an agent has started.
         phase_began: the begin of the phase, by the same clock; None if it is unknown.
+        restart_reason: why the workers were started again the last time.
     """
 
     started_at: str | None = None
@@ -43,6 +44,7 @@ class Progress(NamedTuple):
     started: float | None = None
     phase: JobProgress | None = None
     phase_began: float | None = None
+    restart_reason: str = ""
 
     def status(
         self,
@@ -71,12 +73,14 @@ class Progress(NamedTuple):
             handle=handle,
             elapsed=elapsed,
             progress=phase,
+            restart_reason=self.restart_reason,
         )
 
 
 def progress(job_dir: Path) -> Progress:
     """Return the progress of a job from the events in its directory."""
     started_at, restarts, waiting, started = None, 0, "", None
+    restart_reason = ""
     phases = _Phases()
     agents_started = False
     for event in read_events(job_dir / EVENTS):
@@ -96,13 +100,22 @@ def progress(job_dir: Path) -> Progress:
                 if isinstance(missing, list)
                 else ""
             )
+        elif kind == "restart":
+            restart_reason = str(event.get("why", ""))[:_MAX_DETAIL]
         elif kind == "exec":
             waiting = str(event.get("why", ""))
     if not agents_started:
         waiting = _preparing(job_dir)
         phase = JobProgress(JobPhase.SETUP, detail=waiting) if waiting else None
         return Progress(waiting=waiting, phase=phase)
-    return Progress(started_at, restarts, waiting, started=started, **phases.found())
+    return Progress(
+        started_at,
+        restarts,
+        waiting,
+        started=started,
+        restart_reason=restart_reason,
+        **phases.found(),
+    )
 
 
 class _Phases:

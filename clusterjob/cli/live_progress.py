@@ -49,6 +49,9 @@ class LiveProgress:
         text = self._clock.text(status)
         if not live.has_terminal:
             self._print(status)
+        elif status.restarts and status.restart_reason:
+            why = f"restart {status.restarts}: {status.restart_reason}"
+            self._print_once(f"restart {status.restarts}", why)
         if status.reason not in text:  # such as why the workers are not forked
             self._print_once(status.reason, status.reason)
         if not has_open_lines:

@@ -94,12 +94,13 @@ class PhaseClock:
             self._saw_begin = bool(self._phase)
             self._phase, self._begin, self._heard_at = phase, moment, moment
         seconds = moment - self._begin
+        restart = f", restart {status.restarts}" if status.restarts else ""
         if not runs:
-            return f"{text} ({show_duration(seconds)})" if seconds >= SLOW else text
+            return text + restart + (f" ({show_duration(seconds)})" if seconds >= SLOW else "")
         known = None if status.progress is None else status.progress.seconds
         if known is not None or self._saw_begin:
             seconds = seconds if known is None else known
             text = text.replace("running", f"running {show_duration(seconds)}", 1)
         if moment - self._heard_at >= SILENT:
             text += f", no output for {show_duration(moment - self._heard_at)}"
-        return text + (f", restart {status.restarts}" if status.restarts else "")
+        return text + restart

@@ -142,6 +142,15 @@ def test_narrow_table_leaves_out_columns_for_the_phase() -> None:
     assert watch_status._columns_for([row], 20) == ["id", "state"]
 
 
+def test_terminal_keeps_reason_of_restart(work: Path) -> None:
+    (work / "fails.py").write_text("import time; time.sleep(2); raise SystemExit(3)\n")
+    with Terminal([*RUN, "--max-restarts", "1", "fails.py"], cwd=work, columns=150) as terminal:
+        assert terminal.finish() == 3
+    shown = terminal.shown.decode()
+    assert shown.count("clusterjob: restart 1: rank 0 (node 0, ") == 1
+    assert "after 1 restart" in shown.partition("clusterjob: restart 1")[2]
+
+
 @needs_tmux
 @pytest.mark.parametrize("columns", [80, 30])
 def test_live_line_stays_below_output_and_disappears(work: Path, columns: int) -> None:

@@ -43,6 +43,16 @@ def test_each_event_gives_phase_counts_and_time(tmp_path: Path) -> None:
         assert (phase and (str(phase.phase), phase.done, phase.total)) == wanted, name
 
 
+def test_progress_has_reason_of_last_restart(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.add("started", world_size=2, restart=0)
+    assert progress(tmp_path).status(JobState.RUNNING).restart_reason == ""
+    log.add("restart", restart=1, why="rank 1: killed by SIGKILL")
+    log.add("started", world_size=2, restart=1)
+    status = progress(tmp_path).status(JobState.RUNNING)
+    assert (status.restarts, status.restart_reason) == (1, "rank 1: killed by SIGKILL")
+
+
 def test_seconds_of_phase_are_those_of_clock_of_node_0(tmp_path: Path) -> None:
     lines = (
         '{"event": "listening", "monotonic": 5, "nnodes": 2}\n'
