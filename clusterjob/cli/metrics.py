@@ -90,7 +90,10 @@ def _print_table(record: Record, nodes: Sequence[int], wanted: Wanted) -> None:
     found = [one for node in nodes if (one := insight.latest(record, node, wanted)) is not None]
     if not found:
         ranks = ",".join(map(str, wanted.ranks or ()))
-        raise UsageError(f"job {record.job_id} has no samples of rank {ranks}")
+        raise UsageError(
+            f"job {record.job_id} has no samples of rank {ranks}",
+            f"`clusterjob metrics {record.job_id}` shows all ranks",
+        )
     table = [("NODE", "HOST", "", "CPU", "MEMORY", "PSS", "READ", "WRITTEN", "THREADS", "OUTPUT")]
     gpus = [("NODE", "GPU", "NAME", "USE", "MEMORY", "POWER", "TEMP", "SM", "ECC", "XID")]
     for facts, sample in found:

@@ -152,3 +152,17 @@ def test_counts_of_large_world_get_few_events(tmp_path: Path, world_size: int, m
     assert 8 < len(events) <= most
     assert (events[-1]["joined"], events[-1]["formed"]) == (world_size, world_size)
     assert any(event["joined"] == world_size - 1 for event in events)
+
+
+def test_imports_of_many_nodes_get_few_events(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    counter = RankCounter(0, 8, events=EventLog(path))
+    nodes = [
+        Peer(rank, "host", pid=1, nproc=4, send=lambda _: None, heard_at=0.0) for rank in (0, 1)
+    ]
+    for _ in range(50):
+        for importing in (True, False):
+            for node in nodes:
+                counter.receive(node, messages.RankCounts(0, 0, 0, importing=importing))
+                counter.receive(node, messages.RankCounts(1, 0, 0, importing=not importing))
+    assert [event["torch"] for event in read_events(path)] == [True, False] * 4
