@@ -111,7 +111,8 @@ def test_forged_phases_are_ignored_and_bounded(make_job: MakeJob) -> None:
         import json, os
         from clusterjob.node.workers import rank_phases
         pipe = int(os.environ["CLUSTERJOB_REPORT_FD"].partition(":")[0])
-        for rank, phase in ((7, "init"), (0, "ended"), (0, "x"), (-1, "init"), (0, "setup")):
+        forged = ((7, "init"), (0, "ended"), (0, "x"), (-1, "init"), (0, "rendezvous"))
+        for rank, phase in forged:
             line = {"type": "WorkerPhase", "local_rank": rank, "phase": phase, "monotonic": 1.0}
             os.write(pipe, json.dumps(line).encode() + b"\\n")
         for _ in range(500):
@@ -126,6 +127,8 @@ def test_forged_phases_are_ignored_and_bounded(make_job: MakeJob) -> None:
     assert job.wait() == [0]
     begun = names(phases_of(job, 0))
     assert begun == ["import", *["rendezvous", "running"] * 31, "rendezvous", "ended"]
+    times = [begin.monotonic for begin in phases_of(job, 0)]
+    assert times == sorted(times)
     assert not [begin for begin in read_phases(job.dir, 0) if begin.rank not in (None, 0)]
 
 

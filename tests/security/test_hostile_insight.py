@@ -1,4 +1,4 @@
-"""Files with any content, which `report`, `trace`, `metrics`, `top` and `status` read."""
+"""Files of a host with any content, which `report`, `trace`, `top` and `status` read."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ class PhaseRecorder:
         self._send = send
         self._restart = 0
         self._first_rank = 0
+        self._started = 0.0  # the begin of the round
         self._ranks: dict[int, Phase] = {}  # the current phase by local rank
         self._counts: dict[int, int] = {}  # the recorded phases by local rank
         self._joined: set[int] = set()
@@ -79,6 +80,7 @@ class PhaseRecorder:
         self._ranks = dict.fromkeys(range(world.nproc), Phase.SETUP)
         for local_rank in self._ranks:
             self._add_rank(local_rank, Phase.IMPORT if is_python else Phase.RUNNING)
+        self._started = time.monotonic()
 
     def stop(self) -> None:
         """Record that the workers that still run are being stopped."""
@@ -106,7 +108,8 @@ class PhaseRecorder:
         self._joined.add(local_rank)
         if phase is Phase.RUNNING:
             self._formed.add(local_rank)
-        self._add_rank(local_rank, phase, at=min(message.monotonic, time.monotonic()))
+        at = min(max(message.monotonic, self._started), time.monotonic())
+        self._add_rank(local_rank, phase, at=at)
 
     def on_output(self, files: Iterable[str]) -> None:
         """Record that the ranks run which write output before they join a process group.
