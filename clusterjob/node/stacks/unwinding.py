@@ -1,4 +1,4 @@
-"""Find the callers of a function from registers, a copied stack, and an ELF file's rules.
+"""Find the callers of a function from a copy of its thread and the rules of ELF files.
 
 DWARF 5, 6.4: each function has instructions that tell for each of its addresses where it has
 saved the registers of its caller.
