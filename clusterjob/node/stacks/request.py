@@ -184,6 +184,7 @@ class StackRequest:
                 return False
             # The main thread is in native code; if others run, they may be native threads.
             if tid != self.pid:
+                self._helped = True  # no thread may read this one, which runs
                 return True
         if signals is None or not (signals.blocked or self._waits_for_fuse(tid)):
             self._asked, self._asked_at = tid, time.monotonic()

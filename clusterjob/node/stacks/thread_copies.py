@@ -1,4 +1,4 @@
-"""Copy registers and stacks of a process's threads; pause each for less than a millisecond.
+"""Copy registers and stacks of a process's threads; pause each for some milliseconds.
 
 ptrace(2) stops one thread after another. Debuggers, and py-spy with `--native`, read the symbols of
 all libraries meanwhile, and those of torch take 0.1 s and more. Here `native_frames` finds the
