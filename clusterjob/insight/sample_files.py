@@ -16,9 +16,10 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from clusterjob.node.logs.job_dir import THINNED
 from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
-from clusterjob.node.metrics.segments import THINNED, segment_numbers, segment_path
+from clusterjob.node.metrics.segments import segment_numbers, segment_path
 
 # Maximum bytes to read of a line, of `THINNED`, of a segment. A host may send any file: a short
 # line counts as `_MIN_LINE` bytes, because the time to decode it does not depend on its length.

@@ -24,8 +24,9 @@ from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.selection import Selection
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.job_dir import PHASES
 from clusterjob.node.logs.log_reader import LogReader
-from clusterjob.node.logs.phases import PHASES, Phase, read_phases
+from clusterjob.node.logs.phases import Phase, read_phases
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 

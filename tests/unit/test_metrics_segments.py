@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from clusterjob.insight import sample_files
 from clusterjob.node.logs import log_files
+from clusterjob.node.logs.job_dir import THINNED
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import lines, segments
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
@@ -178,7 +179,7 @@ def test_damaged_file_loses_only_the_damaged_lines(
     node_directory(job_dir, 0).mkdir(parents=True)
     write(job_dir, 0.02, workers=2, gpus=1)
     path = node_directory(job_dir, 0) / "metrics.0"
-    (node_directory(job_dir, 0) / segments.THINNED).unlink()
+    (node_directory(job_dir, 0) / THINNED).unlink()
     good = path.read_bytes().splitlines(keepends=True)
     hostile = st.one_of(
         st.binary(max_size=200).filter(lambda text: b"\n" not in text),
@@ -209,7 +210,7 @@ def test_damaged_file_loses_only_the_damaged_lines(
 def test_truncated_file_gives_what_is_whole(job_dir: Path) -> None:
     write(job_dir, 0.02)
     path = node_directory(job_dir, 0) / "metrics.0"
-    (node_directory(job_dir, 0) / segments.THINNED).unlink()
+    (node_directory(job_dir, 0) / THINNED).unlink()
     os.truncate(path, path.stat().st_size - 30)
     assert len(times(job_dir)) == 13
     os.truncate(path, 30)
@@ -226,7 +227,7 @@ def test_large_file_of_short_lines_is_not_read_whole(job_dir: Path) -> None:
 def test_pipe_and_directory_in_place_of_a_segment_are_skipped(job_dir: Path) -> None:
     os.mkfifo(node_directory(job_dir, 0) / "metrics.0")
     (node_directory(job_dir, 0) / "metrics.1").mkdir()
-    (node_directory(job_dir, 0) / segments.THINNED).mkdir()
+    (node_directory(job_dir, 0) / THINNED).mkdir()
     assert times(job_dir) == []
     assert sample_files.latest(job_dir, 0) is None
     assert list(sample_files.read(job_dir, 5)) == []

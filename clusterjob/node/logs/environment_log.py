@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.job_dir import ENVIRONMENT
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system.files import Appender
 
-NAME = "environment.jsonl"
 _TORCH = re.compile(r"^(?:__version__|(cuda|hip))\b[^=\n]*= '([^'\n]{1,60})'", re.MULTILINE)
 _DRIVER = Path("/sys/module/nvidia/version")
 
@@ -42,7 +42,7 @@ def add(job_dir: Path, node_rank: int, detected: dict[str, Any], *, attempt: int
         "versions": versions(),
     }
     with contextlib.suppress(OSError):
-        Appender(node_directory(job_dir, node_rank) / NAME).write(
+        Appender(node_directory(job_dir, node_rank) / ENVIRONMENT).write(
             (json.dumps(line) + "\n").encode()
         )
 
@@ -67,6 +67,6 @@ def versions() -> dict[str, str]:
 
 def read(job_dir: Path, node_rank: int) -> Iterator[dict[str, Any]]:
     """Yield the recorded environments of a node, the oldest first; skip malformed lines."""
-    for line in read_events(node_directory(job_dir, node_rank) / NAME):
+    for line in read_events(node_directory(job_dir, node_rank) / ENVIRONMENT):
         if isinstance(line.get("detected"), dict) and isinstance(line.get("versions"), dict):
             yield line

@@ -14,10 +14,10 @@ from enum import Enum
 from pathlib import Path
 
 from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.job_dir import PHASES
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system.files import Appender
 
-PHASES = "phases.jsonl"
 _MAX_BYTES = 16 << 20  # to read of a file: the phases of hundreds of rounds
 
 

@@ -15,7 +15,6 @@ import os
 import re
 from pathlib import Path
 
-THINNED = "metrics.thinned"
 _SEGMENT = re.compile(r"metrics\.(\d{1,9})", re.ASCII)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from clusterjob.node.logs.job_dir import THINNED
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import lines, segments
 from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, WorkerSample
@@ -79,7 +80,7 @@ class SegmentWriter:
         self._interval = interval
         self._segment: BoundedFile | None = None
         self._end = 0.0  # of the segment, by the monotonic clock
-        self._thinned = BoundedFile(self._directory / segments.THINNED, _EACH, limit=_THINNED_BYTES)
+        self._thinned = BoundedFile(self._directory / THINNED, _EACH, limit=_THINNED_BYTES)
         self._thinned.write(self._header)
 
     def add(self, sample: Sample) -> None:

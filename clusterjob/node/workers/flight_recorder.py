@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from clusterjob.node.logs import environment_log, log_files
+from clusterjob.node.logs.job_dir import PIPES
 from clusterjob.node.system import private_dirs
 
 PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch appends the rank and ".pipe"
@@ -24,7 +25,6 @@ DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank
 _FIRST_WITH_NEW_NAMES = (2, 8)
 OLD_DUMP_FILE, OLD_SIZE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _ENTRIES = "2000"  # as newer versions
-_PIPES = "pipes"
 _POLL = 0.01
 
 
@@ -40,7 +40,7 @@ class Dumps:
     def __init__(self, job_dir: Path, node_rank: int, attempt: int, restart: int) -> None:
         self._job_dir = job_dir
         suffix = log_files.round_suffix(attempt, restart)
-        self._pipe = str(job_dir / _PIPES / f"node{node_rank}{suffix}.rank")
+        self._pipe = str(job_dir / PIPES / f"node{node_rank}{suffix}.rank")
         directory = log_files.node_directory(job_dir, node_rank)
         self._dump = str(directory / f"flight_recorder{suffix}.rank")
 
@@ -52,7 +52,7 @@ class Dumps:
         if any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE)):
             return {}
         try:
-            private_dirs.make(self._job_dir / _PIPES)
+            private_dirs.make(self._job_dir / PIPES)
             os.mkfifo(f"{self._pipe}.try", 0o600)
             os.unlink(f"{self._pipe}.try")
         except OSError:
