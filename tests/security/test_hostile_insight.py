@@ -32,10 +32,9 @@ from clusterjob.insight.report.gather import gather
 from clusterjob.insight.report.make import stacks_of
 from clusterjob.insight.report.measured import Measured
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.job_dir import TIMELINE
+from clusterjob.node.logs.job_dir import PHASES, THINNED, TIMELINE
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.logs.phases import PHASES, read_phases
-from clusterjob.node.metrics import segments
+from clusterjob.node.logs.phases import read_phases
 from clusterjob.node.verdict import JobState
 
 RUNNING = Status(JobState.RUNNING, "")
@@ -182,7 +181,7 @@ def test_short_lines_take_little_time(record: Record) -> None:
 
 def test_other_ranks_in_each_sample_do_not_fill_the_memory(record: Record) -> None:
     directory = node_directory(record.job_dir, 0)
-    with (directory / segments.THINNED).open("wb") as file:
+    with (directory / THINNED).open("wb") as file:
         file.write(HEADER)
         for number in range(120):
             ranks = range(512 * number, 512 * (number + 1))
