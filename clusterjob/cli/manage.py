@@ -12,6 +12,7 @@ from clusterjob.errors import ClusterJobError, RecordError, UsageError
 
 if TYPE_CHECKING:
     from clusterjob.backends.base import Status
+    from clusterjob.core.record_index import ListRow
 
 OptionalIds = Annotated[
     list[str] | None,
@@ -57,7 +58,7 @@ def status(
         output.print_message("no job is running; `clusterjob list` shows those that have ended")
     else:
         if not watch or tables.terminal_size() is not None:  # else its last table is there
-            rows = [row_of(record, now) for record, now in pairs]
+            rows = [_with_phase(row_of(record, now), now) for record, now in pairs]
             # The verdict below has the whole reason of an ended job.
             ended = all(now.verdict is not None for _, now in pairs)
             job_table.print_jobs(rows, together=not ids, fit=bool(ids) and ended)
@@ -69,6 +70,16 @@ def status(
         if len(wanted) == 1 and pairs:
             efficiency.print_below(wanted[0], pairs)
     return 0
+
+
+def _with_phase(row: ListRow, now: Status) -> ListRow:
+    """Return the row with the job's phase as its reason, if the state does not show the phase."""
+    from clusterjob.cli.phase_text import phase_text
+
+    if row.reason or now.verdict is not None or now.progress is None:
+        return row
+    text = phase_text(now, has_output=True)
+    return row if text == "running" else row._replace(reason=text)
 
 
 def wait(job_id: Id) -> int:

@@ -85,6 +85,7 @@ def test_pipe_gets_one_plain_line_per_phase(work: Path) -> None:
     wait_until(lambda: "waiting for node 1" in shown.read_text(), TEST_TIMEOUT, "the reason")
     (work / "node").touch()
     wait_until(lambda: "importing torch" in shown.read_text(), TEST_TIMEOUT, "the import")
+    assert "importing torch" in subprocess.check_output([*CLUSTERJOB, "status"], text=True)
     (work / "import").touch()
     wait_until(lambda: ": running" in shown.read_text(), TEST_TIMEOUT, "running")
     (work / "end").touch()
