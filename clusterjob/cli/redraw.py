@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -36,21 +37,20 @@ def show(
     Returns:
         Whether it ended because `is_over` returned True.
     """
-    woken = threading.Event()
-    with contextlib.suppress(KeyboardInterrupt), _signals(woken):
+    resizes: queue.SimpleQueue[None] = queue.SimpleQueue()  # a handler may call `put` at any time
+    with contextlib.suppress(KeyboardInterrupt), _signals(resizes):
         if tables.terminal_size() is None:
-            _print_changes(lines, woken, is_over, interval)
+            _print_changes(lines, is_over, interval)
             return True
         sys.stdout.write(_ENTER)
         try:
             while (size := tables.terminal_size()) is not None:
-                woken.clear()
                 text = "".join(f"{line}{_CLEAR_LINE}\r\n" for line in lines(size))
                 sys.stdout.write(_HOME + text.removesuffix("\r\n") + _CLEAR_BELOW)
                 sys.stdout.flush()
                 if is_over():
                     return True
-                woken.wait(interval)
+                _wait(resizes, interval)
         finally:
             sys.stdout.write(_LEAVE)
             sys.stdout.flush()
@@ -59,7 +59,6 @@ def show(
 
 def _print_changes(
     lines: Callable[[os.terminal_size | None], list[str]],
-    woken: threading.Event,
     is_over: Callable[[], bool],
     interval: float,
 ) -> None:
@@ -70,15 +69,23 @@ def _print_changes(
             shown = now
         if is_over():
             return
-        woken.wait(interval)
+        time.sleep(interval)
+
+
+def _wait(resizes: queue.SimpleQueue[None], seconds: float) -> None:
+    """Wait until the terminal has another size, but not longer."""
+    with contextlib.suppress(queue.Empty):
+        resizes.get(timeout=seconds)
+        while True:  # several changes need one redraw
+            resizes.get_nowait()
 
 
 @contextlib.contextmanager
-def _signals(woken: threading.Event) -> Iterator[None]:
+def _signals(resizes: queue.SimpleQueue[None]) -> Iterator[None]:
     """Wake the view after a change of the terminal's size; end it on SIGTERM and SIGHUP."""
 
     def resized(_number: int, _frame: FrameType | None) -> None:
-        woken.set()
+        resizes.put(None)
 
     def ended(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from procs import TEST_TIMEOUT
 from terminals import Terminal, show
 
 from clusterjob.backends.base import Status
@@ -225,6 +227,25 @@ def test_watch_redraws_in_place_and_restores_the_terminal(save: Save) -> None:
     assert terminal.shown.endswith(b"\x1b[?7h\x1b[?25h\x1b[?1049l")
 
 
+def test_watch_survives_many_changes_of_the_size() -> None:
+    """A signal handler must not wait for a lock that the main thread holds."""
+    program = """
+import os, signal, sys, time
+from clusterjob.cli import redraw, tables
+tables.terminal_size = lambda: os.terminal_size((80, 24))
+end, pid = time.monotonic() + 2, os.getpid()
+if os.fork() == 0:
+    while time.monotonic() < end:
+        os.kill(pid, signal.SIGWINCH)
+        sum(range(1000))
+    os._exit(0)
+redraw.show(lambda size: ["line"], lambda: time.monotonic() > end, interval=0.001)
+os.wait()
+"""
+    argv = [sys.executable, "-c", program]
+    subprocess.run(argv, stdout=subprocess.DEVNULL, check=True, timeout=TEST_TIMEOUT)
+
+
 def test_watch_without_terminal_shows_no_duration(
     run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +273,7 @@ def test_watch_without_terminal_prints_changes_only(
     save("one-a")
     rounds = 0
 
-    def wait(_self: object, _seconds: float) -> None:
+    def sleep(_seconds: float) -> None:
         nonlocal rounds
         rounds += 1
         if rounds == 2:
@@ -260,7 +281,7 @@ def test_watch_without_terminal_prints_changes_only(
         if rounds == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("threading.Event.wait", wait)
+    monkeypatch.setattr("clusterjob.cli.redraw.time.sleep", sleep)
     code, out, _ = run("list", "--watch", "--columns", "id")
     assert (code, out) == (0, "ID\none-a\n\nID\ntwo-b\none-a\n")
 

@@ -247,7 +247,7 @@ def test_workers_start_with_empty_stdin_and_no_inherited_descriptors(make_job: M
         ]
         # The report pipe, and the two memfds in which the worker would write its stacks.
         others = sorted(descriptors.values())
-        assert others == ["/memfd", "/memfd", "pipe"], (
+        assert others == ["/memfd", "/memfd", "/memfd", "pipe"], (
             "a worker inherited a descriptor of the forkserver"
         )
 

@@ -157,7 +157,7 @@ def test_events_of_any_content_give_valid_progress(
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + garbage)
     progress = job_progress.progress(tmp_path)
-    started_at, restarts, waiting, started, _, _ = progress
+    started_at, restarts, waiting, started, *_ = progress
     status = progress.status(JobState.RUNNING, clock=1.0)
     assert "\n" not in sanitize(phase_text(status))
     shown = status.progress
@@ -294,11 +294,11 @@ def test_result_file_that_is_a_pipe_or_too_large_is_ignored(tmp_path: Path) -> N
     assert ends.read_result(tmp_path) is None
 
 
-def test_event_line_of_64_mb_is_skipped_in_little_memory(tmp_path: Path) -> None:
+def test_event_line_of_32_mb_is_skipped_in_little_memory(tmp_path: Path) -> None:
     with (tmp_path / "events.jsonl").open("wb") as stream:
         stream.write(
             b'{"event": "started", "time": "t"}\n'
-            + b"x" * (64 << 20)
+            + b"x" * (32 << 20)
             + b'\n{"event": "exec", "why": "w"}\n'
         )
     program = f"""
