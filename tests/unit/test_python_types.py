@@ -79,7 +79,7 @@ def test_mypy_accepts_script_and_finds_wrong_lines(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=TEST_TIMEOUT,
+        timeout=4 * TEST_TIMEOUT,
         check=False,
         env={**os.environ, "MYPYPATH": str(SOURCE)},
     )
