@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +176,24 @@ def test_agent_that_loses_the_coordinator_saves_its_own_stacks(make_job: MakeJob
     assert (end["state"], end["evidence"]) == ("LOST", "logs/node1/stacks.txt")
     assert job.wait()[0] == 1
     assert ranks(saved(job)) == [0, 1]  # node 0 saves those that it still reaches
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_pipes_of_the_flight_recorder_are_removed(make_job: MakeJob, killed: bool) -> None:
+    job = make_job(1)
+    script = job.script("""
+        import os, pathlib, time
+        pathlib.Path("new").write_text(os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"])
+        os.rename("new", "pipe")
+        time.sleep(1000)
+    """)
+    job.start_all(script)
+    wait_until(job.path("pipe").exists, TEST_TIMEOUT, "the worker")
+    directory = Path(job.path("pipe").read_text()).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    if killed:
+        job.agents[0].kill()
+    else:
+        job.agents[0].terminate()
+    job.wait()
+    wait_until(lambda: not directory.exists(), TEST_TIMEOUT, "the removal")

@@ -331,9 +331,10 @@ def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> Non
 
 
 def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
-    dumps = Dumps(tmp_path, 0, attempt=0, restart=1)
+    dumps = Dumps(tmp_path, tmp_path, 0, attempt=0, restart=1)
     variables = dumps.variables({})
     assert dumps.variables({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/own"}) == {}
+    assert Dumps(tmp_path, None, 0, attempt=0, restart=1).variables({}) == {}
     assert dumps.request([3], 5.0) == ()  # no process reads the pipe
     # As ProcessGroupNCCL does: <prefix><rank>.pipe, and a dump in <prefix><rank>.
     pipe = f"{variables[PIPE_FILE]}3.pipe"
@@ -350,7 +351,7 @@ def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
 def test_variables_of_the_flight_recorder_have_the_names_of_the_installed_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dumps = Dumps(tmp_path, 0, attempt=0, restart=0)
+    dumps = Dumps(tmp_path, tmp_path, 0, attempt=0, restart=0)
     assert OLD_DUMP_FILE not in dumps.variables({})  # torch would warn on each rank
     monkeypatch.setattr("clusterjob.node.logs.environment_log.versions", lambda: {"torch": "2.4.1"})
     old = dumps.variables({})

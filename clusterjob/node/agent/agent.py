@@ -142,6 +142,7 @@ class Agent:
             await asyncio.wait([self._coordinator_task])
         self._workers.stop_ordered = True
         await self._forkserver.quit()
+        self._workers.close()
         processes.kill_descendants(
             keep=self._workers.sender
         )  # background processes of the setup lines

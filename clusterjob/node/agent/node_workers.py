@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.system import devices, processes
 from clusterjob.node.verdict import Failure
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.flight_recorder import Dumps
+from clusterjob.node.workers.flight_recorder import Dumps, make_pipes
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
@@ -70,6 +71,7 @@ class NodeWorkers:
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
+        self._pipes = make_pipes()
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
         self.sender: int | None = None
@@ -120,8 +122,17 @@ class NodeWorkers:
     def dumps(self, restart: int) -> Dumps:
         """Return the dumps of torch's flight recorder in a round."""
         return Dumps(
-            self._job_dir, self._topology.node_rank, attempt=self._job.attempt, restart=restart
+            self._job_dir,
+            self._pipes,
+            node_rank=self._topology.node_rank,
+            attempt=self._job.attempt,
+            restart=restart,
         )
+
+    def close(self) -> None:
+        """Remove the files of this machine; the workers have ended."""
+        if self._pipes is not None:
+            shutil.rmtree(self._pipes, ignore_errors=True)
 
     def stop(self, grace: float, number: int = signal.SIGTERM) -> None:
         """Stop the workers: a signal, then SIGKILL after `grace` seconds."""

@@ -20,7 +20,6 @@ CODE_LIST = "code.list"  # compressed list of the files of the sent code, with t
 ARCHIVE = "archive"  # on a host: the digest of the environment archive that the job needs
 CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`
 ELEMENTS = "elements"  # one job directory per element of an array, by index
-PIPES = "pipes"  # the workers' pipes that request dumps of torch's flight recorder
 NOTIFIED = "notified"  # of an array: the elements that have ended, and the events that were sent
 
 ENDS = "ends"  # the end of each node; see `clusterjob.node.logs.ends`

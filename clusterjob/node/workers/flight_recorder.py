@@ -2,7 +2,8 @@
 
 torch records the collectives of a process. With NCCL, a thread of torch writes the record to a file
 when something is written into a pipe; these variables name both. With gloo, torch has no such
-thread: `flight_dumps` adds it. The workers' pipes are in the job directory, the dumps in the logs.
+thread: `flight_dumps` adds it. The dumps are in the logs. The pipes are on this machine: the job
+directory may be on a disk that many nodes share.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from clusterjob.node.logs import environment_log, log_files
-from clusterjob.node.logs.job_dir import PIPES
-from clusterjob.node.system import private_dirs
 
 PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch appends the rank and ".pipe"
 DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank
@@ -26,6 +26,7 @@ _FIRST_WITH_NEW_NAMES = (2, 8)
 OLD_DUMP_FILE, OLD_SIZE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _ENTRIES = "2000"  # as newer versions
 _POLL = 0.01
+_MEMORY = "/dev/shm"  # noqa: S108 - mkdtemp makes a private directory
 
 
 class Dumps:
@@ -33,14 +34,18 @@ class Dumps:
 
     Args:
         job_dir: the job's directory.
+        pipes: the result of `make_pipes`.
         node_rank: the node.
         attempt, restart: the round.
     """
 
-    def __init__(self, job_dir: Path, node_rank: int, attempt: int, restart: int) -> None:
+    def __init__(
+        self, job_dir: Path, pipes: Path | None, node_rank: int, attempt: int, restart: int
+    ) -> None:
         self._job_dir = job_dir
+        self._has_pipes = pipes is not None
         suffix = log_files.round_suffix(attempt, restart)
-        self._pipe = str(job_dir / PIPES / f"node{node_rank}{suffix}.rank")
+        self._pipe = f"{pipes}/node{node_rank}{suffix}.rank"
         directory = log_files.node_directory(job_dir, node_rank)
         self._dump = str(directory / f"flight_recorder{suffix}.rank")
 
@@ -49,10 +54,10 @@ class Dumps:
 
         torch's NCCL group fails if it cannot make its pipe.
         """
-        if any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE)):
+        own = any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE))
+        if own or not self._has_pipes:
             return {}
         try:
-            private_dirs.make(self._job_dir / PIPES)
             os.mkfifo(f"{self._pipe}.try", 0o600)
             os.unlink(f"{self._pipe}.try")
         except OSError:
@@ -80,6 +85,15 @@ class Dumps:
         # Without a wait, the files follow in some milliseconds.
         found = [path for path in wanted if path.exists() or not seconds]
         return tuple(str(path.relative_to(self._job_dir)) for path in found)
+
+
+def make_pipes() -> Path | None:
+    """Return a new private directory for the pipes of a node's workers; None if that fails."""
+    memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
+    try:
+        return Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
+    except OSError:
+        return None
 
 
 def _has_new_names() -> bool:
