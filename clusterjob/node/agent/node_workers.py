@@ -71,7 +71,7 @@ class NodeWorkers:
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
-        self._pipes = make_pipes()
+        self._pipes: Path | None = None
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
         self.sender: int | None = None
@@ -113,6 +113,7 @@ class NodeWorkers:
                 self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
             ),
         }
+        self._pipes = self._pipes or make_pipes()
         variables |= self.dumps(world.restart).variables(os.environ)
         self._send_exec_reason()
         store = order.store if isinstance(order, messages.StartWithStore) else None
