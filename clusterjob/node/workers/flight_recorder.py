@@ -43,24 +43,16 @@ class Dumps:
         self, job_dir: Path, pipes: Path | None, node_rank: int, attempt: int, restart: int
     ) -> None:
         self._job_dir = job_dir
-        self._has_pipes = pipes is not None
+        self._pipes = pipes
         suffix = log_files.round_suffix(attempt, restart)
         self._pipe = f"{pipes}/node{node_rank}{suffix}.rank"
         directory = log_files.node_directory(job_dir, node_rank)
         self._dump = str(directory / f"flight_recorder{suffix}.rank")
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the workers' variables; empty if the user has set them, or pipes cannot be made.
-
-        torch's NCCL group fails if it cannot make its pipe.
-        """
+        """Return the workers' variables; empty if the user has set them, or without pipes."""
         own = any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE))
-        if own or not self._has_pipes:
-            return {}
-        try:
-            os.mkfifo(f"{self._pipe}.try", 0o600)
-            os.unlink(f"{self._pipe}.try")
-        except OSError:
+        if own or self._pipes is None:
             return {}
         if _has_new_names():
             return {PIPE_FILE: self._pipe, DUMP_FILE: self._dump}
@@ -88,12 +80,22 @@ class Dumps:
 
 
 def make_pipes() -> Path | None:
-    """Return a new private directory for the pipes of a node's workers; None if that fails."""
+    """Return a new private directory for the pipes of a node's workers.
+
+    Return None if no pipe can be made there: torch's NCCL group would fail.
+    """
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
     try:
-        return Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
+        directory = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
     except OSError:
         return None
+    try:
+        os.mkfifo(directory / "try", 0o600)
+        os.unlink(directory / "try")
+    except OSError:
+        directory.rmdir()
+        return None
+    return directory
 
 
 def _has_new_names() -> bool:
