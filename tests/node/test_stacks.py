@@ -17,7 +17,7 @@ from pathlib import Path
 
 import hanging_fuse
 import pytest
-from asked_process import TIMEOUT, child, functions, stack_of
+from asked_process import TIMEOUT, child, functions, running, stack_of
 from hooked import hooked_path
 from procs import wait_until
 
@@ -472,13 +472,8 @@ def hooked(
         "PYTHONPATH": hooked_path(directory),
         **environ,
     }
-    process = subprocess.Popen([interpreter, "-c", text], cwd=directory, env=environment)
-    try:
-        wait_until(lambda: (directory / "up").exists() or process.poll() is not None, TIMEOUT)
+    with running([interpreter, "-c", text], directory, environment) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_hook_offers_stacks_of_ranks_alone(tmp_path: Path) -> None:

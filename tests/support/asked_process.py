@@ -29,7 +29,16 @@ def child(
         # No Python function, which could still be on the stack.
         f"up = functools.partial(os.mknod, 'up')\n{textwrap.dedent(text)}"
     )
-    process = subprocess.Popen([interpreter, "-S", str(path), *arguments], cwd=directory)
+    with running([interpreter, "-S", str(path), *arguments], directory) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def running(
+    argv: list[str], directory: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program in a directory, and wait for the file ``up``."""
+    process = subprocess.Popen(argv, cwd=directory, env=environment)
     try:
         wait_until(lambda: (directory / "up").exists() or process.poll() is not None, TIMEOUT)
         yield process
