@@ -233,12 +233,14 @@ SESSIONS = (
 )
 
 
-# Prints one line and writes one file; needs no torch.
+# Writes one line and one file; needs no torch. torchrun's workers share an unbuffered stdout, so
+# that lines of several ranks mix unless each line is one write.
 TRAIN = """
 import os, pathlib, sys
 pathlib.Path("runs").mkdir(exist_ok=True)
 pathlib.Path("runs", f"rank{os.environ['RANK']}").write_text("trained")
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:])
+words = ["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:]]
+sys.stdout.write(" ".join(words) + "\\n")
 """
 
 
