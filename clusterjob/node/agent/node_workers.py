@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.system import devices, processes
 from clusterjob.node.verdict import Failure
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.flight_recorder import Dumps, make_pipes
+from clusterjob.node.workers.flight_recorder import Dumps, Pipes
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
@@ -71,7 +70,7 @@ class NodeWorkers:
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
-        self._pipes: Path | None = None
+        self._pipes: Pipes | None = None
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
         self.sender: int | None = None
@@ -113,7 +112,9 @@ class NodeWorkers:
                 self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
             ),
         }
-        self._pipes = self._pipes or make_pipes()
+        if self._pipes is None:
+            with contextlib.suppress(OSError):  # no dumps
+                self._pipes = Pipes()
         variables |= self.dumps(world.restart).variables(os.environ)
         self._send_exec_reason()
         store = order.store if isinstance(order, messages.StartWithStore) else None
@@ -124,7 +125,7 @@ class NodeWorkers:
         """Return the dumps of torch's flight recorder in a round."""
         return Dumps(
             self._job_dir,
-            self._pipes,
+            self._pipes.path if self._pipes else None,
             node_rank=self._topology.node_rank,
             attempt=self._job.attempt,
             restart=restart,
@@ -133,7 +134,8 @@ class NodeWorkers:
     def close(self) -> None:
         """Remove the files of this machine; the workers have ended."""
         if self._pipes is not None:
-            shutil.rmtree(self._pipes, ignore_errors=True)
+            self._pipes.close()
+            self._pipes = None
 
     def stop(self, grace: float, number: int = signal.SIGTERM) -> None:
         """Stop the workers: a signal, then SIGKILL after `grace` seconds."""

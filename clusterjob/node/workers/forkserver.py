@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -34,7 +33,6 @@ from clusterjob.node.system import processes
 from clusterjob.node.verdict import FailureKind, JobState
 from clusterjob.node.workers import (
     early_variables,
-    flight_recorder,
     hook_directory,
     preload,
     snapshot_imports,
@@ -102,7 +100,6 @@ class Forkserver:
         self._leftovers_terminated = False
         self._agent_gone = False
         self._quit = False
-        self._pipe: str | None = None  # begin of the names of the flight recorder's pipes
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.WarnWorkers: self._on_warn,
             messages.ProbeWorkers: self._on_probe,
@@ -154,8 +151,6 @@ class Forkserver:
                     self._send(answers)
         if self._agent_gone:
             self._record_end()
-            if self._pipe is not None:  # the agent would have removed the directory
-                shutil.rmtree(os.path.dirname(self._pipe), ignore_errors=True)
         return None
 
     def _preload_torch(self) -> str | None:
@@ -244,7 +239,6 @@ class Forkserver:
             self._store = worker_process.start_store(
                 world, descriptors[0], log=directory / STORE_LOG, close=[*own, *self._reports.ends]
             )
-        self._pipe = variables.get(flight_recorder.PIPE_FILE)
         variables |= hook_directory.variables(os.environ, self._hook)
         if self._options.warning is not None:
             self._warning = WarningPipe(warned=self._warned)
