@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 
@@ -124,32 +123,41 @@ def test_no_ray_process_outlives_the_job(tmp_path: Path, event: str) -> None:
     wait_for_end_of_ray(job)
 
 
-# In the first start of Ray on a node without the head, end as Ray does after 30 s.
+# In the first start of Ray on a node, end as Ray does if it needs more than 30 s. Until then, the
+# head answers.
 SLOW_START = """
-import os, sys
-if "ray.scripts.scripts" in sys.orig_argv and "--head" not in sys.orig_argv:
+import os, socket, sys, time
+if "ray.scripts.scripts" in sys.orig_argv and ("--head" in sys.orig_argv) == {head}:
     try:
         os.close(os.open({marker!r}, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         pass
     else:
-        os.write(2, b"Exception: The current node timed out during startup. This could happen\\n")
+        if {head}:
+            words = dict(word.split("=", 1) for word in sys.orig_argv if "=" in word)
+            head = socket.create_server((words["--node-ip-address"], int(words["--port"])))
+            time.sleep(5)
+        os.write(2, b"Exception: {message}\\n")
         os._exit(1)
 """
+TIMED_OUT = "The current node timed out during startup. This could happen because some of the"
+NO_HEAD = "No node info found for head node in GCS. Did the head node or gcs start successfully?"
 
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.parametrize(("node", "message"), [(0, TIMED_OUT), (1, TIMED_OUT), (1, NO_HEAD)])
 def test_ray_that_is_slow_to_start_on_a_node_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, message: str
 ) -> None:
-    custom = script(tmp_path, SLOW_START.format(marker=str(tmp_path / "slow")), "sitecustomize.py")
+    code = SLOW_START.format(marker=str(tmp_path / "slow"), head=node == 0, message=message)
+    custom = script(tmp_path, code, "sitecustomize.py")
     monkeypatch.setenv("PYTHONPATH", f"{custom.parent}:{os.environ.get('PYTHONPATH', '')}")
     job = submit(tmp_path, "0")
     verdict = job.wait(TEST_TIMEOUT)
     assert verdict.state is JobState.SUCCEEDED, job.logs()
     assert (tmp_path / "slow").exists()
-    assert "Ray starts again on node 1" in job.logs()
+    assert f"Ray starts again on node {node}" in job.logs()
     wait_for_end_of_ray(job)
 
 
@@ -169,14 +177,12 @@ def test_missing_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (fake / "__init__.py").touch()
     (fake / "scripts" / "__init__.py").touch()
     (fake / "scripts" / "scripts.py").write_text("import time\ntime.sleep(1000)\n")
-    begin = time.monotonic()
     setup = f'[ "$CLUSTERJOB_NODE_RANK" = 0 ] || export PYTHONPATH={fake.parent}:$PYTHONPATH'
-    options = ("--cluster", "local", "--nodes", "2", "--join-timeout", "20", "--setup", setup)
+    options = ("--cluster", "local", "--nodes", "2", "--join-timeout", "60", "--setup", setup)
     job = submit(tmp_path, "0", options=options)
-    verdict = job.wait(timeout=120)
+    verdict = job.wait(timeout=240)
     assert verdict.exit_code == 1
-    assert "node 1 has not joined the Ray cluster after 20 s" in job.logs(), job.logs()
-    assert time.monotonic() - begin < 110
+    assert "node 1 has not joined the Ray cluster after 60 s" in job.logs(), job.logs()
     wait_for_end_of_ray(job)
 
 

@@ -37,7 +37,9 @@ from clusterjob.node.system import devices, network, processes
 _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # refused connections in a row after which the head is gone
 _ANSWER = 60.0  # seconds after the join timeout in which Ray's own client must have ended
-_SLOW_START = "timed out during startup"  # Ray gives a node 30 s, also on a busy machine
+# Ray gives a node 30 s, also on a busy machine. A node ends also if the head needs that long.
+_SLOW_START = re.compile("timed out during startup|No node info found for head node")
+_STARTED = b"Ray runtime started"  # in the output of `ray start`: the node has joined
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
@@ -108,6 +110,7 @@ class RayNode:
         self._environ = self._own_environ()
         job_dir = Path(os.environ[contract.JOB_DIR])
         self._log = node_directory(job_dir, self.rank) / "ray.log"
+        self._log_begin = 0  # of the output of this start
         self._ray: subprocess.Popen[bytes] | None = None
         self._join_deadline = time.monotonic() + join_timeout
 
@@ -153,16 +156,16 @@ class RayNode:
             f'--resources={{"{_RESOURCE}{self.rank}": 1}}',
         ]  # fmt: skip
         with self._log.open("ab") as log:
+            self._log_begin = log.tell()
             self._ray = subprocess.Popen(
                 command, env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def _wait_for_head(self) -> None:
-        deadline = time.monotonic() + self._join_timeout
         while not self._head_answers():
-            if self._ray is not None:
+            if self._ray is not None and not self._started_again():
                 self.check()
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._join_deadline:
                 raise ClusterJobError(
                     f"Ray's head at {self.address} does not answer after {self._join_timeout:g} s"
                 )
@@ -206,6 +209,9 @@ class RayNode:
         )  # fmt: skip
         try:
             while counting.poll() is None:
+                if self._started_again():
+                    self.wait_for_nodes()
+                    return
                 self.check()
                 if time.monotonic() > deadline:
                     raise ClusterJobError(
@@ -259,22 +265,34 @@ class RayNode:
         refused = 0
         while refused < _LOST:
             time.sleep(_POLL)
-            refused = 0 if self._head_answers() else refused + 1
-            if not refused and not self._started_again():
-                self.check()
+            if self._head_answers():
+                refused = 0
+                if not self._started_again():
+                    self.check()
+            elif self._joined():
+                refused += 1
+            else:
+                self._wait_for_head()
+
+    def _joined(self) -> bool:
+        """Return whether this node has joined; until then, the head may start again."""
+        with self._log.open("rb") as log:
+            log.seek(self._log_begin)
+            return _STARTED in log.read(1 << 16)
 
     def _started_again(self) -> bool:
         """Start Ray again if its own start was too slow and the node may still join."""
         assert self._ray is not None
         if self._ray.poll() is None or time.monotonic() > self._join_deadline:
             return False
-        lines = last_lines(self._log, 20, 1 << 14)
-        if not any(_SLOW_START in line for line in lines):
+        lines = "\n".join(last_lines(self._log, 20, 1 << 14))
+        slow = _SLOW_START.search(lines)
+        if slow is None and (self.rank == 0 or self._joined() or self._head_answers()):
             return False
-        print(
-            f"clusterjob: Ray starts again on node {self.rank}: it {_SLOW_START}", file=sys.stderr
-        )
+        why = slow[0] if slow else "the head started again"
+        print(f"clusterjob: Ray starts again on node {self.rank}: {why}", file=sys.stderr)
         processes.kill_descendants()
+        self._ray = None
         self.start()
         return True
 
