@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-QUICK, THOROUGH = 100, 10_000
+QUICK, THOROUGH = 100, 2_000
 
 # Any JSON value, with numbers, names and depths that often cause errors in parsers.
 JSON = st.recursive(
