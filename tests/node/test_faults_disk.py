@@ -390,9 +390,16 @@ def break_disk(disk: Path, fault: str) -> None:
             for number in range(1000):
                 (disk / f"filler{number}").touch()
     else:
-        # Workers have files open for writing, so a remount fails: bind the disk onto itself.
-        for args in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
-            subprocess.run(["mount", *args], check=True, capture_output=True)
+        # A remount fails while a file is open for writing. So bind a read-only view onto the disk.
+        view = disk.with_name(f"{disk.name}-view")
+        view.mkdir()
+        for command in (
+            ["mount", "--bind", str(disk), str(view)],
+            ["mount", "-o", "remount,bind,ro", str(view)],
+            ["mount", "--bind", str(view), str(disk)],
+            ["umount", str(view)],
+        ):
+            subprocess.run(command, check=True, capture_output=True)
 
 
 def test_lost_job_on_full_disk_is_reported_with_reason(
