@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -177,12 +178,14 @@ def test_missing_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (fake / "__init__.py").touch()
     (fake / "scripts" / "__init__.py").touch()
     (fake / "scripts" / "scripts.py").write_text("import time\ntime.sleep(1000)\n")
+    begin = time.monotonic()
     setup = f'[ "$CLUSTERJOB_NODE_RANK" = 0 ] || export PYTHONPATH={fake.parent}:$PYTHONPATH'
     options = ("--cluster", "local", "--nodes", "2", "--join-timeout", "60", "--setup", setup)
     job = submit(tmp_path, "0", options=options)
     verdict = job.wait(timeout=240)
     assert verdict.exit_code == 1
     assert "node 1 has not joined the Ray cluster after 60 s" in job.logs(), job.logs()
+    assert time.monotonic() - begin < 150
     wait_for_end_of_ray(job)
 
 

@@ -37,7 +37,7 @@ from clusterjob.node.system import devices, network, processes
 _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # refused connections in a row after which the head is gone
 _ANSWER = 60.0  # seconds after the join timeout in which Ray's own client must have ended
-# Ray gives a node 30 s, also on a busy machine. A node ends also if the head needs that long.
+# Ray gives a node 30 s, also on a busy machine. A node also ends if the head is not registered.
 _SLOW_START = re.compile("timed out during startup|No node info found for head node")
 _STARTED = b"Ray runtime started"  # in the output of `ray start`: the node has joined
 _STOP = 2.0  # seconds for Ray to stop its own processes
@@ -289,7 +289,7 @@ class RayNode:
         slow = _SLOW_START.search(lines)
         if slow is None and (self.rank == 0 or self._joined() or self._head_answers()):
             return False
-        why = slow[0] if slow else "the head started again"
+        why = slow[0] if slow else "the head is gone"
         print(f"clusterjob: Ray starts again on node {self.rank}: {why}", file=sys.stderr)
         processes.kill_descendants()
         self._ray = None
