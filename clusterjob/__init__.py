@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from clusterjob.api.jobs import Job, JobGroup, as_completed
     from clusterjob.api.results import JobCancelled
     from clusterjob.api.spawning import spawn
-    from clusterjob.core.spec import JobSpec, Resources
+    from clusterjob.core.resources import Resources
+    from clusterjob.core.spec import JobSpec
     from clusterjob.errors import ClusterJobError, JobFailed, RemoteError
     from clusterjob.node.environments.topology import Topology, Worker
     from clusterjob.node.program import Program

@@ -169,6 +169,10 @@ class InsideError(ClusterJobError):
     exit_code = 255
 
 
+class CheckpointError(ClusterJobError):
+    """A checkpoint could not be saved or loaded."""
+
+
 class RendezvousError(ClusterJobError):
     """The agents or ranks of a job did not find each other, or lost each other."""
 

@@ -1,9 +1,9 @@
 """Train a small classifier that saves a checkpoint on preemption and resumes from it.
 
-    clusterjob launch --nproc-per-node 2 --warning 60 examples/train_resume.py --checkpoint model.pt
+    clusterjob launch --nproc-per-node 2 --warning 60 examples/train_resume.py --checkpoint saved
     kill -USR1 AGENT     # a scheduler does this before it preempts a job, which exits with code 75
     CLUSTERJOB_ATTEMPT=1 clusterjob launch --nproc-per-node 2 --warning 60 \\
-      examples/train_resume.py --checkpoint model.pt
+      examples/train_resume.py --checkpoint saved
 
 The final weights are bit for bit those of an uninterrupted run, after any number of interruptions
 and even after a kill without a warning. For this, a checkpoint contains everything that a step
@@ -13,7 +13,6 @@ on the step number.
 
 import argparse
 import hashlib
-import os
 from pathlib import Path
 
 import torch
@@ -39,43 +38,30 @@ def batch(ctx, labels: torch.Tensor, step: int, size: int) -> torch.Tensor:
     return order[ctx.rank * size : (ctx.rank + 1) * size]
 
 
-def save(ctx, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write a checkpoint atomically; all processes must call this function."""
+def save(ctx, saved, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Save a checkpoint; all processes must call this function."""
     # Each process has its own random number state, for dropout.
     states = torch.zeros(ctx.world_size, len(torch.get_rng_state()), dtype=torch.uint8)
     states[ctx.rank] = torch.get_rng_state()
     states = ctx.reduce(states, "sum").to(torch.uint8)
-    if ctx.is_main:
-        state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": step,
-            "random": states,
-        }
-        temporary = path.with_name(f"{path.name}.new")
-        with temporary.open("wb") as stream:
-            torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        # Atomic: a process that is killed here leaves the old checkpoint or the new one.
-        temporary.replace(path)
-    ctx.barrier()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": states}
+    saved.save(state, step=step)
 
 
-def resume(ctx, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint if it exists; return the first step to run."""
-    if not path.exists():
+def resume(ctx, saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the latest checkpoint if there is one; return the first step to run."""
+    state = saved.load()
+    if state is None:
         return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
     if len(state["random"]) != ctx.world_size:
         raise SystemExit(
-            f"{path} is of {len(state['random'])} processes, and here are {ctx.world_size}"
+            f"the checkpoint is of {len(state['random'])} processes, and here are {ctx.world_size}"
         )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     # torch 2.13 reads the wrong bytes of a view; clone() copies it.
     torch.set_rng_state(state["random"][ctx.rank].clone())
-    return state["step"]
+    return saved.step
 
 
 def digest(model: nn.Module) -> str:
@@ -91,7 +77,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="PATH", help="where all nodes can read it"
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="shared by all nodes"
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
@@ -114,7 +100,8 @@ def main() -> None:
         # in the last bit. find_unused_parameters prevents the regrouping.
         wrapped = ctx.wrap(model, find_unused_parameters=True)
 
-        first = resume(ctx, options.checkpoint, model, optimizer)
+        saved = ctx.checkpoint(options.checkpoint)
+        first = resume(ctx, saved, model, optimizer)
         ctx.print(f"attempt {ctx.attempt}: from step {first}")
         for step in range(first, options.steps):
             chosen = batch(ctx, labels, step, options.batch_size)
@@ -129,7 +116,7 @@ def main() -> None:
             # all leave at the same step.
             leaving = bool(ctx.reduce(ctx.preempted, "max")) and step + 1 < options.steps
             if leaving or (step + 1) % options.save_every == 0:
-                save(ctx, options.checkpoint, model, optimizer, step + 1)
+                save(ctx, saved, model, optimizer, step + 1)
                 ctx.print(f"step {step + 1}: saved, loss {loss.item():.4f}")
             if leaving:
                 ctx.requeue()

@@ -15,6 +15,8 @@ import typer
 from clusterjob.cli import app
 from clusterjob.core.options import OPTIONS
 from clusterjob.node import options as node_options
+from clusterjob.node.rendezvous.policy import RULES
+from clusterjob.node.verdict import FailureKind
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -30,8 +32,13 @@ def _cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
+def _value_of(metavar: str) -> str:
+    """Return the form of a value after its flag, such as ``[=warn]`` for an optional one."""
+    return metavar if metavar.startswith("[") else f" {metavar}".rstrip()
+
+
 def _flags(param: Any) -> str:
-    value = "" if getattr(param, "is_flag", False) else f" {param.metavar or ''}".rstrip()
+    value = "" if getattr(param, "is_flag", False) else _value_of(param.metavar or "")
     return ", ".join(f"`{flag}{value}`" for flag in (*param.opts, *param.secondary_opts))
 
 
@@ -92,7 +99,45 @@ def launch() -> str:
     return "\n".join(lines)
 
 
-PARTS = {"commands": commands, "job options": job_options, "launch": launch}
+_KINDS = {
+    FailureKind.CODE: "an exception of the script",
+    FailureKind.IMPORT: "a module cannot be imported",
+    FailureKind.OOM_HOST: "the memory of the host is used up",
+    FailureKind.OOM_DEVICE: "the memory of a GPU is used up",
+    FailureKind.DEVICE: "a CUDA, ECC or XID error",
+    FailureKind.NETWORK: "the connection to another rank is lost",
+    FailureKind.NODE_LOST: "the agent of a node has ended or sends no message",
+    FailureKind.PROCESS_LOST: "the forkserver of a node, or torch's store, was killed",
+    FailureKind.LAUNCH: "a node cannot start or run its workers",
+    FailureKind.RENDEZVOUS: "other ranks did not join",
+    FailureKind.EARLY_EXIT: "the rank ended with exit code 0 while others were in a collective",
+    FailureKind.TERMINATED: "SIGTERM ended the rank",
+    FailureKind.SIGNAL: "another signal ended the rank",
+    FailureKind.EXIT_CODE: "the rank chose a non-zero exit code",
+    FailureKind.HANG: "no rank made progress for the time of `--hang-timeout`",
+    FailureKind.PREEMPTED: "the rank left after a warning",
+}
+
+
+def kinds() -> str:
+    """Return the table of the kinds of failures, and what follows each."""
+    head = "| kind | meaning | restarted | on the same node | counts for `--max-restarts` |"
+    lines = [head, "| --- " * 5 + "|"]
+    for kind, rule in RULES.items():
+        cells = ["no", "", ""]
+        if rule.restarts:
+            cells = ["until the same error comes twice" if rule.once else "yes"]
+            cells += ["no" if rule.avoid else "yes", "yes" if rule.charged else "no"]
+        lines.append(f"| `{kind}` | {_KINDS[kind]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+PARTS = {
+    "commands": commands,
+    "job options": job_options,
+    "launch": launch,
+    "kinds of failures": kinds,
+}
 
 
 def filled(text: str) -> str:

@@ -11,7 +11,8 @@ class JobOptions(TypedDict, total=False):
     """Settings of a job by their keys in a configuration file; all are optional."""
 
     cluster: str | None  # Profile or backend (default: the configuration's).
-    nodes: int | None
+    nodes: int | str | None
+    spares: int | None
     gpus: int | str | None
     gpus_per_node: int | str | None
     nproc_per_node: int | str | None
@@ -28,6 +29,7 @@ class JobOptions(TypedDict, total=False):
     env_cache: str | None
     setup: str | Sequence[str] | None
     max_restarts: int | None
+    retry: str | Sequence[str] | None
     start: str | None
     launcher: str | None
     require_gpus: bool | None
@@ -50,9 +52,13 @@ class JobOptions(TypedDict, total=False):
     after: str | Sequence[str] | None
     requeue: bool | None
     signal_before: int | str | None
+    warn_signal: str | None
+    until_done: bool | None
+    checkpoint_dir: str | None
     notify: str | Sequence[str] | None
     notify_cmd: str | Sequence[str] | None
     notify_on: str | Sequence[str] | None
+    preflight: str | None
     hang_timeout: int | str | None
     metrics: bool | None
     metrics_port: int | None

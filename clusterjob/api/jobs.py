@@ -290,7 +290,7 @@ def _reader(record: Record, rank: int | None, node: int | None) -> LogReader:
 
 def _line(record: Record, line: Folded) -> str:
     job = record.job
-    one = record.nodes == 1 and job.nproc_per_node == 1 and not job.nproc_word
+    one = job.working_nodes == 1 and job.nproc_per_node == 1 and not job.nproc_word
     return sanitize(line.text) if one else f"[{line.label}] {sanitize(line.text)}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from clusterjob.api import failures
 from clusterjob.api.waiting import BACKENDS
 from clusterjob.backends import base
+from clusterjob.core import job_parts
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, JobFailed
 from clusterjob.node.program import Program
@@ -114,7 +115,7 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
         return JobCancelled(f"job {record.job_id} CANCELLED: {reason}", _show_output(record))
     rank = verdict.failure.rank if verdict.failure is not None else None
     counts = _counts(record)
-    world_size = outcomes.MAX_WORLD_SIZE if counts is None else sum(counts)
+    world_size = outcomes.MAX_WORLD_SIZE if counts is None else sum(counts.values())
     outcome = None
     if rank is not None and 0 <= rank < world_size:
         outcome = _read(record, [rank], attempt=verdict.attempt, trust=trust)[rank]
@@ -124,19 +125,19 @@ def exception(record: Record, verdict: Verdict, *, trust: bool) -> BaseException
 def _world_size(record: Record, attempt: int) -> int:
     """Return the number of workers; where the nodes have counted them, rank 0 has written it."""
     if (counts := _counts(record)) is not None:
-        return sum(counts)
+        return sum(counts.values())
     first = _read(record, [0], attempt=attempt, trust=False)[0]
     return record.nodes if first is None or first.world_size is None else first.world_size
 
 
-def _counts(record: Record) -> list[int] | None:
-    """Return the number of workers of each node; None if each node counts its own."""
+def _counts(record: Record) -> dict[int, int] | None:
+    """Return the number of workers of each node, in rank order; None if each counts its own."""
     job = record.job
     if job.nproc_word:
         return None
     if len({host.slots for host in job.hosts}) > 1:  # a host file with different slots
-        return [host.slots or 1 for host in job.hosts]
-    return [job.nproc_per_node] * record.nodes
+        return {node: job.hosts[node].slots or 1 for node in job_parts.nodes_with_workers(record)}
+    return dict.fromkeys(job_parts.nodes_with_workers(record), job.nproc_per_node)
 
 
 def _read(
@@ -172,7 +173,7 @@ def _files(
     kept = {rank: data for rank, name in names.items() if (data := _kept(folder / name, most))}
     asked = {
         node: wanted
-        for node, of_node in enumerate(_ranks_of_nodes(record, ranks))
+        for node, of_node in _ranks_of_nodes(record, ranks).items()
         if (wanted := [names[rank] for rank in of_node if rank not in kept])
     }
     with BACKENDS:
@@ -186,15 +187,16 @@ def _files(
     return kept | {rank: sent[name] for rank, name in names.items() if name in sent}
 
 
-def _ranks_of_nodes(record: Record, ranks: Sequence[int]) -> list[list[int]]:
+def _ranks_of_nodes(record: Record, ranks: Sequence[int]) -> dict[int, list[int]]:
     """Return those of the ranks that each node may have."""
-    if (counts := _counts(record)) is None:  # rank 0 is on node 0
-        others = [rank for rank in ranks if rank > 0]
-        return [list(ranks), *[others] * (record.nodes - 1)]
-    starts = [0, *itertools.accumulate(counts)]
-    return [
-        [rank for rank in ranks if first <= rank < end] for first, end in itertools.pairwise(starts)
-    ]
+    if (counts := _counts(record)) is None:  # rank 0 is on the first node
+        first_node, *others = job_parts.nodes_with_workers(record)
+        return {first_node: list(ranks)} | {node: [r for r in ranks if r > 0] for node in others}
+    starts = itertools.pairwise([0, *itertools.accumulate(counts.values())])
+    return {
+        node: [rank for rank in ranks if first <= rank < end]
+        for node, (first, end) in zip(counts, starts, strict=True)
+    }
 
 
 def _kept(path: Path, most: int) -> bytes:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from clusterjob.core.records import Handle, Record
     from clusterjob.core.spec import JobSpec
     from clusterjob.doctor.engine import Check
+    from clusterjob.node.logs.straggler_events import Straggler
     from clusterjob.node.verdict import JobState, Verdict
     from clusterjob.remote.fetch import Fetched
 
@@ -94,6 +95,7 @@ class Status:
             None if it is unknown.
         progress: its phase; None if no agent has started, or if the backend does not know it.
         restart_reason: why the workers were started again the last time; empty if unknown.
+        stragglers: the ranks that the others wait for in collectives.
     """
 
     state: JobState
@@ -106,6 +108,7 @@ class Status:
     elapsed: float | None = None
     progress: JobProgress | None = None
     restart_reason: str = ""
+    stragglers: tuple[Straggler, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,18 @@ class Executor(Protocol):
 
         Raises:
             ClusterJobError: the node cannot be reached, or the scheduler refuses.
+        """
+
+
+@runtime_checkable
+class Resizer(Protocol):
+    """A backend whose jobs may change their number of nodes while they run."""
+
+    def resize(self, record: Record, nodes: int) -> None:
+        """Write the request into the directory that the job's coordinator reads.
+
+        Raises:
+            ClusterJobError: the job runs on a host that cannot be reached.
         """
 
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.core.records import Handle
-from clusterjob.node.logs.events import now, read_events
-from clusterjob.node.logs.job_dir import AGENT_LOG, EVENTS, LOGS, SLURM_LOG
+from clusterjob.node.logs.events import now, read_job_events
+from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, SLURM_LOG
 from clusterjob.node.logs.log_files import last_lines, node_directory
+from clusterjob.node.logs.straggler_events import Straggler, StragglersNow
 from clusterjob.node.verdict import JobState
 
 # A line of templates/python-env.sh.j2.
@@ -36,6 +37,8 @@ class Progress(NamedTuple):
         phase: its phase and counts; None before an agent has started.
         phase_began: the begin of the phase, by the same clock; None if it is unknown.
         restart_reason: why the workers were started again the last time.
+        stragglers: the ranks that the others wait for in collectives.
+        attempt: the number of the attempt, from 0.
     """
 
     started_at: str | None = None
@@ -45,6 +48,8 @@ class Progress(NamedTuple):
     phase: JobProgress | None = None
     phase_began: float | None = None
     restart_reason: str = ""
+    stragglers: tuple[Straggler, ...] = ()
+    attempt: int = 0
 
     def status(
         self,
@@ -74,25 +79,28 @@ class Progress(NamedTuple):
             elapsed=elapsed,
             progress=phase,
             restart_reason=self.restart_reason,
+            stragglers=self.stragglers,
         )
 
 
 def progress(job_dir: Path) -> Progress:
     """Return the progress of a job from the events in its directory."""
     started_at, restarts, waiting, started = None, 0, "", None
-    restart_reason = ""
-    phases = _Phases()
+    restart_reason, attempt, slow = "", 0, ""
+    phases, stragglers = _Phases(), StragglersNow()
     agents_started = False
-    for event in read_events(job_dir / EVENTS):
+    for event in read_job_events(job_dir):
         agents_started = True
         phases.take(event)
+        stragglers.take(event)
         kind = event.get("event")
         if kind == "started":
             at, restart = event.get("time"), event.get("restart")
             if started_at is None:
                 started = _clock(event)
             started_at = started_at or (at if isinstance(at, str) else now())
-            restarts, waiting = restart if type(restart) is int else 0, ""
+            restarts, waiting = restart if type(restart) is int else 0, slow
+            attempt = _count(event, "attempt")
         elif kind == "waiting":
             missing = event.get("missing")
             waiting = (
@@ -100,6 +108,10 @@ def progress(job_dir: Path) -> Progress:
                 if isinstance(missing, list)
                 else ""
             )
+        elif kind == "measuring":
+            waiting = "measuring the hosts (--preflight)"
+        elif kind == "preflight":
+            slow = _slow_hosts(event)
         elif kind == "restart":
             restart_reason = str(event.get("why", ""))[:_MAX_DETAIL]
         elif kind == "exec":
@@ -114,8 +126,17 @@ def progress(job_dir: Path) -> Progress:
         waiting,
         started=started,
         restart_reason=restart_reason,
+        stragglers=stragglers.found,
+        attempt=attempt,
         **phases.found(),
     )
+
+
+def _slow_hosts(event: Mapping[str, Any]) -> str:
+    """Return the hosts that a preflight has found slow, with the reasons; empty without any."""
+    slow = event.get("slow")
+    named = [line for line in slow if isinstance(line, str)] if isinstance(slow, list) else []
+    return f"slow {'; '.join(named)}"[:_MAX_DETAIL] if named else ""
 
 
 class _Phases:

@@ -29,7 +29,7 @@ from clusterjob.cli import (
 )
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.inside import CommandAfterId
-from clusterjob.cli.job_options import ProgramCommand, with_job_options
+from clusterjob.cli.job_options import JobOptionsCommand, ProgramCommand, with_job_options
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
 
 app = App(
@@ -57,6 +57,7 @@ app.command("list")(list_jobs.list_jobs)
 app.command()(top.top)
 app.command()(manage.wait)
 app.command()(manage.cancel)
+app.command()(manage.resize)
 app.command()(logs.logs)
 app.command()(metrics.metrics)
 app.command("exec", cls=CommandAfterId)(inside.execute)
@@ -71,7 +72,7 @@ app.command()(clean.clean)
 app.command()(inspect.env)
 app.command()(inspect.config)
 app.command()(inspect.trust)
-app.command()(with_job_options(inspect.doctor))
+app.command(cls=JobOptionsCommand)(with_job_options(inspect.doctor))
 app.command()(hosts.fetch)
 app.command()(login.login)
 app.command()(login.logout)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from clusterjob.core.options import GROUPS
+from clusterjob.core.option import GROUPS
 
 _SUMMARY = 200  # characters; the first line of a docstring has fewer
 
@@ -36,6 +36,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "wait": ("clusterjob wait train-7f3a && bash eval.sh",),
     "cancel": ("clusterjob cancel train-7f3a", "clusterjob cancel --name 'eval-*' --state pending"),
+    "resize": ("clusterjob resize train-7f3a 3",),
     "logs": (
         "clusterjob logs -f train-7f3a",
         "clusterjob logs --rank 0-3,7 -n 50",
@@ -68,13 +69,18 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "env": ("clusterjob env", "srun -N 2 clusterjob env --json"),
     "config": ("clusterjob config --cluster hpc",),
     "trust": ("clusterjob trust", "clusterjob trust --yes ~/project"),
-    "doctor": ("clusterjob doctor", "clusterjob doctor --cluster slurm -N 2 --gpus 8"),
+    "doctor": (
+        "clusterjob doctor",
+        "clusterjob doctor --cluster slurm -N 2 --gpus 8",
+        "clusterjob doctor --run --hosts gpu[1-8]",
+    ),
     "completion": ("source <(clusterjob completion bash)", "clusterjob completion fish | source"),
     "fetch": ("clusterjob fetch train-7f3a checkpoints --to results",),
     "login": ("clusterjob login me@login1",),
     "logout": ("clusterjob logout me@login1",),
     "init": ("clusterjob init", "clusterjob init --yes --force"),
     "hosts": ("clusterjob hosts --hosts gpu[1-4]",),
+    "hosts bad": ("clusterjob hosts bad", "clusterjob hosts bad --clear gpu7"),
     "hosts trust": ("clusterjob hosts trust gpu1 gpu2",),
 }
 

@@ -1,4 +1,4 @@
-"""The commands `hosts` (host checks), `hosts trust` (host keys) and `fetch` (results)."""
+"""The commands `hosts` (host checks), `hosts bad`, `hosts trust` and `fetch` (results)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Options = Annotated[
 app = App(
     name="hosts",
     cls=Group,
-    help="Check that hosts can run jobs; record host keys as trusted.",
+    help="Check that hosts can run jobs; record host keys as trusted; list hosts that failed.",
     rich_markup_mode=None,
 )
 
@@ -83,6 +83,45 @@ def show(
     else:
         output.print_hosts(reports)
     return 1 if any(report.error for report in reports) else 0
+
+
+@app.command()
+def bad(
+    clear: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--clear", help="Forget HOST, or all of them (default: list them)."),
+    ] = False,
+    host: Annotated[
+        str | None, typer.Argument(metavar="[HOST]", help="A host to forget (default: all).")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME", help="Profile or backend (default: all)."),
+    ] = None,
+    as_json: Json = False,  # noqa: FBT002
+) -> int:
+    """List the hosts that jobs blamed for a failure in the last 24 hours.
+
+    Later jobs avoid them for a day, if there are enough other hosts.
+    """
+    from clusterjob.cli import output
+    from clusterjob.core import bad_hosts
+
+    if host is not None and not clear:
+        raise UsageError("HOST is given without --clear", f"clusterjob hosts bad --clear {host}")
+    known = [one for one in bad_hosts.clusters() if cluster in (None, one.cluster)]
+    if clear:
+        count = sum(one.clear(host) for one in known)
+        output.print_message(f"{count} host{'s' * (count != 1)} forgotten")
+        return 0
+    rows = [(one.cluster, each) for one in known for each in one.listed()]
+    if as_json:
+        output.print_json({"hosts": [vars(each) | {"cluster": name} for name, each in rows]})
+    elif rows:
+        output.print_bad_hosts(rows)
+    else:
+        output.print_message("no job has blamed a host in the last 24 hours")
+    return 0
 
 
 @app.command()

@@ -102,11 +102,27 @@ def trust(
     return 0
 
 
-def doctor(as_json: Json = False, **flags: Any) -> int:  # noqa: FBT002
+def doctor(
+    run: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--run",
+            help="Start a job that measures the hosts, as --preflight does, and show the result "
+            "(default: no).",
+        ),
+    ] = False,
+    as_json: Json = False,  # noqa: FBT002
+    **flags: Any,
+) -> int:
     """Check whether a cluster can run a job.
 
-    The command takes the options of a job and starts no job. The exit code is 1 if a check fails.
+    The command takes the options of a job and, without --run, starts no job. The exit code is 1 if
+    a check fails or a host is slow.
     """
+    if run:
+        from clusterjob.cli import preflight
+
+        return preflight.measure_hosts(flags, as_json=as_json)
     from clusterjob.cli import output
     from clusterjob.core import job_settings, jobs
     from clusterjob.core.trust import Usage

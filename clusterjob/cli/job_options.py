@@ -21,6 +21,8 @@ Id = Annotated[
         metavar="ID", help="Job id, unique prefix of it, @ for the latest job, or job name."
     ),
 ]
+# Flags that may stand alone, each with the value that they then have.
+BARE = {option.flag: option.bare for option in OPTIONS.values() if option.bare}
 _PROGRAM = "clusterjob.program"  # key of the program in a command's context
 
 
@@ -73,7 +75,17 @@ def flags_given(flags: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flags.items() if value is not None and value != []}
 
 
-class ProgramCommand(Command):
+class JobOptionsCommand(Command):
+    """A command with the options of a job."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give each flag that stands alone its value."""
+        return super().parse_args(
+            ctx, [f"{word}={BARE[word]}" if word in BARE else word for word in args]
+        )
+
+
+class ProgramCommand(JobOptionsCommand):
     """A command whose line ends in a program: SCRIPT, -m MODULE or -- COMMAND.
 
     All later words belong to the program, even if they begin with a dash.
@@ -92,6 +104,7 @@ class ProgramCommand(Command):
             if not getattr(param, "is_flag", False)
             for word in (*param.opts, *param.secondary_opts)
         } | {*NO_EFFECT}
+        takes_value -= {*BARE}
         index = 0
         while index < len(args):
             word, rest = args[index], tuple(args[index + 2 :])

@@ -1,7 +1,8 @@
-"""The commands on existing jobs: `status`, `wait`, `cancel`, `open`."""
+"""The commands on existing jobs: `status`, `wait`, `cancel`, `resize`, `open`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,7 +39,8 @@ def status(
     from clusterjob.core import polling
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
-    from clusterjob.insight import silence
+    from clusterjob.insight import silence, stragglers
+    from clusterjob.node.logs import straggler_events
 
     if as_json and watch:
         raise UsageError("--json and --watch are both given", "--json prints all fields once")
@@ -50,6 +52,10 @@ def status(
         if not ids:
             return 0
     pairs = polling.statuses(wanted) if ids else polling.unfinished()
+    pairs = [
+        (record, replace(now, stragglers=stragglers.now(record.job_dir, now)))
+        for record, now in pairs
+    ]
     if as_json:
         used = efficiency.of_jobs(pairs)
         shown = [output.job_json(*pair, one) for pair, one in zip(pairs, used, strict=True)]
@@ -64,6 +70,8 @@ def status(
             job_table.print_jobs(rows, together=not ids, fit=bool(ids) and ended)
         for record, now in pairs:
             if text := silence.hint(record, now):
+                output.print_message(f"job {record.job_id}: {text}")
+            if text := straggler_events.text(now.stragglers):
                 output.print_message(f"job {record.job_id}: {text}")
         if ids:
             output.print_verdicts(pairs)
@@ -166,6 +174,23 @@ def cancel(
     for job_id, error in errors.items():
         output.print_message(f"job {job_id} is not cancelled: {error.message}")
     return 1 if errors else 0
+
+
+def resize(
+    job_id: Id,
+    nodes: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of nodes.")],
+) -> int:
+    """Run a job of --nodes MIN:MAX on another number of nodes from now on.
+
+    The workers are stopped and start again with the new world size, from their latest checkpoint.
+    This does not count for --max-restarts.
+    """
+    from clusterjob.cli import output
+    from clusterjob.core import resizing
+    from clusterjob.core.records import Records
+
+    output.print_message(resizing.resize(Records().find(job_id), nodes))
+    return 0
 
 
 def open_job(job_id: LatestId = None) -> int:

@@ -14,6 +14,7 @@ from clusterjob.core.live import live
 from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
+from clusterjob.node.logs import rounds
 from clusterjob.node.logs.folding import Folded, Folder, as_text, label
 from clusterjob.node.logs.log_reader import LONGEST, LogLine
 from clusterjob.node.system.sanitize import escape_json, sanitize
@@ -21,6 +22,7 @@ from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
     from clusterjob.backends.base import Status
+    from clusterjob.core.bad_hosts import BadHost
     from clusterjob.core.config import Settings
     from clusterjob.remote.host_probe import HostReport
 
@@ -53,10 +55,16 @@ def job_json(
     from clusterjob.core.listing import row_of
 
     verdict = status.verdict
+    ended = verdict.attempts if verdict else ()
+    if not ended:  # the job runs, or no coordinator wrote its verdict
+        ended = rounds.ended(record.job_dir, running=verdict is None)
     failure = (
         verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
     )
-    shown = ("rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message", "kind")
+    shown = (
+        "rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message", "kind",
+        "where",
+    )  # fmt: skip
     progress = status.progress
     return {
         "id": record.job_id,
@@ -74,6 +82,8 @@ def job_json(
         "seconds": row_of(record, status).seconds,
         "reason": status.reason,
         "restarts": status.restarts,
+        "attempts": [vars(each) for each in ended],
+        "stragglers": [straggler.to_json() for straggler in status.stragglers],
         "failure": {key: failure[key] for key in shown} if failure else None,
         "evidence": verdict.evidence or None if verdict else None,
         "job_dir": str(record.job_dir),
@@ -127,6 +137,16 @@ def print_hosts(reports: Sequence[HostReport]) -> None:
     hints = dict.fromkeys(report.hint for report in reports if report.hint)
     for hint in list(hints)[:3]:
         print(f"  hint: {sanitize(hint)}", file=sys.stderr, flush=True)
+
+
+def print_bad_hosts(rows: Sequence[tuple[str, BadHost]]) -> None:
+    """Print the hosts that jobs blamed, one per line, each with its cluster."""
+    print_table(
+        [
+            ("HOST", "CLUSTER", "KIND", "JOB", "AGO", "REASON"),
+            *((each.host, name, each.kind, each.job, each.age, each.why) for name, each in rows),
+        ]
+    )
 
 
 def print_check(check: Check) -> None:

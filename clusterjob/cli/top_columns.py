@@ -15,6 +15,7 @@ from clusterjob.core.times import show_age, show_duration
 from clusterjob.insight.live_jobs import JobNow, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
 from clusterjob.insight.silence import LONG
+from clusterjob.node.logs import straggler_events
 from clusterjob.node.system.sanitize import sanitize
 
 _SILENT, _TOO_SILENT = 60.0, LONG  # seconds without output that are marked
@@ -209,15 +210,18 @@ NODE_COLUMNS: list[Column[NodeNow]] = [
 ]
 
 
-def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
+def rank_columns(failed: set[int], stragglers: set[int]) -> list[Column[RankNow]]:
     """Return the columns of ranks.
 
     Args:
         failed: receives the ranks that the verdict blames; they are marked.
+        stragglers: receives the ranks that the others wait for; they are marked.
     """
 
     def style(rank: RankNow, usual: str) -> str:
-        return "bold red" if rank.rank in failed else usual
+        if rank.rank in failed:
+            return "bold red"
+        return "bold yellow" if rank.rank in stragglers else usual
 
     return [
         Column(
@@ -244,6 +248,14 @@ def rank_columns(failed: set[int]) -> list[Column[RankNow]]:
             style=lambda rank: style(rank, _PHASE_STYLE.get(rank.phase, "yellow")),
         ),
         *_USE,
+        _number(
+            "WAIT%",
+            lambda rank: rank.waits,
+            lambda rank: _percent(rank.waits),
+            5,
+            priority=3,
+            style=lambda rank: style(rank, ""),
+        ),
         _number("MEM", lambda rank: rank.memory, lambda rank: _size(rank.memory), 5, steady=True),
         _silent(1),
         Column("LAST LINE", lambda rank: rank.line, priority=2, width=26, wide=True),
@@ -301,6 +313,8 @@ def _matter(job: JobNow) -> Text:
     if verdict is not None:
         return Text.assemble((sanitize(verdict.reason.partition("\n")[0]), "red"))
     reason = sanitize(status.reason.partition("\n")[0]) if status is not None else ""
+    if status is not None and status.stragglers:
+        reason = straggler_events.text(status.stragglers) + (reason and f"; {reason}")
     quiet = min((node.quiet for node in job.nodes if node.quiet is not None), default=0.0)
     if quiet >= _TOO_SILENT:
         reason = f"no output for {_short_time(quiet)}: t shows the stacks" + (

@@ -82,6 +82,7 @@ class Top(App[None]):
         super().__init__(ansi_color=True)
         self.crash: Exception | None = None
         self._failed: set[int] = set()
+        self._stragglers: set[int] = set()
         self._paused = False
         self._live = JobPoller(wanted, self._tell)
         self._job_table: LiveTable[ListRow] = LiveTable(
@@ -91,7 +92,9 @@ class Top(App[None]):
             NODE_COLUMNS, lambda node: str(node.node_rank), id="nodes"
         )
         self._rank_table: LiveTable[RankNow] = LiveTable(
-            rank_columns(self._failed), lambda rank: str(rank.rank), id="ranks"
+            rank_columns(self._failed, self._stragglers),
+            lambda rank: str(rank.rank),
+            id="ranks",
         )
         self._filtered: LiveTable[Any] = self._rank_table  # the table of the filter's text
 
@@ -150,6 +153,9 @@ class Top(App[None]):
         self._failed.clear()
         if verdict is not None and verdict.failure is not None and verdict.failure.rank is not None:
             self._failed.add(verdict.failure.rank)
+        self._stragglers.clear()
+        if job is not None and job.status is not None:
+            self._stragglers.update(each.rank for each in job.status.stragglers)
         self._node_table.set_rows(() if job is None else job.nodes)
         self._rank_table.set_rows(() if job is None else job.ranks)
         head, matter = job_lines(job)

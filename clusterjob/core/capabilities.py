@@ -25,9 +25,12 @@ class Capability(enum.Enum):
     ARRAY_LIMITS = "array_limits"  # a maximum of running elements
     DEPENDENCIES = "dependencies"
     REQUEUE = "requeue"
+    MORE_MEMORY = "more_memory"  # the job can be queued again with more memory
     PREEMPTION_WARNINGS = "preemption_warnings"
+    UNTIL_DONE = "until_done"  # queued again after each time limit
     LOGIN_HOSTS = "login_hosts"
     PYTHON_ENVIRONMENTS = "python_environments"  # each node prepares the job's environment
+    SPARES = "spares"  # nodes may be lost, join and return while the job runs
     SRUN = "srun"  # one Slurm task per worker
 
 
@@ -95,8 +98,18 @@ _FEATURES = {
     Capability.REQUEUE: _Feature(
         lambda spec: spec.requeue, "the {cluster} cluster has no --requeue", _QUEUE
     ),
+    Capability.MORE_MEMORY: _Feature(
+        lambda spec: spec.grows_memory,
+        "--retry {retry}: the {cluster} cluster cannot grow the memory of a job",
+        _QUEUE,
+    ),
     Capability.PREEMPTION_WARNINGS: _Feature(
         lambda spec: spec.signal_before, "the {cluster} cluster has no --signal-before", _QUEUE
+    ),
+    Capability.UNTIL_DONE: _Feature(
+        lambda spec: spec.until_done,
+        "the {cluster} cluster has no --until-done: it would not queue the job again",
+        "leave it out; --max-restarts N starts the workers again after a failure",
     ),
     Capability.LOGIN_HOSTS: _Feature(
         lambda spec: spec.login, "the {cluster} cluster has no --login", _QUEUE
@@ -105,6 +118,11 @@ _FEATURES = {
         lambda spec: spec.uv or spec.env_archive is not None,
         "the {cluster} cluster has no {environment_flag}",
         "use an image that has the packages, or --cluster local, ssh or slurm",
+    ),
+    Capability.SPARES: _Feature(
+        lambda spec: spec.spares or spec.min_nodes is not None,
+        "{nodes_flag}: a job of the {cluster} cluster ends with its first lost node",
+        "use --cluster local, ssh or slurm",
     ),
     Capability.SRUN: _Feature(
         lambda spec: spec.launcher == "srun",
@@ -141,7 +159,9 @@ def check(spec: JobSpec, cluster: str, backend: object) -> None:
         if option == "transport"
         else "for options of Slurm, use --cluster slurm",
         "environment_flag": "--uv" if spec.uv else "--env-archive",
+        "nodes_flag": "--spares" if spec.spares else "--nodes MIN:MAX",
         "array_flag": "--array" if spec.array else "--sweep",
+        "retry": next((text for text in spec.retry if "*" in text), ""),
         "gpus": gpu_request.shown(spec.gpus),
         "gpu_count": spec.resources.gpus_per_node or unknown,
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from clusterjob.core.records import Record
 from clusterjob.errors import UsageError
+from clusterjob.node.logs.events import read_job_events
 
 
 def check_single(record: Record, what: str) -> None:
@@ -51,8 +52,25 @@ def check_ranks(record: Record, ranks: Iterable[int] | None, world_size: int | N
 
 
 def world_size(record: Record) -> int | None:
-    """Return the number of ranks; None if each node sets its own number of workers."""
-    return None if record.job.nproc_is_default else record.nodes * record.job.nproc_per_node
+    """Return the largest number of ranks; None if each node sets its own number of workers."""
+    job = record.job
+    return None if job.nproc_is_default else job.working_nodes * job.nproc_per_node
+
+
+def nodes_with_workers(record: Record) -> list[int]:
+    """Return the nodes that run workers now, or did at the end, in the order of their ranks.
+
+    In a job with spare nodes, or one that shrinks and grows, they differ from round to round.
+    """
+    job = record.job
+    nodes = list(range(job.working_nodes))
+    if not job.spares and job.min_nodes is None:
+        return nodes
+    for event in read_job_events(record.job_dir):
+        if event.get("event") == "started" and isinstance(event.get("nodes"), list):
+            # A host has written the events.
+            nodes = [node for node in event["nodes"] if node in range(record.nodes)] or nodes
+    return nodes
 
 
 def _missing(record: Record, part: str, number: int, count: int) -> UsageError:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.backends import base
-from clusterjob.core import config, gpu_request, hosts
-from clusterjob.core.options import OPTIONS, Target
+from clusterjob.core import config, gpu_request, hosts, node_count
+from clusterjob.core.option import Target
+from clusterjob.core.options import OPTIONS
 from clusterjob.core.records import home, secure_home
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.core.trust import LOOK, Usage
 from clusterjob.errors import OTHER_HOME, PlacementError, RecordError, SpecError
 from clusterjob.node.environments import detection
@@ -137,8 +139,12 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     sized = workers is not None or asked.count is not None
     chosen = _hosts(values, settings.backend, directory=directory, sized=sized)
     slots = max((host.slots or 1 for host in chosen), default=1)
+    nodes, min_nodes = node_count.machines(
+        values.pop("nodes", None), values.get("spares", 0), hosts=len(chosen)
+    )
     resources = Resources(
-        **({"nodes": len(chosen) or 1} | _pop(values, Target.RESOURCES)),
+        nodes=nodes,
+        **_pop(values, Target.RESOURCES),
         gpus_per_node=asked.count,
         time_limit=values.pop("time", None),
         gpu_type=asked.type,
@@ -160,6 +166,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         nproc_is_default=bool(word) or not sized,
         nproc_per_node=1 if word else slots if workers is None else workers,
         nproc_word=word,
+        min_nodes=min_nodes,
         python=values.pop("python", None)
         or (
             "python3"

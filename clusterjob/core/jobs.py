@@ -18,6 +18,7 @@ from clusterjob.backends import base
 from clusterjob.backends.base import FETCH_LIMITS, FetchLimits, Foreground, Interrupter
 from clusterjob.backends.shared import nothing_to_fetch
 from clusterjob.core import (
+    bad_hosts,
     config,
     job_parts,
     job_secrets,
@@ -100,7 +101,8 @@ def submit(plan: Plan, cluster: str, *, detach: bool, stdin: int | None = None) 
             backend.stdin = stdin
         if code is not None:
             code.place(plan, home())
-        handle = backend.submit(plan)
+        bad = {each.host: str(each) for each in bad_hosts.BadHosts(cluster).listed()}
+        handle = backend.submit(replace(plan, avoid=bad))
         try:
             record = replace(record, code=handle.data.get("code", record.code))
             record = records.with_handle(record, handle)
@@ -167,6 +169,7 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
     if foreground and isinstance(backend, Foreground):
         spec = replace(spec, snapshot=False)
     check_capabilities(spec, settings.backend, backend)
+    spec, avoided = bad_hosts.hosts_last(spec, settings.cluster)
     plan = backend.plan(spec)
     spec.private_values(os.environ, settings.cluster)  # raises if a secret has no value
     notifications.check_urls(spec.notify, os.environ)
@@ -174,6 +177,8 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
     wrong = program_check.syntax_error(spec)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     notes = [f"{wrong} (checked with Python {version})"] if wrong else []
+    if avoided:
+        notes.append(bad_hosts.text(avoided))
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node
     if settings.origins.get("gpus") == "--gpus" and nodes > 1 and per_node and not spec.gpus:
         # sbatch's --gpus counts the GPUs of the whole job.

@@ -20,10 +20,46 @@ def check(spec: JobSpec) -> None:
     _check_notifications(spec)
     _check_metrics(spec)
     _check_environment(spec)
+    if spec.grows_memory and not spec.resources.mem:
+        raise SpecError(
+            "--retry oom_host:N:mem*FACTOR needs --mem", "give the memory per node, such as 64G"
+        )
+    if spec.retry and spec.launcher == "srun":
+        raise SpecError(
+            "--retry needs clusterjob's agent, and --launcher srun starts none",
+            "use --launcher agent or torchrun",
+        )
+    _check_nodes(spec)
+    _check_until_done(spec)
     if spec.hang_timeout is not None and spec.launcher == "srun":
         raise SpecError(
             "--hang-timeout needs clusterjob's agent, and --launcher srun starts none",
             "use --launcher agent or torchrun; `clusterjob stacks` works with every launcher",
+        )
+    if spec.preflight != "off" and spec.launcher == "srun":
+        raise SpecError(
+            "--preflight needs clusterjob's agent, and --launcher srun starts none",
+            "use --launcher agent or torchrun, or measure the nodes first: clusterjob doctor --run",
+        )
+
+
+def _check_until_done(spec: JobSpec) -> None:
+    if spec.checkpoint_dir and not spec.until_done:
+        raise SpecError("--checkpoint-dir belongs to --until-done", "add --until-done")
+    if spec.until_done and spec.launcher == "srun":
+        raise SpecError(
+            "--until-done needs clusterjob's agent, and --launcher srun starts none",
+            "use --launcher agent or torchrun",
+        )
+    if spec.warn_signal and spec.launcher != "agent":
+        raise SpecError(
+            f"--warn-signal {spec.warn_signal}: --launcher {spec.launcher} starts the workers",
+            "use --launcher agent",
+        )
+    if spec.warn_signal and not (spec.until_done or spec.requeue or spec.signal_before):
+        raise SpecError(
+            f"--warn-signal {spec.warn_signal}: no warning would be sent",
+            "add --until-done, or --requeue and --signal-before",
         )
 
 
@@ -35,6 +71,28 @@ def _check_notifications(spec: JobSpec) -> None:
         raise SpecError(
             "--notify needs clusterjob's agent, and --launcher srun starts none",
             "Slurm's own mail: --set mail-type=END,FAIL --set mail-user=ADDRESS",
+        )
+
+
+def _check_nodes(spec: JobSpec) -> None:
+    if not spec.spares and spec.min_nodes is None:
+        return
+    flag = f"--spares {spec.spares}" if spec.spares else "--nodes MIN:MAX"
+    if spec.working_nodes < 1:
+        raise SpecError(
+            f"{flag}: the job has {spec.resources.nodes} nodes, and none is left for its workers",
+            "lower --spares, or add nodes",
+        )
+    if spec.min_nodes is not None and not 1 <= spec.min_nodes <= spec.working_nodes:
+        raise SpecError(
+            f"--nodes {spec.min_nodes}:{spec.working_nodes}: MIN must be at least 1, and at most"
+            " MAX",
+            "write it as 2:4",
+        )
+    if spec.launcher != "agent":
+        raise SpecError(
+            f"{flag} needs clusterjob's agent, and --launcher {spec.launcher} starts the workers",
+            "use --launcher agent",
         )
 
 

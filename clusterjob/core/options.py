@@ -2,78 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterjob.core.gpu_request import TYPED, read_gpus
 from clusterjob.core.job_secrets import Secret
+from clusterjob.core.node_count import read_nodes
 from clusterjob.core.notifications import NotifyPlace
-from clusterjob.core.units import parse_duration, parse_size
+from clusterjob.core.option import Option, Target
+from clusterjob.core.units import parse_duration, parse_signal, parse_size
 from clusterjob.errors import ConfigError, SpecError
 from clusterjob.node.program import WORKER_WORDS
-
-# The headings of `--help`, in order.
-GROUPS = ("job", "resources", "environment", "code", "cluster", "restart", "output")
-
-
-class Target(enum.Enum):
-    """The part of a job that an option sets."""
-
-    SPEC = enum.auto()  # the field of `JobSpec` with the option's key
-    RESOURCES = enum.auto()  # a field of `Resources`
-    BACKEND = enum.auto()  # an entry of `JobSpec.options`, as if given with --set
-    OTHER = enum.auto()  # `core.job_settings.make_spec` computes fields from it
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of a job, declared once.
-
-    The command line, configuration files, CLUSTERJOB_* variables, `make_spec`, the command line of
-    the nodes and docs/reference.md derive from it.
-
-    Attributes:
-        key: the key in a file; the flag is ``--key`` with dashes, the variable CLUSTERJOB_KEY.
-        read: converts the text of a flag or a variable, or a value of a TOML file.
-        help: one line for `--help`; empty for an option without a flag.
-        metavar: the form of the value in `--help`; empty for a switch, ``--key/--no-key``.
-        short: a short flag, such as ``-N``; empty for none.
-        aliases: other long flags of the same option, as torchrun spells it.
-        group: the heading of its flag in `--help`, one of `GROUPS`.
-        excludes: the key of an option for the same thing: a flag for one overrides a profile's
-            value for the other.
-        merge: whether the option is repeatable: a table or a list adds to earlier values.
-        target: the part of the job that it sets.
-        node: the field of `LaunchOptions` that it sets on each node; empty if the nodes do not
-            need it.
-    """
-
-    key: str
-    read: Callable[[Any], Any]
-    help: str = ""
-    metavar: str = ""
-    short: str = ""
-    aliases: tuple[str, ...] = ()
-    group: str = "job"
-    excludes: str = ""
-    merge: bool = False
-    target: Target = Target.SPEC
-    node: str = ""
-
-    @property
-    def flag(self) -> str:
-        """The long flag."""
-        return f"--{self.key.replace('_', '-')}"
-
-    @property
-    def variable(self) -> str:
-        """The environment variable; empty if a variable cannot set it."""
-        return "" if self.merge else f"CLUSTERJOB_{self.key.upper()}"
 
 
 def _whole_number(value: Any) -> int:
@@ -137,17 +78,6 @@ def _gpus_per_node(value: Any) -> int | str:
     return typed[0] if typed else _whole_number(value)
 
 
-def _nodes(value: Any) -> int:
-    """Return a number of nodes; torchrun's MIN:MAX is one only if both are equal."""
-    least, colon, most = value.partition(":") if isinstance(value, str) else (value, "", value)
-    if colon and least != most:
-        raise SpecError(
-            f"{_short(value)}: the number of nodes of a job is fixed",
-            f"write one number, such as {most}" if most.isdigit() else "write one number",
-        )
-    return _whole_number(most if colon else value)
-
-
 def _workers(value: Any) -> int | str:
     """Return a number of workers, or torchrun's word for what each node counts."""
     return value if value in WORKER_WORDS else _whole_number(value)
@@ -171,6 +101,12 @@ def _lines(value: Any) -> tuple[str, ...]:
     if not isinstance(values, (list, tuple)):
         raise SpecError(f"{value!r} is not a list of lines")
     return tuple(_text(item) for item in values)
+
+
+def _retries(value: Any) -> tuple[str, ...]:
+    from clusterjob.node.retries import retries
+
+    return tuple(word for line in _lines(value) for word in retries(line))
 
 
 def _secrets(value: Any) -> tuple[Secret, ...]:
@@ -242,9 +178,12 @@ def _cell(value: Any) -> str:
 
 
 _ROWS = (
-    Option("nodes", _nodes, metavar="N", target=Target.RESOURCES,
+    Option("nodes", read_nodes, metavar="N", target=Target.OTHER,
         short="-N", aliases=("--nnodes",), group="resources",
-        help="Number of nodes (default: 1)."),
+        help="Number of nodes, or MIN:MAX for a job that may shrink and grow (default: 1)."),
+    Option("spares", _whole_number, metavar="N", node="spares", group="restart",
+        help="More nodes, without workers until one takes the place of a lost node "
+        "(default: 0)."),
     Option("gpus", read_gpus, metavar="N", target=Target.OTHER, group="resources",
         excludes="gpus_per_node",
         help="GPUs on each node: a number, a100:8, those to use as 0,1 or device=5, auto for "
@@ -288,6 +227,9 @@ _ROWS = (
         help="Shell line to run first on each node; repeatable (default: none)."),
     Option("max_restarts", _whole_number, metavar="N", node="max_restarts", group="restart",
         help="Maximum number of restarts of the workers after a failure (default: 0)."),
+    Option("retry", _retries, metavar="KIND[:N]", merge=True, node="retry", group="restart",
+        help="Restarts after one kind of failure, such as device:5 or code:0; repeatable "
+        "(default: none)."),
     Option("start", _text, metavar="MODE", node="start",
         help="Start method of the workers: fork (one torch import per node), exec, or auto "
         "(default: auto)."),
@@ -342,6 +284,12 @@ _ROWS = (
         help="Requeue after a preemption or the time limit (default: no)."),
     Option("signal_before", _duration, metavar="TIME", group="restart",
         help="Time before the limit to warn the workers, such as 90s (default: none)."),
+    Option("warn_signal", parse_signal, metavar="NAME", node="warn_signal", group="restart",
+        help="Signal for the workers at the warning, such as SIGUSR1 (default: none)."),
+    Option("until_done", _switch, node="until_done", group="restart",
+        help="Queue again after each time limit until the script is done (default: no)."),
+    Option("checkpoint_dir", _text, metavar="DIR", node="checkpoint_dir", group="restart",
+        help="Checkpoints of --until-done; two attempts without a newer file end the job."),
     Option("notify", _notify, metavar="URL", merge=True, group="output",
         help="Where node 0 sends notifications: a URL of apprise, or VARIABLE or @FILE that holds "
         "it; never shown; repeatable (default: none)."),
@@ -351,6 +299,10 @@ _ROWS = (
     Option("notify_on", _words, metavar="EVENTS", group="output",
         help="Events to notify about: start, end, failure, requeue, array_tasks "
         "(default: end,failure,requeue)."),
+    Option("preflight", _text, metavar="[=warn]", bare="refuse", node="preflight",
+        group="restart",
+        help="Measure of all hosts before the workers start, at most 20 s; a slow host is refused, "
+        "or with =warn only named (default: off)."),
     Option("hang_timeout", _duration, metavar="TIME", node="hang_timeout", group="restart",
         help="Time without output, heartbeat or change of a stack after which the job hangs, such "
         "as 10m (default: no detection)."),

@@ -100,6 +100,8 @@ class Plan:
         sends_code: whether the files of the working directory are sent too.
         code: the code of which the job runs a snapshot; None if the job runs the current files, or
             a copy on other machines.
+        avoid: the hosts that jobs blamed in the last day, each with a text that says why; a
+            scheduler leaves them out if there are enough others.
     """
 
     job_id: str
@@ -112,6 +114,7 @@ class Plan:
     array: Mapping[str, Any] | None = None
     sends_code: bool = False
     code: CodeSource | None = None
+    avoid: Mapping[str, str] = field(default_factory=dict)
 
     def _code(self) -> Snapshot | None:
         """Return the current files of the code if they are sent or kept, else None."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from clusterjob.backends import base, shared
 from clusterjob.backends.base import Status
+from clusterjob.core.bad_hosts import BadHosts
 from clusterjob.core.listing import Listing, row_of
 from clusterjob.core.record_index import place_in_list
 from clusterjob.core.records import Handle, Record, Records
@@ -57,6 +58,8 @@ def statuses(wanted: Sequence[Record]) -> list[tuple[Record, Status]]:
             record = records.with_end(  # noqa: PLW2901
                 record, status.verdict.to_json(), provisional=status.provisional
             )
+        if record.job_id in found and (status.restarts or status.verdict is not None):
+            BadHosts(record.cluster).note(record)
         pairs.append((record, status))
     for whole_id, handle in arrays.items():
         records.with_handle(records.find(whole_id), replace(handle, id=handle.data["ids"][0]))

@@ -17,45 +17,22 @@ from clusterjob.core.earlier_code import EarlierCode
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.notifications import NotifyPlace
-from clusterjob.core.options import OPTIONS, Target
+from clusterjob.core.option import Target
+from clusterjob.core.options import OPTIONS
+from clusterjob.core.resources import Resources, at_least
 from clusterjob.errors import SpecError
 from clusterjob.node import contract
 from clusterjob.node.notifications import DEFAULT_KINDS
-from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions
+from clusterjob.node.options import (
+    LAUNCHERS,
+    PREFLIGHT_MODES,
+    START_MODES,
+    LaunchOptions,
+)
 from clusterjob.node.program import Program
+from clusterjob.node.retries import Retry
 
 MAX_NAME = 128
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The resources that a job requests from a cluster.
-
-    Attributes:
-        nodes: number of machines.
-        gpus_per_node: GPUs on each node; None if the job does not request GPUs.
-        gpu_type: GPU type, as the cluster names it; empty for any.
-        cpus_per_task: cores per worker; None for an even share of the node's cores.
-        mem: memory per node in bytes; 0 for all of it, None for the cluster's default.
-        time_limit: time limit in seconds; None for the cluster's default.
-    """
-
-    nodes: int = 1
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    mem: int | None = None
-    time_limit: int | None = None
-    gpu_type: str = ""
-
-    def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--nodes", self.nodes, 1),
-            ("--gpus", self.gpus_per_node, 0),
-            ("--cpus-per-task", self.cpus_per_task, 1),
-            ("--mem", self.mem, 0),
-            ("--time", self.time_limit, 1),
-        ):
-            _at_least(flag, value, least=least)
 
 
 @dataclass(frozen=True)
@@ -80,7 +57,11 @@ class JobSpec:
         nproc_word: ``gpu``, ``cpu`` or ``auto`` if each node counts its workers; else empty.
         nproc_is_default: whether nproc_per_node is a default, which a platform may replace by a
             node's number of GPUs; in a plan: whether the platform will replace it.
+        spares: the nodes of `resources` that have no workers until one takes a lost node's place.
+        min_nodes: the smallest number of nodes with workers; None for all but the spares.
         max_restarts: maximum number of restarts of the workers after a failure.
+        retry: kinds of failures with their own number of restarts; see
+            `clusterjob.node.options.Retry`.
         start: start method of the workers: ``fork``, ``exec`` or ``auto``.
         launcher: ``agent``, ``torchrun`` for torch's agent on each node, ``ray`` for a Ray cluster
             whose driver is the program, or ``srun`` for one Slurm task per worker.
@@ -104,9 +85,14 @@ class JobSpec:
         requeue: queue the job again after a preemption or after the time limit.
         signal_before: seconds before the time limit at which the workers are warned; None for no
             warning.
+        until_done: queue the job again until its script is done; see docs/slurm.md.
+        checkpoint_dir: directory of the script's checkpoints, relative to workdir, for until_done;
+            empty if it is unknown.
+        warn_signal: signal that the workers get at the warning, such as SIGUSR1; empty for none.
         notify: where node 0 sends notifications: URLs of apprise, which are never recorded.
         notify_cmd: shell commands that node 0 runs for each notification.
         notify_on: events to notify about; see `clusterjob.node.notifications`.
+        preflight: measure the hosts before the workers start: ``off``, ``warn`` or ``refuse``.
         hang_timeout: seconds without progress after which the job hangs; None for no detection.
         metrics, metrics_port: samples of the nodes; see `clusterjob.node.options.LaunchOptions`.
         join_timeout, heartbeat, lease, grace: seconds; see `clusterjob.node.options.LaunchOptions`.
@@ -129,7 +115,10 @@ class JobSpec:
     nproc_per_node: int = 1
     nproc_word: str = ""
     nproc_is_default: bool = False
+    spares: int = 0
+    min_nodes: int | None = None
     max_restarts: int = 0
+    retry: tuple[str, ...] = ()
     start: str = "auto"
     launcher: str = "agent"
     require_gpus: bool = False
@@ -149,9 +138,13 @@ class JobSpec:
     after: tuple[str, ...] = ()
     requeue: bool = False
     signal_before: int | None = None
+    until_done: bool = False
+    checkpoint_dir: str = ""
+    warn_signal: str = ""
     notify: tuple[NotifyPlace, ...] = ()
     notify_cmd: tuple[str, ...] = ()
     notify_on: tuple[str, ...] = DEFAULT_KINDS
+    preflight: str = LaunchOptions.preflight
     hang_timeout: int | None = None
     metrics: bool = True
     metrics_port: int = 0
@@ -167,10 +160,12 @@ class JobSpec:
                 f"{self.name[:MAX_NAME]!r} is not a valid job name",
                 f"use up to {MAX_NAME} printable characters on one line",
             )
-        _at_least("--nproc-per-node", self.nproc_per_node, least=1)
-        _at_least("--max-restarts", self.max_restarts, least=0)
+        at_least("--nproc-per-node", self.nproc_per_node, least=1)
+        at_least("--spares", self.spares, least=0)
+        at_least("--max-restarts", self.max_restarts, least=0)
         _one_of("start", self.start, known=START_MODES)
         _one_of("launcher", self.launcher, known=(*LAUNCHERS, "srun"))
+        _one_of("preflight", self.preflight, known=PREFLIGHT_MODES)
         for label in ("join_timeout", "heartbeat", "lease", "grace"):
             if not 0 < getattr(self, label) < 1e9:
                 raise SpecError(
@@ -198,7 +193,13 @@ class JobSpec:
                 "name it once; --nproc-per-node 2 starts two workers on each host",
             )
         option_conflicts.check(self)
-        program = (self.python, self.env_cache, self.program.target, *self.program.args)
+        program = (
+            self.python,
+            self.env_cache,
+            self.checkpoint_dir,
+            self.program.target,
+            *self.program.args,
+        )
         for text in (*self.setup, *self.notify_cmd, *program, str(self.workdir)):
             if "\0" in text:
                 raise SpecError(
@@ -208,6 +209,16 @@ class JobSpec:
         if self.template is not None and not self.template.is_file():
             raise SpecError(f"the template {str(self.template)!r} does not exist")
         program_check.check(self)
+
+    @property
+    def grows_memory(self) -> bool:
+        """Whether --retry queues the job again with more memory."""
+        return any(Retry.parse(text).memory for text in self.retry)
+
+    @property
+    def working_nodes(self) -> int:
+        """The largest number of nodes that have workers at the same time."""
+        return self.resources.nodes - self.spares
 
     @property
     def notifies(self) -> bool:
@@ -272,6 +283,7 @@ class JobSpec:
         if self.nproc_word:
             values["nproc_per_node"] = self.nproc_word
         values |= {"program": self.program, "time_limit": float(limit) if limit else None}
+        values["min_nodes"] = self.min_nodes
         return LaunchOptions(**(values | more))
 
     @classmethod
@@ -324,12 +336,13 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "only": lambda numbers: tuple(map(int, numbers)),
     "notify": lambda texts: tuple(NotifyPlace(str(text)) for text in texts),
     **dict.fromkeys(
-        ("signal_before", "hang_timeout"),
-        lambda seconds: None if seconds is None else int(seconds),
+        ("signal_before", "hang_timeout", "min_nodes"),
+        lambda number: None if number is None else int(number),
     ),
     **dict.fromkeys(("env", "options"), dict),
     **dict.fromkeys(
-        ("setup", "sweep", "after", "notify_cmd", "notify_on"), lambda lines: tuple(map(str, lines))
+        ("setup", "sweep", "after", "notify_cmd", "notify_on", "retry"),
+        lambda lines: tuple(map(str, lines)),
     ),
 }
 
@@ -355,14 +368,6 @@ def default_name(program: Program) -> str:
     stem = Path(program.target).stem if program.kind == "script" else Path(program.target).name
     cleaned = re.sub(r"[^\w.-]+", "-", stem).strip("-.")
     return cleaned[:MAX_NAME] or "job"
-
-
-def _at_least(flag: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise SpecError(
-            f"{flag} {value}: the least value is {least}",
-            f"write {flag} {least} or more, or leave it out",
-        )
 
 
 def _one_of(label: str, value: str, known: tuple[str, ...]) -> None:

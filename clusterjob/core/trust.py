@@ -28,10 +28,11 @@ from clusterjob.node.system import files, private_dirs
 # setting needs trust. A new setting needs trust until somebody adds it here.
 HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
-    "max_restarts", "start", "launcher", "require_gpus", "gpus", "sync", "snapshot", "account",
-    "partition", "nodelist", "exclude", "reservation", "array", "after", "requeue",
+    "max_restarts", "retry", "start", "launcher", "require_gpus", "gpus", "sync", "snapshot",
+    "account", "partition", "nodelist", "exclude", "reservation", "array", "after", "requeue",
     "signal_before", "hang_timeout", "join_timeout", "heartbeat", "lease", "grace", "notify_on",
-    "metrics", "metrics_port",
+    "metrics", "metrics_port", "preflight", "spares", "until_done", "checkpoint_dir",
+    "warn_signal",
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing to another machine or cluster
 _NAMED_FILES = ("template", "hostfile")

@@ -1,10 +1,12 @@
-"""Parse sizes and durations into bytes and seconds, and format sizes."""
+"""Parse sizes, durations and names of signals, and format sizes."""
 
 from __future__ import annotations
 
 import re
+import signal
 
 from clusterjob.errors import SpecError
+from clusterjob.node.system import signals
 
 _NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 _SIZE = re.compile(rf"({_NUMBER})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -67,3 +69,15 @@ def show_size(size: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{value:.0f} {unit}" if value >= 100 or unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def parse_signal(text: str) -> str:
+    """Return the name of a signal that a script can handle, from SIGUSR1 or usr1.
+
+    Raises:
+        SpecError: there is no such signal.
+    """
+    try:
+        return signal.Signals(signals.number_of(str(text))).name
+    except ValueError as error:
+        raise SpecError(str(error), "name one, such as SIGUSR1 or SIGTERM") from error

@@ -9,7 +9,6 @@ from typing import Any
 
 from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
 from clusterjob.node.logs import events
-from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.phases import Phase, PhaseBegin
 from clusterjob.node.system.sanitize import sanitize
 
@@ -17,7 +16,7 @@ _MAX_MARKS = 200
 _MAX_TEXT = 300  # characters of an event's text
 # Events of which each node or connection writes one: a timeline with them would hide the others.
 _MANY = ("joined", "unauthenticated", "missing", "stragglers", "exec", "ranks")
-_UNSHOWN = ("time", "monotonic", "event", "attempt", "pid", "port", "bound", "master_port")
+_UNSHOWN = ("time", "monotonic", "event", "attempt", "pid", "port", "bound", "master_port", "table")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def read(
         runs: whether the job runs: the phases of its last attempt that are open last until `end`.
     """
     phases = read_phases_of(job_dir, nodes)
-    told = with_attempts(events.read_events(job_dir / EVENTS))
+    told = with_attempts(events.read_job_events(job_dir))
     clock = JobClock(
         phases, told, {attempt: last for (node, attempt), last in sampled.items() if node == 0}
     )

@@ -15,6 +15,7 @@ from clusterjob.core.listing import row_of
 from clusterjob.core.record_index import ListRow, RecordIndex, ended_row, place_in_list
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import ClusterJobError
+from clusterjob.insight import stragglers
 from clusterjob.insight.live_node import NodeNow, NodeReader, RankNow
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
@@ -264,6 +265,8 @@ class JobPoller:
                 for node in range(min(record.nodes, _MAX_NODES))
             ]
         status = pair[1] if pair else None
+        if status is not None and status.stragglers:
+            status = replace(status, stragglers=stragglers.now(record.job_dir, status))
         over = record.verdict is not None or (status is not None and status.verdict is not None)
         return JobNow(record, status, tuple(each.read(ended=over) for each in self._readers))
 

@@ -38,6 +38,7 @@ class RankNow:
         cpu: percent of one core; None without metrics.
         memory: resident bytes.
         gpu: percent of its GPU; None if it has none, or shares one.
+        waits: percent of its steps for which it waits in collectives; None if it is unknown.
         quiet: seconds since its last output; None if it is unknown.
         line: its last line.
         cpu_history, gpu_history: percents, the oldest first.
@@ -51,6 +52,7 @@ class RankNow:
     cpu: float | None = None
     memory: int | None = None
     gpu: float | None = None
+    waits: float | None = None
     quiet: float | None = None
     line: str = ""
     cpu_history: tuple[float, ...] = ()
@@ -280,6 +282,7 @@ class NodeReader:
                 cpu=None if worker is None else worker.cpu,
                 memory=None if worker is None else worker.rss,
                 gpu=None if worker is None else gpus.get(rank),
+                waits=None if worker is None else worker.waits,
                 quiet=None if over else quiet.get(rank, quiet.get(None)),
                 line=self._output.line(rank),
                 cpu_history=tuple(self._metrics.ranks_cpu.get(rank, ())),

@@ -18,7 +18,14 @@ import msgspec
 
 from clusterjob.node.logs.job_dir import THINNED
 from clusterjob.node.logs.log_files import node_directory, open_regular
-from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.samples import (
+    Gpu,
+    GpuSample,
+    NodeFacts,
+    Sample,
+    WorkerSample,
+    waiting_percent,
+)
 from clusterjob.node.metrics.segments import segment_numbers, segment_path
 
 # Maximum bytes to read of a line, of `THINNED`, of a segment. A host may send any file: a short
@@ -54,6 +61,13 @@ class WorkerLine(msgspec.Struct, array_like=True, gc=False):
     read: _Number
     written: _Number
     threads: _Count
+    step: _Number | None = None  # older versions have none
+    waited: _Number | None = None
+
+    @property
+    def waits(self) -> float | None:
+        """The percent of its steps for which it waits in collectives; None if it is unknown."""
+        return waiting_percent(self.step, self.waited)
 
 
 class GpuLine(msgspec.Struct, array_like=True, gc=False):

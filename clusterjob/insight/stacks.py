@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from clusterjob.core import polling
+from clusterjob.core import job_parts, polling
 from clusterjob.core.inside import connection
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, InsideError, UsageError, os_error_text
 from clusterjob.node.inside import streams
 from clusterjob.node.inside.streams import STDOUT, Stream
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.events import read_events
-from clusterjob.node.logs.job_dir import EVENTS, LOGS
+from clusterjob.node.logs.events import read_job_events
+from clusterjob.node.logs.job_dir import LOGS
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.system.sanitize import sanitize
 
@@ -109,7 +109,7 @@ def _ask(
     """Ask all nodes, the given one, or the one of the rank, at the same time."""
     nodes: Sequence[int | None] = [node]
     if node is None and rank is None:
-        nodes = range(record.nodes)
+        nodes = job_parts.nodes_with_workers(record)
     limit = threading.Semaphore(_AT_ONCE)
 
     def ask(each: int | None, future: Future[_Answer]) -> None:
@@ -255,7 +255,7 @@ def _last_round(job_dir: Path) -> tuple[int, int] | None:
     """Return attempt and restart of the last round that node 0 has started; None if unknown."""
     rounds = [
         (attempt, restart)
-        for event in read_events(job_dir / EVENTS)
+        for event in read_job_events(job_dir)
         if event.get("event") == "started"
         and type(attempt := event.get("attempt")) is int
         and type(restart := event.get("restart")) is int

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
+from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.environments import scheduler, show, this_node, worker_defaults
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
@@ -91,13 +92,23 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
 
     early = signals.collect_early(preemptible=options.warning is not None)
+    parent = None
+    if options.max_restarts:
+        parent = AgentParent(topology.node_rank, options, job_dir=job_dir, attempt=job.attempt)
+        exit_code = parent.run()
+        if exit_code is not None:
+            return exit_code
     forkserver_pid, agent_end = _fork_forkserver(
-        topology, options, job=job, job_dir=job_dir, stdin=stdin
+        topology, options, job=job, job_dir=job_dir, stdin=stdin, parent=parent
     )
     agent_end.setblocking(False)
     processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
-    environment_log.add(job_dir, topology.node_rank, show.describe(finding), attempt=job.attempt)
+    is_first = parent is None or not parent.starts  # not after an agent that was killed
+    if is_first:
+        environment_log.add(
+            job_dir, topology.node_rank, show.describe(finding), attempt=job.attempt
+        )
 
     # From here on there may be threads. The forkserver imports torch while this process imports
     # asyncio.
@@ -108,8 +119,13 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     from clusterjob.node.workers.forkserver_client import ForkserverClient
 
     reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
-    console = Console(reader if options.echo or numbered else None, numbered=numbered)
-    if options.insecure_no_token and topology.nnodes > 1 and contract.read_token(environ) is None:
+    console = Console(
+        reader if options.echo or numbered else None,
+        numbered=numbered,
+        note=parent.console if parent is not None else None,
+    )
+    is_open = options.insecure_no_token and contract.read_token(environ) is None
+    if is_open and topology.nnodes > 1 and is_first:
         console.print(
             f"--insecure-no-token: everyone who can connect to {topology.master_addr}"
             " can join this job or end it"
@@ -117,14 +133,8 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     async def live() -> Verdict:
         verdict = await agent.run()
-        if topology.node_rank == 0:
-            console.print(verdict.text())
-        elif verdict.state is not JobState.SUCCEEDED:
-            console.print(f"{verdict.state}: {verdict.reason}")
-        if temporary and verdict.state is not JobState.SUCCEEDED and not numbered:
-            console.print(f"logs: {job_dir}")
-        if topology.node_rank == 0:
-            console.print_verdict(verdict)
+        logs = job_dir if temporary and not numbered else None
+        _print_verdict(console, verdict, coordinates=agent.coordinates, logs=logs)
         await agent.finish_notifications()
         # Write all output while the signal handlers are set: a platform may stop this node when
         # another node has ended.
@@ -140,7 +150,10 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             job_dir=job_dir,
             forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
             console=console,
-            notifier=_notifier(notifications, topology, job=job, job_dir=job_dir, console=console),
+            notifier=_notifier(
+                notifications, topology, job=job, job_dir=job_dir, console=console, parent=parent
+            ),
+            parent=parent,
         )
         verdict = asyncio.run(live())
     finally:
@@ -148,6 +161,21 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     if temporary and verdict.state is JobState.SUCCEEDED:
         shutil.rmtree(job_dir, ignore_errors=True)
     return verdict.exit_code
+
+
+def _print_verdict(
+    console: Console, verdict: Verdict, *, coordinates: bool, logs: Path | None
+) -> None:
+    """Print the verdict; of a job that failed, also where its logs are."""
+    succeeded = verdict.state is JobState.SUCCEEDED
+    if coordinates:
+        console.print(verdict.text())
+    elif not succeeded:
+        console.print(f"{verdict.state}: {verdict.reason}")
+    if logs is not None and not succeeded:
+        console.print(f"logs: {logs}")
+    if coordinates:
+        console.print_verdict(verdict)
 
 
 def _choose_workers(options: LaunchOptions, topology: Topology, environ: Mapping[str, str]) -> int:
@@ -185,7 +213,12 @@ def _worker_count(wanted: int | str, gpus: int) -> int:
 
 
 def _notifier(
-    settings: str, topology: Topology, job: JobIdentity, job_dir: Path, console: Console
+    settings: str,
+    topology: Topology,
+    job: JobIdentity,
+    job_dir: Path,
+    console: Console,
+    parent: AgentParent | None,
 ) -> Notifier | None:
     """Return node 0's notifier; None on another node or without --notify."""
     if not settings or topology.node_rank:
@@ -198,11 +231,21 @@ def _notifier(
         job_dir=job_dir,
         attempt=job.attempt,
         print_line=console.print,
+        agent_parent=parent.pid if parent is not None else None,
     )
 
 
 def _for_launcher(options: LaunchOptions) -> LaunchOptions:
-    """Return the options; for Ray, those of a node whose one worker runs Ray."""
+    """Return the options; for Ray, those of a node whose one worker runs Ray.
+
+    Raises:
+        UsageError: the launcher cannot go on without a lost node, as the options ask for.
+    """
+    if options.launcher != "agent" and (options.min_nodes or options.spares):
+        raise UsageError(
+            f"--launcher {options.launcher} cannot replace a lost node, or go on without it",
+            "use --launcher agent, or leave out --spares and MIN:MAX",
+        )
     if options.launcher != "ray":
         return options
     from clusterjob.node.workers import ray_node
@@ -229,6 +272,7 @@ def _fork_forkserver(
     job: JobIdentity,
     job_dir: Path,
     stdin: int | None,
+    parent: AgentParent | None,
 ) -> tuple[int, socket.socket]:
     """Fork the forkserver; return its pid and the agent's end of the socket pair.
 
@@ -240,6 +284,8 @@ def _fork_forkserver(
     pid = os.fork()
     if pid == 0:
         agent_end.close()
+        if parent is not None:
+            parent.close()
         _serve_as_forkserver(
             Forkserver(
                 forkserver_end,
@@ -249,6 +295,7 @@ def _fork_forkserver(
                 attempt=job.attempt,
                 node_rank=topology.node_rank,
                 stdin=stdin,
+                agent_parent=parent.pid if parent is not None else None,
             )
         )
     forkserver_end.close()
@@ -268,10 +315,17 @@ def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
     report_fd, own_pid = (int(part) for part in os.environ[contract.REPORT_FD].split(":"))
     local_rank = int(os.environ["LOCAL_RANK"])
 
-    def on_failure(message: str, exit_code: int, kind: str) -> None:
+    def on_failure(message: str, exit_code: int, kind: str, where: str) -> None:
         message += snapshot_imports.hint(message, os.environ)
         if os.getpid() == own_pid:  # a child that the program forked returns to this code too
-            report(report_fd, local_rank, message=message, exit_code=exit_code, kind=kind)
+            report(
+                report_fd,
+                local_rank,
+                message=message,
+                exit_code=exit_code,
+                kind=kind,
+                where=where,
+            )
 
     snapshot_imports.install(os.environ)
     run_as_main(program, on_failure)

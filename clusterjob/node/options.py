@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
-from clusterjob.errors import UsageError, did_you_mean
+from clusterjob.errors import SpecError, UsageError, did_you_mean
 from clusterjob.node.program import NO_EFFECT, WORKER_WORDS, Program
+from clusterjob.node.retries import retries
+from clusterjob.node.system import signals
 
 START_MODES = ("auto", "fork", "exec")
 LAUNCHERS = ("agent", "torchrun", "ray")
+PREFLIGHT_MODES = ("off", "warn", "refuse")
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
@@ -51,8 +55,26 @@ def _duration(text: str) -> float:
     return unit * seconds(text[:-1]) if unit else seconds(text)
 
 
+def _retries(text: str) -> tuple[str, ...]:
+    try:
+        return retries(text)
+    except SpecError as error:
+        raise UsageError(f"--retry {error.message}", error.hint) from error
+
+
+def _signal_name(text: str) -> str:
+    try:  # argparse also converts the default, an empty text
+        return signal.Signals(signals.number_of(text)).name if text else ""
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _option(
-    default: Any, form: str | tuple[str, ...], help_: str, read: Callable[[str], Any] = str
+    default: Any,
+    form: str | tuple[str, ...],
+    help_: str,
+    read: Callable[[str], Any] = str,
+    bare: str = "",
 ) -> Any:
     """Declare an option of the command line with its default.
 
@@ -61,8 +83,10 @@ def _option(
         form: the form of the value, or the possible values; empty for a switch.
         help_: one line for `--help`.
         read: converts the text of the value.
+        bare: the value of ``--option`` alone; a value is then written as ``--option=VALUE``.
     """
-    return field(default=default, metadata={"form": form, "help": help_, "read": read})
+    metadata = {"form": form, "help": help_, "read": read, "bare": bare}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -75,6 +99,7 @@ class LaunchOptions:
             number of `gpus`; without `gpus`, for the number in the environment, or for 1.
         cpus_per_task: cores per worker, the value of its OMP_NUM_THREADS; None for an even share.
         max_restarts: maximum number of restarts of the workers after a failure.
+        retry: --retry KIND[:N] for kinds of failures, each as `Retry.parse` reads it.
         start: ``fork`` the workers from a process that has imported torch, ``exec`` a new process
             for each, or ``auto``: fork if it is safe.
         launcher: ``agent``: clusterjob's agent starts the workers; ``torchrun``: torch's own agent
@@ -83,7 +108,12 @@ class LaunchOptions:
             of `join_timeout` if they start later; None for no limit.
         join_timeout: how long the agents wait for each other.
         heartbeat: interval between heartbeats on a connection between agents.
+        spares: nodes without workers that take the place of lost ones.
+        min_nodes: the smallest number of nodes with which the job runs; None for all of them,
+            without the spares.
         lease: time without a message after which the peer counts as lost.
+        preflight: whether to measure the nodes before the workers start: ``off``, ``warn`` about a
+            slow host, or ``refuse`` to start on it.
         hang_timeout: time without output, heartbeat or change of a stack after which the job
             hangs; None for no detection.
         grace: time between SIGTERM and SIGKILL when the job is cancelled or reaches its time limit.
@@ -92,6 +122,11 @@ class LaunchOptions:
         echo: whether to show the workers' output on this command's stdout and stderr.
         warning: time between a preemption warning and the end of the job; None if the job cannot
             be preempted.
+        warn_signal: signal that the workers get with the warning, such as SIGUSR1; each end of a
+            worker is then an answer to it. Empty for none.
+        until_done: whether the job runs again until it is done: it then ends with exit code 75
+            after an attempt that another one may complete; see `rendezvous.until_done`.
+        checkpoint_dir: directory in which an attempt leaves newer files; empty if it is unknown.
         insecure_no_token: whether nodes may join without the job's secret; anyone who can connect
             to node 0 can then end the job. Also allows Ray without authentication.
         gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
@@ -112,6 +147,12 @@ class LaunchOptions:
         "Maximum number of restarts of the workers after a failure (default: 0).",
         _at_least(0),
     )
+    retry: tuple[str, ...] = _option(
+        (),
+        "KIND[:N]",
+        "Restarts after one kind of failure, such as device:5 or code:0; repeatable.",
+        _retries,
+    )
     start: str = _option(
         "auto",
         START_MODES,
@@ -124,6 +165,12 @@ class LaunchOptions:
     join_timeout: float = _option(
         300.0, "SECONDS", "Seconds to wait for the other nodes (default: 300).", seconds
     )
+    spares: int = _option(
+        0, "N", "Nodes that only take the place of lost ones (default: 0).", _at_least(0)
+    )
+    min_nodes: int | None = _option(
+        None, "N", "Smallest number of nodes that may run (default: all but the spares).", _COUNT
+    )
     heartbeat: float = _option(
         2.0, "SECONDS", "Seconds between two heartbeats (default: 2).", seconds
     )
@@ -132,6 +179,12 @@ class LaunchOptions:
         "SECONDS",
         "Seconds without a message after which a node is lost (default: 10).",
         seconds,
+    )
+    preflight: str = _option(
+        "off",
+        PREFLIGHT_MODES,
+        "Measure all hosts before the workers start, and refuse a slow one; =warn only warns.",
+        bare="refuse",
     )
     hang_timeout: float | None = _option(
         None,
@@ -150,6 +203,15 @@ class LaunchOptions:
         "Seconds between a preemption warning and the end of the job (default: no warning).",
         seconds,
     )
+    warn_signal: str = _option(
+        "", "NAME", "Signal for the workers at a preemption warning (default: none).", _signal_name
+    )
+    until_done: bool = _option(
+        False, "", "Exit with 75 after an attempt that another one may complete."
+    )
+    checkpoint_dir: str = _option(
+        "", "DIR", "Directory whose newest file shows the progress of --until-done."
+    )
     gpus: str | None = _option(
         None, "N", "GPUs of the workers, one worker each: a number, or 0,1 or device=5."
     )
@@ -167,15 +229,26 @@ class LaunchOptions:
         """Whether the forkserver imports torch before it starts the workers."""
         return self.launcher != "torchrun" and self.start != "exec" and self.program.is_python
 
+    @property
+    def return_timeout(self) -> float:
+        """Seconds to wait for an agent that was killed or cut off; then its node counts as lost."""
+        return self.lease + 5.0
+
     def arguments(self) -> list[str]:
         """Return the arguments that `parse` turns into these options, without the defaults."""
         words: list[str] = []
-        for name, value in vars(self).items():
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
             if name in ("program", "placement") or value == getattr(LaunchOptions, name):
                 continue
             flag = f"--{name.replace('_', '-')}"
+            if each.metadata["bare"]:
+                words.append(f"{flag}={value}")
+                continue
             if isinstance(value, bool):
                 words.append(flag if value else f"--no-{flag[2:]}")
+            elif isinstance(value, tuple):
+                words += [flag, ",".join(value)]
             else:
                 words += [flag, str(value)]
         return words + self.program.launch_arguments()
@@ -198,11 +271,26 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         variable: value for variable in _PLACEMENT if (value := values.pop(variable)) is not None
     }
     values.pop("no_effect")
+    least, colon, most = placement.get(_NNODES, "").partition(":")
+    if colon:  # MIN:MAX, as for torchrun
+        placement[_NNODES] = most
+        values["min_nodes"] = values["min_nodes"] or _minimum(least, most)
     if values.pop("standalone"):
         placement = _STANDALONE
     elif placement.get(_NNODES) == "1":
         placement = {_NODE_RANK: "0"} | placement
-    return LaunchOptions(program=program, placement=_with_port(placement), **values)
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return LaunchOptions(program=program, placement=_with_port(placement), **(values | lists))
+
+
+def _minimum(least: str, most: str) -> int | None:
+    """Return the smallest number of nodes of an elastic job; None if MIN:MAX is one number."""
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise UsageError(
+            f"--nodes {least[:20]}:{most[:20]}: MIN must be at least 1, and at most MAX",
+            "write it as 2:4",
+        )
+    return int(least) if int(least) < int(most) else None
 
 
 def _with_port(placement: dict[str, str]) -> dict[str, str]:
@@ -243,7 +331,11 @@ _NNODES, _NODE_RANK = "CLUSTERJOB_NNODES", "CLUSTERJOB_NODE_RANK"
 _MASTER_ADDR, _MASTER_PORT = "CLUSTERJOB_MASTER_ADDR", "CLUSTERJOB_MASTER_PORT"
 # torchrun's options that place a node: the variable that each sets, its flags, form and help.
 _PLACEMENT = {
-    _NNODES: (("-N", "--nodes", "--nnodes"), "N", "Number of nodes"),
+    _NNODES: (
+        ("-N", "--nodes", "--nnodes"),
+        "N",
+        "Number of nodes, or MIN:MAX for a job that may shrink and grow",
+    ),
     _NODE_RANK: (("--node-rank",), "RANK", "Rank of this node"),
     _MASTER_ADDR: (("--master-addr", "--rdzv-endpoint"), "HOST", "Address of node 0"),
     _MASTER_PORT: (("--master-port",), "PORT", "Port on node 0"),
@@ -283,8 +375,12 @@ def _parser() -> argparse.ArgumentParser:
             flag = f"--no-{flag[2:]}" if each.default else flag
         elif isinstance(form, tuple):
             values["choices"] = form
+            if each.metadata["bare"]:
+                values |= {"nargs": "?", "const": each.metadata["bare"]}
         else:
             values |= {"metavar": form, "type": each.metadata["read"]}
+            if isinstance(each.default, tuple):
+                values |= {"action": "extend", "default": []}
         parser.add_argument(flag, dest=each.name, **values)
     for variable, (flags, form, help_) in _PLACEMENT.items():
         parser.add_argument(

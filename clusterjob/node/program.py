@@ -99,14 +99,15 @@ def read_ahead(program: Program) -> None:
         finder.find_spec("clusterjob")  # lists the directory
 
 
-def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -> NoReturn:
+def run_as_main(program: Program, on_failure: Callable[[str, int, str, str], None]) -> NoReturn:
     """Run a Python program as this process's ``__main__`` and end by SystemExit.
 
     Args:
         program: a script or a module.
-        on_failure: called with one line, such as ``ValueError: boom``, the exit code and the
-            `FailureKind`, when an exception or a non-zero SystemExit leaves the program. This is
-            the time of the failure: atexit handlers and other threads are waited for later.
+        on_failure: called with one line, such as ``ValueError: boom``, the exit code, the
+            `FailureKind` and the `place`, when an exception or a non-zero SystemExit leaves the
+            program. This is the time of the failure: atexit handlers and other threads are waited
+            for later.
     """
     failure: BaseException | None = None
     sys.orig_argv = program.argv(sys.executable)
@@ -116,16 +117,17 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str], None]) -
         exec(code, module.__dict__)
     except SystemExit as request:
         if isinstance(request.code, int) and request.code & 0xFF:
-            on_failure(f"sys.exit({request.code})", request.code & 0xFF, "exit_code")
+            on_failure(f"sys.exit({request.code})", request.code & 0xFF, "exit_code", "")
         elif request.code is not None and not isinstance(request.code, int):
-            on_failure(_text(request.code), 1, "code")
+            on_failure(_text(request.code), 1, "code", place(request))
         raise
     except BaseException as error:
         failure = error
     if failure is None:
         sys.exit(0)
     interrupted = isinstance(failure, KeyboardInterrupt)
-    on_failure(summary(failure), 130 if interrupted else 1, failure_kind(failure))
+    exit_code = 130 if interrupted else 1
+    on_failure(summary(failure), exit_code, failure_kind(failure), place(failure))
     _show(failure)  # outside `except`: an error in the hook then has no __context__
     if interrupted:
         sys.excepthook = lambda *_: None  # `_show` has already printed the exception
@@ -174,6 +176,18 @@ def summary(error: BaseException) -> str:
     """Return an exception as one line: ``ValueError: boom``."""
     first_line = _text(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def place(error: BaseException) -> str:
+    """Return the file and line that raised an exception, as ``train.py:12``; empty if unknown."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.basename(error.filename)}:{error.lineno}"
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None or frame.tb_frame.f_code.co_filename in _LAUNCHER_FILES:
+        return ""
+    return f"{os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno}"
 
 
 def failure_kind(error: BaseException) -> str:

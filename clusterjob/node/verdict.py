@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
+from clusterjob.node.system.json_fields import items, mapping, number, optional, text
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
-
-_T = TypeVar("_T")
 
 SCHEMA = 1
 CANCELLED_EXIT_CODE = 143  # 128 + SIGTERM
@@ -45,7 +44,7 @@ _RANK_MARK = re.compile(r"^\[rank\d+\]: ?", re.ASCII)  # of torch, in each line 
 _EFFECT = "failed as a consequence"
 _SAME_ERROR = "failed with the same error"
 _OTHER_REASON = "failed for another reason"
-_SAME = 200  # characters that are compared: the messages of later failures are cut there
+_SHORT = 200  # characters of a short message, such as that of a later failure
 _MAX_REASONS = 5  # maximum lines about failures that are not effects
 
 
@@ -66,50 +65,17 @@ class FailureKind(str, Enum):
     EXIT_CODE = "exit_code"  # the worker chose a non-zero exit code
     HANG = "hang"  # no worker showed a sign of life for the time of --hang-timeout
     NODE_LOST = "node_lost"  # the agent of a node is gone or silent
+    PROCESS_LOST = "process_lost"  # the forkserver of a node, or torch's store, was killed
     LAUNCH = "launch"  # a node cannot start or run its workers
 
     def __str__(self) -> str:
         return self.value
 
 
-# Other processes and hosts write verdicts: each field is checked.
 _MAX_EXIT_CODE = 255
-_MAX_NUMBER = 2**31 - 1
-_MAX_TEXT = 16_384  # characters; a longer text is cut
 _MAX_LINES, _MAX_CONSEQUENCES = 200, 65_536
-
-
-def _object(data: Any) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{type(data).__name__} instead of an object")  # noqa: TRY004 - one exception type
-    return data
-
-
-def _number(fields: Mapping[str, Any], name: str) -> int:
-    value = fields.get(name)
-    if type(value) is not int or abs(value) > _MAX_NUMBER:
-        raise ValueError(f"{name} is not a number")
-    return value
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is not a text")  # noqa: TRY004
-    return value[:_MAX_TEXT]
-
-
-def _optional(
-    read: Callable[[Mapping[str, Any], str], _T], fields: Mapping[str, Any], name: str
-) -> _T | None:
-    return None if fields.get(name) is None else read(fields, name)
-
-
-def _items(fields: Mapping[str, Any], name: str) -> list[Any]:
-    value = fields.get(name) or []
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} is not a list")  # noqa: TRY004
-    return list(value)
+# Rounds that are listed of a job with many: the first and the latest.
+_FIRST_ROUNDS, _LATEST_ROUNDS = 10, 30
 
 
 def _kind(fields: Mapping[str, Any]) -> FailureKind:
@@ -132,6 +98,7 @@ class Failure:
         last_lines: the end of stderr, oldest line first.
         effect: whether it failed only because another worker is gone or missing.
         kind: the kind of the failure.
+        where: the file and line that raised the exception, as ``train.py:12``; empty if unknown.
     """
 
     rank: int | None
@@ -144,6 +111,7 @@ class Failure:
     last_lines: tuple[str, ...] = ()
     effect: bool = False
     kind: FailureKind = FailureKind.CODE
+    where: str = ""
 
     @classmethod
     def of_node(
@@ -176,20 +144,21 @@ class Failure:
         Raises:
             ValueError: a key is missing or has a wrong value.
         """
-        fields = _object(data)
+        fields = mapping(data)
         return cls(
-            rank=_optional(_number, fields, "rank"),
-            local_rank=_optional(_number, fields, "local_rank"),
-            node_rank=_number(fields, "node_rank"),
-            host=_text(fields, "host"),
-            exit_code=_number(fields, "exit_code"),
-            signal=_optional(_text, fields, "signal"),
-            message=_text(fields, "message"),
+            rank=optional(number, fields, "rank"),
+            local_rank=optional(number, fields, "local_rank"),
+            node_rank=number(fields, "node_rank"),
+            host=text(fields, "host"),
+            exit_code=number(fields, "exit_code"),
+            signal=optional(text, fields, "signal"),
+            message=text(fields, "message"),
             last_lines=tuple(
-                _text({"line": line}, "line") for line in _items(fields, "last_lines")[-_MAX_LINES:]
+                text({"line": line}, "line") for line in items(fields, "last_lines")[-_MAX_LINES:]
             ),
             effect=bool(fields.get("effect")),
             kind=_kind(fields),
+            where=optional(text, fields, "where") or "",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -213,6 +182,61 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class RoundEnd:
+    """The end of one round of workers: an entry of ``attempts``.
+
+    Attributes:
+        attempt: the number of the job's attempt, from 0; a requeue begins the next one.
+        restart: the number of the round in this attempt, from 0.
+        kind: a `FailureKind`, ``cancelled`` or ``time_limit``; empty for a success.
+        host, node, rank: where the root cause was; None if it has no such place.
+        started_at, ended_at: RFC 3339, UTC, by the coordinator's clock.
+        message: the error, one short line.
+        where: the file and line that raised the exception; empty if unknown.
+    """
+
+    attempt: int
+    restart: int
+    kind: str
+    host: str | None
+    node: int | None
+    rank: int | None
+    started_at: str | None
+    ended_at: str | None
+    message: str = ""
+    where: str = ""
+    MAX_MESSAGE: ClassVar[int] = _SHORT
+
+    @classmethod
+    def from_json(cls, data: Any) -> RoundEnd:
+        """Return the entry that `vars` wrote.
+
+        Raises:
+            ValueError: a key is missing or has a wrong value.
+        """
+        fields = mapping(data)
+        return cls(
+            attempt=number(fields, "attempt"),
+            restart=number(fields, "restart"),
+            kind=text(fields, "kind")[:_SHORT],
+            host=optional(text, fields, "host"),
+            node=optional(number, fields, "node"),
+            rank=optional(number, fields, "rank"),
+            started_at=optional(text, fields, "started_at"),
+            ended_at=optional(text, fields, "ended_at"),
+            message=(optional(text, fields, "message") or "")[:_SHORT],
+            where=(optional(text, fields, "where") or "")[:_SHORT],
+        )
+
+
+def bounded(rounds: Sequence[RoundEnd]) -> tuple[RoundEnd, ...]:
+    """Return the first 10 and the latest 30 rounds."""
+    if len(rounds) <= _FIRST_ROUNDS + _LATEST_ROUNDS:
+        return tuple(rounds)
+    return (*rounds[:_FIRST_ROUNDS], *rounds[-_LATEST_ROUNDS:])
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The end of a job.
 
@@ -229,6 +253,8 @@ class Verdict:
         evidence: the file with the stacks that were saved before the stop, relative to the job
             directory; empty if there is none.
         evidence_ranks: the number of ranks in it.
+        attempts: the rounds of workers that have ended, of all attempts of the job; of many, the
+            first and the latest.
     """
 
     state: JobState
@@ -242,6 +268,7 @@ class Verdict:
     ended_at: str | None = None
     evidence: str = ""
     evidence_ranks: int = 0
+    attempts: tuple[RoundEnd, ...] = ()
 
     @classmethod
     def from_json(cls, data: Any) -> Verdict:
@@ -251,8 +278,8 @@ class Verdict:
             ValueError: a key is missing or wrong, or the exit code contradicts the state: 0 means
                 SUCCEEDED.
         """
-        fields = _object(data)
-        state, exit_code = JobState(_text(fields, "state")), _number(fields, "exit_code")
+        fields = mapping(data)
+        state, exit_code = JobState(text(fields, "state")), number(fields, "exit_code")
         if not (state.final or state is JobState.PREEMPTED):
             raise ValueError(f"{state} is not a final state")
         if (exit_code == 0) != (
@@ -263,18 +290,19 @@ class Verdict:
         return cls(
             state=state,
             exit_code=exit_code,
-            reason=_optional(_text, fields, "reason") or "",
+            reason=optional(text, fields, "reason") or "",
             failure=Failure.from_json(failure) if failure else None,
             consequences=tuple(
                 Failure.from_json(item)
-                for item in _items(fields, "consequences")[:_MAX_CONSEQUENCES]
+                for item in items(fields, "consequences")[:_MAX_CONSEQUENCES]
             ),
-            restarts=_optional(_number, fields, "restarts") or 0,
-            attempt=_optional(_number, fields, "attempt") or 0,
-            started_at=_optional(_text, fields, "started_at"),
-            ended_at=_optional(_text, fields, "ended_at"),
-            evidence=_optional(_text, fields, "evidence") or "",
-            evidence_ranks=_optional(_number, fields, "evidence_ranks") or 0,
+            restarts=optional(number, fields, "restarts") or 0,
+            attempt=optional(number, fields, "attempt") or 0,
+            started_at=optional(text, fields, "started_at"),
+            ended_at=optional(text, fields, "ended_at"),
+            evidence=optional(text, fields, "evidence") or "",
+            evidence_ranks=optional(number, fields, "evidence_ranks") or 0,
+            attempts=bounded([RoundEnd.from_json(item) for item in items(fields, "attempts")]),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -285,14 +313,15 @@ class Verdict:
             "state": self.state.value,
             "failure": self.failure.to_json() if self.failure else None,
             "consequences": [failure.to_json() for failure in self.consequences],
+            "attempts": [vars(each) for each in self.attempts],
         }
 
     def later_failures(self) -> list[tuple[str, list[Failure]]]:
         """Return the failures after the root cause in groups, each with how it failed."""
-        same = self.failure.message[:_SAME] if self.failure is not None else None
+        same = self.failure.message[:_SHORT] if self.failure is not None else None
         groups: dict[str, list[Failure]] = {_EFFECT: [], _SAME_ERROR: [], _OTHER_REASON: []}
         for item in self.consequences:
-            own = _SAME_ERROR if item.message[:_SAME] == same else _OTHER_REASON
+            own = _SAME_ERROR if item.message[:_SHORT] == same else _OTHER_REASON
             groups[_EFFECT if item.effect else own].append(item)
         return [(how, failures) for how, failures in groups.items() if failures]
 

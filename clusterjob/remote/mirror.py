@@ -15,7 +15,7 @@ from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.poll import MAX_BYTES
 from clusterjob.node.host_server.requests import PollNode
-from clusterjob.node.logs.job_dir import EVENTS
+from clusterjob.node.logs.job_dir import event_files, events_node
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import MAX_FILES
@@ -132,12 +132,15 @@ def keep(
         stamps: stamps of replaced files by path; updated.
 
     Raises:
-        HostError: the file cannot be written, or `EVENTS` would exceed `MAX_EVENTS_BYTES`.
+        HostError: the file cannot be written, or an event file would exceed `MAX_EVENTS_BYTES`.
     """
     path = job_dir / file["path"]
-    if file["path"] == EVENTS and file.get("offset", 0) + len(content) > MAX_EVENTS_BYTES:
+    if (
+        events_node(file["path"]) is not None
+        and file.get("offset", 0) + len(content) > MAX_EVENTS_BYTES
+    ):
         raise HostError(
-            label, f"it sends more than {show_size(MAX_EVENTS_BYTES)} of {EVENTS}", hint=_HINT
+            label, f"it sends more than {show_size(MAX_EVENTS_BYTES)} of {file['path']}", hint=_HINT
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -221,10 +224,12 @@ class JobMirror:
         if "stamp" in file:
             return "offset" not in file and self._replaced.fullmatch(name) is not None
         log = logs and self._log.fullmatch(name) is not None and ".." not in name
-        return "offset" in file and (log or (name == EVENTS and self._node == 0))
+        return "offset" in file and (log or events_node(name) == self._node)
 
     def _sizes(self, *, logs: bool) -> dict[str, int]:
-        paths = [self._job_dir / EVENTS] if self._node == 0 else []
+        paths = [
+            path for path in event_files(self._job_dir) if events_node(path.name) == self._node
+        ]
         folder = node_directory(self._job_dir, self._node)
         if logs and folder.is_dir():
             paths += list(folder.iterdir())

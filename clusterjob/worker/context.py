@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import UsageError
 from clusterjob.node.workers import torch_patches
 from clusterjob.worker import process
+from clusterjob.worker.checkpoint import Checkpointing
 from clusterjob.worker.heartbeat import Beating
 from clusterjob.worker.preemption import Preemptible
 
@@ -26,7 +27,7 @@ OPERATIONS = ("mean", "sum", "min", "max", "product")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Context(Preemptible, Beating):
+class Context(Preemptible, Beating, Checkpointing):
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
     At the end of its with block, the context leaves the process group. After an exception it leaves

@@ -83,6 +83,7 @@ def watch(local_rank: int) -> None:
                 message=program.summary(error),
                 exit_code=130 if kind is KeyboardInterrupt else 1,
                 kind=program.failure_kind(error),
+                where=program.place(error),
             )
         previous(kind, error, trace)
         if own and not process.is_interactive():

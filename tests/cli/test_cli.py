@@ -1023,9 +1023,9 @@ USAGE = {
         "--help",
     ),
     "torchrun's elastic nodes": (
-        ["run", "--nnodes", "1:4", "script.py"],
-        "'1:4': the number of nodes of a job is fixed",
-        "write one number, such as 4",
+        ["run", "--nnodes", "4:1", "script.py"],
+        "4:1: MIN must be at least 1, and at most MAX",
+        "write it as 2:4",
     ),
     "torchrun's underscores": (
         ["run", "--nproc_per_nod=2", "script.py"],

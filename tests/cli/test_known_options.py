@@ -19,7 +19,8 @@ from test_cli import CLUSTERJOB, SLEEPER, Terminal, terminal  # noqa: F401  a fi
 
 from clusterjob.cli import app, main
 from clusterjob.cli.help import EXAMPLES
-from clusterjob.core.options import GROUPS, OPTIONS
+from clusterjob.core.option import GROUPS
+from clusterjob.core.options import OPTIONS
 
 SHOW_GPUS = """
     import os

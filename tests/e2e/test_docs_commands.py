@@ -11,7 +11,9 @@ import json
 import os
 import pty
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,12 +198,17 @@ def test_ssh_command_of_readme_runs_on_two_hosts(
 @pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_commands_of_ssh_page_check_hosts_and_fetch_results(shell: Shell) -> None:
-    hosts, doctor, submit, fetch = shell.left
+    hosts, doctor, submit, with_spare, fetch = shell.left
     assert re.findall(r"^gpu\d", shell(hosts).out, re.MULTILINE) == ["gpu1", "gpu2"]
     assert "failed" not in shell(doctor).out
     shell(submit)
     assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
     assert ranks(shell.clusterjob("logs", shell.values["job_id"]).out, of=16)
+    job_id = shell.values["job_id"]
+    shell(with_spare)
+    assert shell.clusterjob("wait", shell.values["job_id"]).code == 0
+    assert ranks(shell.clusterjob("logs", shell.values["job_id"]).out, of=2)
+    shell.values["job_id"] = job_id
     shell(fetch)
     fetched = (shell.directory / "results" / "runs").iterdir()
     assert {path.name for path in fetched} == {
@@ -271,6 +278,29 @@ def test_requeue_command_of_slurm_page_sets_requeue_and_signal(shell: Shell, use
     job = user.slurm_job(shell.values["job_id"])
     assert (job["Requeue"], job["TimeLimit"]) == ("1", "12:00:00")
     user("wait", shell.values["job_id"])
+
+
+def test_until_done_commands_of_slurm_page_start_next_attempts(shell: Shell, user: User) -> None:
+    resumes = """
+        import pathlib, sys, time
+        saved = pathlib.Path("out/ckpt.pt")
+        if saved.exists():
+            sys.exit(print("resumes", *sys.argv[1:]))
+        saved.parent.mkdir()
+        saved.touch()
+        print("saved", flush=True)
+        time.sleep(1000)
+        """
+    shell.write("train.py", textwrap.dedent(resumes))
+    shell.write("train.sh", blocks("docs/slurm.md", "bash")[0].replace("python ", "$PYTHON "))
+    for command, arguments in ((shell.left[0], ""), (shell.left[1], " --init_from=resume")):
+        shutil.rmtree(shell.directory / "out", ignore_errors=True)
+        shell(command, environ={"PYTHON": sys.executable, "CLUSTERJOB_SIGNAL_BEFORE": "4s"})
+        job = shell.values["job_id"]
+        wait_until(lambda job=job: "saved" in user.output(job), 120, "the first attempt")
+        user.slurm.run("scancel", "--batch", "--signal=USR1", user.slurm_id(job))
+        user("wait", job, timeout=120)
+        assert user.output(job) == f"saved\nresumes{arguments}\n"
 
 
 def test_commands_of_laptop_page_run_through_login_host(shell: Shell, laptop: Laptop) -> None:

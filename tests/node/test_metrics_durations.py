@@ -52,6 +52,7 @@ def metrics_of(job_dir: Path) -> NodeMetrics:
         forkserver=0,
         timeline=Timeline(node_directory(job_dir, 0)),
         alive=lambda: 0.0,
+        waits=dict,
         print_line=print,
     )
 

@@ -79,6 +79,21 @@ def test_job_notifies_of_start_restart_and_end_in_order(make_job: MakeJob, hook:
     assert [message["type"] for message in hook.received] == ["info", "failure", "success"]
 
 
+def test_killed_agent_of_node_0_that_starts_again_notifies_of_a_restart(
+    make_job: MakeJob, hook: Hook
+) -> None:
+    job = make_job(1)
+    options = ("--max-restarts", "1", "--start", "exec")
+    env = settings(hook.url, on="start end failure requeue")
+    job.start_all(*options, job.script(WAITS), env=env | {"CLUSTERJOB_ATTEMPT": "1"})
+    assert sent(hook, 2)[1] == "RUNNING"  # after QUEUED AGAIN
+    os.kill(job.agent_of(0), signal.SIGKILL)
+    assert sent(hook, 3)[2] == "RESTARTING, restart 1 of 1"
+    job.path("go").touch()
+    assert job.wait() == [0]
+    assert hook.states[3:] == ["SUCCEEDED"]
+
+
 def test_failure_is_notified_with_rank_host_and_exit_code(make_job: MakeJob, hook: Hook) -> None:
     job = make_job(1)
     run(job, "--", "bash", "-c", "echo no data >&2; exit 7", code=7, urls=[hook.url])

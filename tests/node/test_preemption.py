@@ -168,6 +168,29 @@ def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob, mode: str
     assert [job.log(rank, f"rank{rank}.out") for rank in (0, 1)] == ["first\nsecond\n"] * 2
 
 
+@pytest.mark.parametrize("mode", ["fork", "exec"])
+@pytest.mark.parametrize("number", ["SIGUSR1", "SIGUSR2"])
+def test_every_end_after_warning_signal_is_preemption(
+    make_job: MakeJob, mode: str, number: str
+) -> None:
+    """One worker handles the signal and fails; the signal itself ends the other one."""
+    text = """
+        import os, pathlib, signal, sys, time
+        rank = os.environ["RANK"]
+        number = getattr(signal, sys.argv[1])
+        signal.signal(number, (lambda *_: sys.exit("saved")) if rank == "0" else signal.SIG_DFL)
+        pathlib.Path(f"up{rank}").touch()
+        time.sleep(1000)
+        """
+    job = make_job(2)
+    job.start_all(*WARNING, "--start", mode, "--warn-signal", number, job.script(text), number)
+    up(job, 2)
+    job.agents[1].send_signal(signal.SIGUSR1)
+    assert job.wait() == [75, 75]
+    check_preempted(job, f"SIGUSR1 on {HOST}")
+    assert "saved" in job.log(0, "rank0.err")
+
+
 def test_sigterm_to_agent_counts_as_warning(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all(*WARNING, write_scripts(job, POLLS_WARNING))
@@ -884,7 +907,7 @@ MANY_STEPS = 10**6
 
 def train(job: Job, attempt: int, steps: int) -> subprocess.Popen[bytes]:
     """Start one attempt of the example on two processes."""
-    arguments = ("--checkpoint", "model.pt", "--steps", str(steps), "--save-every", "20")
+    arguments = ("--checkpoint", "saved", "--steps", str(steps), "--save-every", "20")
     variables = {"CLUSTERJOB_ATTEMPT": str(attempt)}
     return job.start(
         0,

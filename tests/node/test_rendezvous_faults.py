@@ -17,6 +17,7 @@ import pytest
 from namespaces import Machine, machines, skip_reason
 from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
 
+from clusterjob.node.rendezvous import protocol
 from clusterjob.node.rendezvous.stalls import Stalls
 
 MakeJob = Callable[..., Job]
@@ -101,6 +102,19 @@ def test_job_continues_after_all_its_processes_were_frozen(make_job: MakeJob) ->
     job.agents[0].terminate()
     job.wait()
     assert job.result["state"] == "CANCELLED"
+
+
+@pytest.mark.slow
+def test_node_joins_coordinator_that_was_frozen_longer_than_handshake(make_job: MakeJob) -> None:
+    job = make_job(2)
+    script = job.script("print('ran')")
+    job.start(0, script)
+    wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
+    os.kill(job.agents[0].pid, signal.SIGSTOP)
+    job.start(1, script)
+    time.sleep(protocol.HANDSHAKE_SECONDS + 3.0)
+    os.kill(job.agents[0].pid, signal.SIGCONT)
+    assert job.wait() == [0, 0], job.stderr(job.agents[0])
 
 
 def test_frozen_agent_is_lost_after_lease(make_job: MakeJob) -> None:

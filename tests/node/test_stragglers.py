@@ -8,12 +8,13 @@ import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.rendezvous.missing_ranks import Stragglers
+from clusterjob.node.rendezvous.rank_map import RankMap
 
 MakeJob = Callable[..., Job]
 
 
 def test_running_rank_is_named_once_after_all_others_have_ended() -> None:
-    stragglers = Stragglers([0, 2], 4)
+    stragglers = Stragglers(RankMap({0: 0, 1: 2}, 4))
     assert stragglers.due == float("inf")
     for node_rank, local_rank in ((0, 0), (0, 1), (1, 0)):
         stragglers.ended(node_rank, local_rank)
@@ -25,7 +26,7 @@ def test_running_rank_is_named_once_after_all_others_have_ended() -> None:
 
 
 def test_several_running_ranks_are_grouped_by_node() -> None:
-    stragglers = Stragglers([0, 2, 5], 6)
+    stragglers = Stragglers(RankMap({0: 0, 1: 2, 2: 5}, 6))
     stragglers.ended(1, 1)
     assert stragglers.name() == (
         "ranks 0-2, 4-5 still run; rank 3 ended 10 s ago",

@@ -16,6 +16,7 @@ from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 
 from clusterjob.node.rendezvous.messages import RanksFound, RanksMissing, RanksProbed
 from clusterjob.node.rendezvous.missing_ranks import MissingRanks
+from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.root_cause import EXIT_TIMEOUT, RootCause
 from clusterjob.node.stacks.offer import SIGNAL
 from clusterjob.node.system.codec import MalformedMessageError
@@ -199,7 +200,7 @@ ANSWER = RanksProbed(0, final=True, lines=(), failures=(STUCK,))
 
 
 def test_agents_of_missing_ranks_are_asked_with_nodes_of_different_size() -> None:
-    missing = MissingRanks([0, 3, 4], 7)
+    missing = MissingRanks(RankMap({0: 0, 1: 3, 2: 4}, 7))
     # The job has no rank 99.
     assert missing.ask(0, QUESTION) == {0: [0, 2], 1: [3], 2: [5, 6]}
     answer = RanksProbed(0, final=False, lines=("rank 3: it sleeps",), failures=())
@@ -208,7 +209,7 @@ def test_agents_of_missing_ranks_are_asked_with_nodes_of_different_size() -> Non
 
 
 def test_missing_ranks_are_causes_after_other_rank_gave_up_waiting() -> None:
-    missing = MissingRanks([0, 3, 4], 7)
+    missing = MissingRanks(RankMap({0: 0, 1: 3, 2: 4}, 7))
     missing.ask(0, FINAL)
     assert not missing.answered
     assert missing.receive(1, ANSWER) is None
@@ -221,7 +222,7 @@ def test_missing_ranks_are_causes_after_other_rank_gave_up_waiting() -> None:
 
 
 def test_answers_to_earlier_question_are_not_causes() -> None:
-    missing = MissingRanks([0, 3], 6)
+    missing = MissingRanks(RankMap({0: 0, 1: 3}, 6))
     missing.ask(0, FINAL)
     missing.receive(1, ANSWER)
     missing.ask(0, replace(FINAL, ranks=(4,)))

@@ -17,7 +17,8 @@ from launching import finish, run, start
 from clusterjob.backends.base import names
 from clusterjob.backends.mlp import backend
 from clusterjob.core import capabilities
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node.program import Program
 

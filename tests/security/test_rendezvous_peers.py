@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
-from clusterjob.node.rendezvous import messages, protocol
+from clusterjob.node.rendezvous import messages, protocol, stack_messages
 from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
 from clusterjob.node.system.codec import Codec
 
@@ -168,6 +168,9 @@ class AnyMessage(Codec):
     def encode(self, message: Any) -> dict[str, Any]:
         return message if isinstance(message, dict) else messages.FROM_AGENT.encode(message)
 
+    def encode_json(self, message: Any) -> bytes:
+        return json.dumps(self.encode(message)).encode()
+
 
 async def join_and_send(
     job: Job,
@@ -271,22 +274,22 @@ def test_success_of_worker_that_node_does_not_have_counts_for_no_rank(
 def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) -> None:
     """The stacks name the rank that hangs: a false one would blame another host."""
 
-    def false_stacks(host: str) -> list[messages.StackFound]:
+    def false_stacks(host: str) -> list[stack_messages.StackFound]:
         frames_ = (Frame("/w/\x1b[2J.py", 7, "blamed\x1b]0;x\x07\nFAILED"),)
         return [
-            messages.StackFound(
+            stack_messages.StackFound(
                 0, RankStack(rank, 1, host, 7, "runs", True, (ThreadStack("MainThread", frames_),))
             )
             for rank in (0, 1, 2, 1 << 20)
         ]
 
     def answer(message: Any) -> list[Any]:
-        if isinstance(message, messages.ReportProgress):
+        if isinstance(message, stack_messages.ReportProgress):
             # Stacks that nobody has asked for must not fill the memory of node 0.
-            quiet = messages.ProgressReported(message.number, 1e6, moved=False)
+            quiet = stack_messages.ProgressReported(message.number, 1e6, moved=False)
             return [*false_stacks("unasked"), quiet]
-        if isinstance(message, messages.CollectStacks):
-            return [*false_stacks("forged"), messages.StacksCollected(0, ("x",))] * 2
+        if isinstance(message, stack_messages.CollectStacks):
+            return [*false_stacks("forged"), stack_messages.StacksCollected(0, ("x",))] * 2
         return [messages.Stopped()] if isinstance(message, messages.Stop) else []
 
     job = make_job(2)

@@ -55,19 +55,20 @@ def on_node(node: str) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("launcher", ["agent", "srun"])
-def test_workers_of_killed_slurmstepd_end(user: User, launcher: str) -> None:
+@pytest.mark.parametrize("option", ["--launcher=agent", "--launcher=srun", "--max-restarts=3"])
+def test_workers_of_killed_slurmstepd_end(user: User, option: str) -> None:
     """Slurm does not notice the kill by itself.
 
     Without the agents' own check the job would be RUNNING until its time limit, and its ranks would
     survive a scancel.
     """
-    text = SLEEPER if launcher == "agent" else SLEEPER.replace("RANK", "SLURM_PROCID")
-    job_id = user.submit(text, "--nodes", "2", "--launcher", launcher)
+    has_agent = option != "--launcher=srun"
+    text = SLEEPER if has_agent else SLEEPER.replace("RANK", "SLURM_PROCID")
+    job_id = user.submit(text, "--nodes", "2", option)
     user.wait_for("up0", "up1")
     os.kill(stepd_of(user, "n2"), signal.SIGKILL)
     wait_until(lambda: not on_node("n2"), PROMPT, "the end of the workers on n2")
-    if launcher == "agent":
+    if has_agent:
         message = user("wait", job_id, code=1).stderr
         assert (
             "node 1 (host n2): slurmstepd, the parent of this node's agent, was killed" in message

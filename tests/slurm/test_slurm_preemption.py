@@ -58,7 +58,7 @@ def test_preempted_jobs_end_with_same_weights_as_undisturbed_job(
     ]
     jobs = {}
     for how in ("nobody", "signal", "batch", "requeue"):
-        training = [str(TRAINING), "--checkpoint", str(user.path(f"{how}.pt")), "--steps", "400"]
+        training = [str(TRAINING), "--checkpoint", str(user.path(f"saved-{how}")), "--steps", "400"]
         jobs[how] = user("submit", *common, "--name", how, *training).stdout.strip()
         wait_until(
             lambda how=how: "step 50" in user.output(jobs[how]),

@@ -169,6 +169,14 @@ SESSIONS = (
         ("clusterjob submit --requeue --signal-before 90s --time 12h train_resume.py",),
     ),
     Session(
+        "test_until_done_commands_of_slurm_page_start_next_attempts",
+        ("docs/slurm.md",),
+        (
+            "clusterjob submit --until-done --checkpoint-dir out --time 12h train.py",
+            "clusterjob submit --until-done --checkpoint-dir out --time 12h -- bash train.sh",
+        ),
+    ),
+    Session(
         "test_commands_of_laptop_page_run_through_login_host",
         ("docs/laptop.md",),
         (
@@ -189,6 +197,7 @@ SESSIONS = (
             "clusterjob hosts --hosts gpu1,gpu2",
             "clusterjob doctor --hosts gpu1,gpu2",
             "clusterjob submit --hosts gpu1,gpu2 --gpus-per-node 8 train.py",
+            "clusterjob submit --hosts gpu[1-3] --nodes 2 --spares 1 --max-restarts 9 train.py",
             "clusterjob fetch train-8phtvv runs/ --to results",
         ),
     ),

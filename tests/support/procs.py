@@ -112,6 +112,11 @@ def below(pid: int) -> list[int]:
     return [candidate for candidate in found if alive(candidate)]
 
 
+def children(pid: int) -> list[int]:
+    """Return the live children of a process."""
+    return [each for each in below(pid) if stat_fields(each)[1:2] == [str(pid)]]
+
+
 def marked(marker: str, among: Iterable[int] | None = None) -> list[int]:
     """Return all live processes with this marker in their initial environment.
 
@@ -280,9 +285,13 @@ class Job:
 
     def forkserver_of(self, agent: subprocess.Popen[bytes]) -> int:
         """Return the pid of an agent's forkserver, the agent's only child process."""
-        children = [pid for pid in below(agent.pid) if stat_fields(pid)[1:2] == [str(agent.pid)]]
-        assert len(children) == 1, children
-        return children[0]
+        (forkserver,) = children(agent.pid)
+        return forkserver
+
+    def agent_of(self, node_rank: int) -> int:
+        """Return the pid of a node's agent in a job with restarts: the child of its parent."""
+        (agent,) = children(self.agents[node_rank].pid)
+        return agent
 
     @property
     def result(self) -> dict[str, Any]:
@@ -307,14 +316,18 @@ class Job:
         ]
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
-        """Wait until workers have created these files; fail if an agent ends before."""
+        """Wait until workers have created these files; fail if an agent ends before.
+
+        An agent that the test has killed does not count.
+        """
 
         def all_exist() -> bool:
             return all(self.path(name).exists() for name in names)
 
+        killed = (None, -signal.SIGKILL)
         try:
             wait_until(
-                lambda: all_exist() or any(agent.poll() is not None for agent in self.agents),
+                lambda: all_exist() or any(agent.poll() not in killed for agent in self.agents),
                 timeout,
             )
             assert all_exist()

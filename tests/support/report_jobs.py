@@ -12,6 +12,7 @@ from clusterjob.core.records import Record
 from clusterjob.node.logs import ends, environment_log
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
+from clusterjob.node.logs.straggler_events import Straggler
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
 from clusterjob.node.metrics.writer import SegmentWriter
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -206,6 +207,8 @@ class WrittenJob:
                     read=rng.random() * 5e7,
                     written=0.0,
                     threads=12,
+                    step=500.0,
+                    waited=30.0 if rank == self.failed else 300.0 + 10 * (rank % 5),
                 )
                 for rank in ranks
             }
@@ -269,6 +272,12 @@ class WrittenJob:
             at = 12.0 + (restart + 1) * (self.seconds - 20) / (self.restarts + 1) - 2
             why = f"rank {self.failed}: {HOSTILE}"
             events.append({"monotonic": base + at, "event": "restart", "why": why})
+        if self.failed is not None:
+            slow = Straggler(
+                self.failed, self.failed // self.per_node, HOSTILE, waited=0.27, step=0.5
+            )
+            at = base + self.seconds - 20
+            events.append({"monotonic": at, "event": "straggling", **slow.to_event()})
         if self.ended:
             at = base + self.seconds - 8
             state = "SUCCEEDED" if self.failed is None else "FAILED"

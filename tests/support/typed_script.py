@@ -66,7 +66,7 @@ asyncio.run(main())
 clusterjob.submit(train, "0.1")  # error
 clusterjob.submit(train, 0.1, 3, 4)  # error
 clusterjob.submit(train, 0.1, node=2)  # error
-clusterjob.submit(train, 0.1, nodes="2")  # error
+clusterjob.submit(train, 0.1, max_restarts="2")  # error
 clusterjob.submit(train, 0.1, uv="yes")  # error
 clusterjob.submit(train, 0.1, snapshot=1)  # error
 clusterjob.submit(train, 0.1, transport=1)  # error

@@ -85,7 +85,8 @@ class WrittenJob:
 
     @staticmethod
     def _spec(ranks: int) -> dict[str, Any]:
-        from clusterjob.core.spec import JobSpec, Resources
+        from clusterjob.core.resources import Resources
+        from clusterjob.core.spec import JobSpec
         from clusterjob.node.program import Program
 
         return JobSpec(

@@ -12,7 +12,8 @@ from clusterjob.backends import base
 from clusterjob.core import capabilities, plans
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.hosts import Host
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError
 from clusterjob.node.program import Program
 
@@ -27,9 +28,15 @@ USES: dict[Capability, dict[str, Any]] = {
     Capability.ARRAY_LIMITS: {"array": "0-3%2"},
     Capability.DEPENDENCIES: {"after": ("x-1",)},
     Capability.REQUEUE: {"requeue": True},
+    Capability.MORE_MEMORY: {
+        "retry": ("oom_host:2:mem*1.5",),
+        "resources": Resources(mem=1 << 30),
+    },
     Capability.PREEMPTION_WARNINGS: {"signal_before": 90},
+    Capability.UNTIL_DONE: {"until_done": True},
     Capability.LOGIN_HOSTS: {"login": "login1"},
     Capability.PYTHON_ENVIRONMENTS: {"uv": True},
+    Capability.SPARES: {"resources": Resources(nodes=2), "spares": 1},
     Capability.SRUN: {"launcher": "srun"},
     Capability.COUNTED_WORKERS: {"nproc_word": "gpu"},
 }

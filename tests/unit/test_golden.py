@@ -96,6 +96,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "exec",
         *SCRIPT,
     ),
+    "until_done": ("--time", "2h", "--until-done", "--checkpoint-dir", "out", *SCRIPT),
     "requeue": ("--nodes", "2", "--requeue", "--time", "90m", "--signal-before", "90s", *SCRIPT),
     "torchrun": ("--nodes", "2", "--nproc-per-node", "2", "--launcher", "torchrun", *SCRIPT),
     "srun": ("--nodes", "2", "--nproc-per-node", "2", "--launcher", "srun", *SCRIPT),

@@ -11,7 +11,8 @@ from nvidia import installed_gpus
 
 from clusterjob.backends.local.backend import LocalBackend
 from clusterjob.core.gpus import listed_gpus, shares, visible_gpus
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
 

@@ -17,7 +17,7 @@ from clusterjob.node.agent.stack_reports import bounded
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import lines
 from clusterjob.node.metrics.samples import NodeFacts, Sample
-from clusterjob.node.rendezvous import hang_detection, hang_verdict, messages
+from clusterjob.node.rendezvous import hang_detection, hang_verdict, messages, stack_messages
 from clusterjob.node.rendezvous.hang_detection import HangDetection
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.sender_check import check_sender
@@ -43,7 +43,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float | None = 20.0) -> None:
         self.now = 100.0
-        self.asked: list[messages.ReportProgress] = []
+        self.asked: list[stack_messages.ReportProgress] = []
         self.output_at = [100.0, 100.0]
         self.moved = [False, False]
         self.silent: set[int] = set()
@@ -69,7 +69,9 @@ class Clock:
                     continue
                 quiet = self.now - self.output_at[rank]
                 moved = self.moved[rank] and question.sample and not question.first
-                answer = messages.ProgressReported(question.number, quiet, moved=moved, step=rank)
+                answer = stack_messages.ProgressReported(
+                    question.number, quiet, moved=moved, step=rank
+                )
                 self.detection.receive(self.peers[rank], answer)
         return False
 
@@ -322,7 +324,7 @@ def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> Non
         stack("a.py:main"),
         threads=tuple(ThreadStack(f"t{n}", frames(*["x" * 300 + ":f"] * 200)) for n in range(300)),
     )
-    message = messages.StackFound(0, bounded(huge))
+    message = stack_messages.StackFound(0, bounded(huge))
     data = messages.FROM_AGENT.encode(message)
     assert len(str(data)) < 256_000
     assert messages.FROM_AGENT.decode(data) == message

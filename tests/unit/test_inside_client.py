@@ -26,7 +26,8 @@ from clusterjob.core.byte_link import ProcessLink
 from clusterjob.core.inside import command, connection, forward
 from clusterjob.core.inside.forward import Port, listen
 from clusterjob.core.records import Handle, Record, Records
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, InsideError, SubmitError, UsageError
 from clusterjob.node.inside import streams
 from clusterjob.node.logs.events import now

@@ -43,6 +43,16 @@ def test_each_event_gives_phase_counts_and_time(tmp_path: Path) -> None:
         assert (phase and (str(phase.phase), phase.done, phase.total)) == wanted, name
 
 
+def test_progress_names_slow_hosts_of_preflight(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.add("listening", nnodes=2)
+    log.add("measuring", nodes=2)
+    assert progress(tmp_path).waiting == "measuring the hosts (--preflight)"
+    log.add("preflight", slow=["host gpu1: memory 0.31 of the median", 7], findings=[])
+    log.add("started", world_size=2, restart=0)
+    assert progress(tmp_path).waiting == "slow host gpu1: memory 0.31 of the median"
+
+
 def test_progress_has_reason_of_last_restart(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.add("started", world_size=2, restart=0)

@@ -26,7 +26,8 @@ from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.config import Settings
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Handle, Records
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import (
     PlacementError,
     RecordError,

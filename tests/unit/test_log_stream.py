@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from clusterjob.node.logs.folding import Folded
 from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.system import files
 from clusterjob.node.system.ranges import ranges
-from clusterjob.node.verdict import Failure, JobState, Verdict
+from clusterjob.node.verdict import Failure, JobState, RoundEnd, Verdict
 
 VERDICT = Verdict(
     JobState.FAILED,
@@ -302,6 +303,19 @@ def test_forged_line_with_high_number_loses_no_real_line(tmp_path: Path) -> None
         *(f"line {number}" for number in range(5)),
         "forged",
     ]
+
+
+def test_verdict_lists_the_rounds_of_all_attempts(tmp_path: Path) -> None:
+    ended = RoundEnd(0, 0, "device", "gpu7", 0, rank=1, started_at="t0", ended_at="t1")
+    for attempt in (0, 1):
+        verdict = replace(VERDICT, attempts=(ended, replace(ended, restart=1)))
+        line = f"1 clusterjob-verdict {json.dumps(verdict.to_json())}"
+        LogStream(tmp_path, 0, attempt=attempt).take([line])
+    found = LogStream(tmp_path, 0, attempt=1).verdict
+    assert found is not None
+    assert [(each.attempt, each.restart) for each in found.attempts] == [
+        (0, 0), (0, 1), (1, 0), (1, 1),
+    ]  # fmt: skip
 
 
 def test_verdict_comes_from_node_0_with_number_of_attempt(tmp_path: Path) -> None:

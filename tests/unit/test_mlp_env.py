@@ -205,7 +205,7 @@ def test_nodes_with_different_indices_are_refused_at_rendezvous(tmp_path: Path) 
             counted_by="MLP_WORKER_RACK_RANK_INDEX",
         )
         membership = Membership(
-            3, parse(["x.py"]), job=job, events=EventLog(tmp_path / "events.jsonl")
+            3, 0, options=parse(["x.py"]), job=job, events=EventLog(tmp_path / "events.jsonl")
         )
         membership.join(hello_of(by_rack, 0), lambda _message: None)
         membership.join(hello_of(by_rack, 1), lambda _message: None)

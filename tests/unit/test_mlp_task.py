@@ -22,7 +22,8 @@ from clusterjob.backends.mlp import backend, task
 from clusterjob.core import config, job_settings, jobs, node_zip, render
 from clusterjob.core.options import read_setting
 from clusterjob.core.plans import Plan
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, SubmitError, TemplateError
 from clusterjob.node.program import Program
 

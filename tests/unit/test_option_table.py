@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from clusterjob.cli import job_options
 from clusterjob.core import job_settings
-from clusterjob.core.options import OPTIONS, Option, Target
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.option import Option, Target
+from clusterjob.core.options import OPTIONS
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import Program
 
@@ -100,6 +102,8 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         gpus="0,1",
         cpus_per_task=2,
         max_restarts=4,
+        retry=("device:5", "code:0"),
+        preflight="warn",
         start="fork",
         launcher="torchrun",
         time_limit=60.0,
@@ -114,6 +118,11 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         hang_timeout=60.0,
         metrics=False,
         metrics_port=9400,
+        spares=1,
+        min_nodes=2,
+        warn_signal="SIGUSR1",
+        until_done=True,
+        checkpoint_dir="out",
     )
     assert all(
         getattr(changed, field.name) != field.default

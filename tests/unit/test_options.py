@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from clusterjob.errors import UsageError
+from clusterjob.node import launch
 from clusterjob.node.options import LAUNCHERS, START_MODES, LaunchOptions, parse
 from clusterjob.node.program import Program
 
@@ -190,6 +191,7 @@ def test_unknown_option_of_launch_names_alternative(option: str, hint: str) -> N
         ("--nnodes 2 --node_rank=1 --master_addr h --master_port 1234", ("2", "1", "h", "1234")),
         ("-N 2 --node-rank 0 --rdzv_endpoint=h:29500", ("2", "0", "h", "29500")),
         ("--nodes 2 --node-rank 0 --rdzv-endpoint [::1]:29500", ("2", "0", "::1", "29500")),
+        ("--nnodes 2:4 --node_rank=1 --rdzv-endpoint h:1", ("4", "1", "h", "1")),
         ("--nnodes 1 --rdzv-endpoint localhost:0", ("1", "0", "localhost", None)),
         ("--rdzv-endpoint h:1 --master-port 2", (None, None, "h", "2")),
         ("--standalone --nnodes 1 --rdzv_backend=c10d --rdzv_id 7", ("1", "0", "127.0.0.1", None)),
@@ -201,6 +203,33 @@ def test_options_of_torchrun_place_a_node(argv: str, placement: tuple[str | None
     assert options.program.args == ("--node_rank", "9")
     names = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert tuple(options.placement.get(f"CLUSTERJOB_{name}") for name in names) == placement
+
+
+def test_nodes_of_torchrun_give_the_minimum_of_an_elastic_job() -> None:
+    assert parse(["--nnodes", "2:4", "train.py"]).min_nodes == 2
+    assert parse(["--nnodes=4:4", "train.py"]).min_nodes is None
+    assert parse(["--nodes", "4", "--min-nodes", "3", "train.py"]).min_nodes == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--nodes 4:2", "--nodes 4:2: MIN must be at least 1, and at most MAX"),
+        ("--nodes 0:2", "MIN must be at least 1"),
+        ("--nodes :2", "MIN must be at least 1"),
+        ("--nodes 2:x", "MIN must be at least 1"),
+    ],
+)
+def test_impossible_elastic_job_is_refused(argv: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse([*argv.split(), "train.py"])
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("argv", ["--nodes 1:2 --launcher torchrun", "--spares 1 --launcher ray"])
+def test_other_launchers_refuse_spare_and_elastic_nodes(argv: str) -> None:
+    with pytest.raises(UsageError, match="cannot replace a lost node"):
+        launch._for_launcher(parse([*argv.split(), "train.py"]))
 
 
 def test_underscores_are_dashes_in_options_but_not_in_values() -> None:
@@ -271,6 +300,18 @@ def test_only_values_other_than_defaults_are_written() -> None:
         "--no-echo",
         "train.py",
     ]
+
+
+def test_preflight_stands_alone_or_has_value_after_equals_sign() -> None:
+    alone = parse(["--preflight", "train.py", "--preflight"])
+    assert (alone.preflight, alone.program.target) == ("refuse", "train.py")
+    assert alone.program.args == ("--preflight",)
+    assert parse(["--preflight", "--nodes", "2", "x.py"]).preflight == "refuse"
+    warned = parse(["--preflight=warn", "train.py"])
+    assert warned.preflight == "warn"
+    assert warned.arguments() == ["--preflight=warn", "train.py"]
+    with pytest.raises(UsageError):
+        parse(["--preflight=maybe", "train.py"])
 
 
 def test_long_times_are_written_exactly() -> None:

@@ -25,7 +25,8 @@ from clusterjob.core.render import (
     template_directory,
     verbatim,
 )
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, TemplateError
 from clusterjob.node.options import parse
 from clusterjob.node.program import Program

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -511,6 +512,41 @@ def test_handshake_with_slow_peer_times_out(monkeypatch: pytest.MonkeyPatch) -> 
             with pytest.raises(asyncio.TimeoutError):
                 await protocol.accept(*coordinator, TOKEN, "job-1")
             dripping.cancel()
+
+    run(scenario)
+
+
+def test_handshake_survives_stop_of_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process does not run for longer than the limit, after the first line was sent."""
+    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.5)
+
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            exchange = asyncio.create_task(handshake(agent, coordinator))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            time.sleep(1.5)
+            channel, (_, hello) = await exchange
+            assert isinstance(channel, Channel)
+            assert hello == HELLO
+
+    run(scenario)
+
+
+def test_agent_waits_for_busy_coordinator_that_has_its_hello(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        async with connection() as (agent, coordinator):
+            joining = asyncio.create_task(
+                protocol.join(*agent, TOKEN, "job-1", HELLO, welcome_seconds=30)
+            )
+            channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
+            await asyncio.sleep(1.0)
+            channel.send(Welcome())
+            assert isinstance(await joining, Channel)
 
     run(scenario)
 

@@ -66,7 +66,8 @@ def sections(text: str) -> list[str]:
 def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
     text = page_of(WrittenJob(tmp_path, nodes=2, per_node=2, restarts=1))
     assert sections(text) == [
-        "verdict", "timeline", "metrics", "heat", "stacks", "output", "environment", "code",
+        "verdict", "timeline", "metrics", "waits", "heat", "stacks", "output", "environment",
+        "code",
     ]  # fmt: skip
     shown = "".join(Outline(text).text)
     for wanted in (
@@ -75,6 +76,9 @@ def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
         "3 ranks failed as a consequence: 0, 2-3",
         "GPU-hours",
         "rank 1 failed ✕",
+        "the others wait 0.27 s of each 0.50 s step for it",
+        "rank 0: 60 %",
+        "rank 1: 6 %",
         "is in decode (train.py:40)",
         "a hang",
         "SLURM_NNODES",
@@ -87,6 +91,35 @@ def test_report_shows_verdict_first_and_all_sections(tmp_path: Path) -> None:
         assert wanted in shown, wanted
     for phase in ("setup", "import", "rendezvous", "init", "running", "stop"):
         assert f'class="p-{phase}" stroke-width="18"' in text, phase
+
+
+def test_report_shows_heat_map_of_preflight_and_survives_forged_one(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    table = {
+        "columns": [["all-reduce", "GB/s", 3.9]],
+        "rows": [["gpu0", [1.0]], [f"gpu1 {HOSTILE}", [0.31]]],
+        "hosts": 2,
+    }
+    event = {
+        "event": "preflight",
+        "monotonic": 5.0,
+        "slow": [f"host gpu1: all-reduce 0.31 of the median {HOSTILE}"],
+        "findings": ["torch is not the same"],
+        "table": table,
+    }
+    record = job.write()
+    path = job.job_dir / EVENTS
+    before = path.read_text()
+    path.write_text(before + json.dumps(event) + "\n")
+    text = report_of(record)
+    assert sections(text)[:2] == ["verdict", "preflight"]
+    assert '<td class="num h1">0.31 ✕</td>' in text
+    assert '<td class="num h7">1.00</td>' in text
+    assert "torch is not the same" in text
+    assert "<script>alert" not in text
+    for wrong in ({"rows": [["gpu0", ["x"]]]}, {"columns": 7}, {"hosts": -1}):
+        path.write_text(before + json.dumps(event | {"table": table | wrong}) + "\n")
+        assert "preflight" not in sections(report_of(record))
 
 
 def test_report_loads_nothing_and_allows_only_its_own_style_and_script(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT, RootCause
-from clusterjob.node.verdict import Failure
+from clusterjob.node.verdict import Failure, FailureKind
 
 
 def failure(
@@ -49,6 +49,26 @@ def test_earliest_failure_is_root_cause_in_any_order_of_arrival() -> None:
     root_cause.add(failure(1), 10.3, exited=True)
     assert root_cause.root() == failure(0)
     assert root_cause.consequences() == (failure(1), failure(2))
+
+
+@pytest.mark.parametrize(
+    ("announced", "end", "kind"),
+    [
+        (FailureKind.CODE, FailureKind.EXIT_CODE, FailureKind.CODE),  # no traceback in the output
+        (FailureKind.CODE, FailureKind.DEVICE, FailureKind.DEVICE),
+        (FailureKind.EXIT_CODE, FailureKind.CODE, FailureKind.CODE),  # Hydra prints it and exits
+        (FailureKind.IMPORT, FailureKind.CODE, FailureKind.IMPORT),
+    ],
+)
+def test_more_specific_kind_of_report_and_end_counts(
+    announced: FailureKind, end: FailureKind, kind: FailureKind
+) -> None:
+    root_cause = RootCause()
+    root_cause.add(replace(failure(0), kind=announced, where="t.py:3"), 10.0, exited=False)
+    root_cause.add(replace(failure(0), kind=end, where="t.py:1"), 10.1, exited=True)
+    root = root_cause.root()
+    assert root is not None
+    assert (root.kind, root.where) == (kind, "t.py:3")
 
 
 def test_effect_is_not_root_cause_beside_other_failure() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from slurm_cluster import SlurmCluster
 
 from clusterjob.backends.slurm import flags, planning
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 from clusterjob.node.program import Program
 
@@ -193,6 +194,36 @@ def test_resources_of_job_become_sbatch_options(
     spec: Any, fields: dict[str, Any], expected: str
 ) -> None:
     assert flags.shape(spec(**fields)) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "of_srun"),
+    [
+        (
+            {"nodes": 3, "spares": 1},
+            ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--no-kill"],
+            ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--no-kill"],
+        ),
+        (  # a number of tasks would reduce the nodes to those that the tasks need
+            {"nodes": 5, "spares": 1, "min_nodes": 2},
+            ["--nodes=3-5", "--no-kill"],
+            ["--ntasks-per-node=1", "--no-kill"],
+        ),
+        (
+            {"nodes": 2, "min_nodes": 1, "options": {"no-kill": "off"}},
+            ["--nodes=1-2"],
+            ["--ntasks-per-node=1", "--no-kill"],
+        ),
+    ],
+)
+def test_job_that_survives_a_node_gets_options_for_it(
+    spec: Any, fields: dict[str, Any], words: list[str], of_srun: list[str]
+) -> None:
+    job = spec(**fields)
+    assert flags.shape(job)[: len(words)] == words
+    assert planning._srun_options(job)[: len(of_srun)] == of_srun
+    assert "--wait=0" in planning._srun_options(job)
+    assert flags.least_nodes(job) == {3: 3, 5: 3, 2: 1}[job.resources.nodes]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from clusterjob.core.hosts import Host
 from clusterjob.core.job_secrets import Secret
-from clusterjob.core.spec import MAX_NAME, JobSpec, Resources, default_name
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import MAX_NAME, JobSpec, default_name
 from clusterjob.errors import SpecError
 from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 from clusterjob.node.options import parse
@@ -51,6 +52,33 @@ def refused(workdir: Path, program: Program = SCRIPT, **fields: Any) -> SpecErro
 def test_resources_below_minimum_are_refused(fields: dict[str, int], label: str) -> None:
     with pytest.raises(SpecError, match=label):
         Resources(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"spares": -1}, "--spares -1: the least value is 0"),
+        ({"spares": 2}, "--spares 2: the job has 2 nodes, and none is left for its workers"),
+        ({"min_nodes": 3}, "--nodes 3:2: MIN must be at least 1, and at most MAX"),
+        ({"min_nodes": 2, "spares": 1}, "--nodes 2:1: MIN must be at least 1, and at most MAX"),
+        ({"spares": 1, "launcher": "torchrun"}, "--spares 1 needs clusterjob's agent"),
+        ({"min_nodes": 1, "launcher": "srun"}, "--nodes MIN:MAX needs clusterjob's agent"),
+        ({"min_nodes": 1, "launcher": "ray"}, "--launcher ray starts the workers"),
+    ],
+)
+def test_impossible_spare_and_elastic_nodes_are_refused(
+    workdir: Path, fields: dict[str, Any], message: str
+) -> None:
+    assert message in refused(workdir, resources=Resources(nodes=2), **fields).message
+
+
+def test_spare_and_elastic_nodes_reach_the_nodes_and_the_record(workdir: Path) -> None:
+    spec = JobSpec(SCRIPT, workdir, resources=Resources(nodes=4), spares=1, min_nodes=2)
+    assert spec.working_nodes == 3
+    told = parse(spec.launch_options().arguments())
+    assert (told.spares, told.min_nodes) == (1, 2)
+    again = JobSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert (again.spares, again.min_nodes, again.working_nodes) == (1, 2, 3)
 
 
 def test_resources_have_defaults() -> None:

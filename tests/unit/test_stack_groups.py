@@ -18,7 +18,8 @@ from clusterjob.backends import base
 from clusterjob.backends.base import Status
 from clusterjob.cli import main
 from clusterjob.core.records import Handle, Record, Records
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import InsideError, UsageError
 from clusterjob.insight import stacks as insight
 from clusterjob.node.inside import streams

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clusterjob.core.units import parse_duration, parse_size, show_size
+from clusterjob.core.units import parse_duration, parse_signal, parse_size, show_size
 from clusterjob.errors import SpecError
 
 MIB, GIB = 1024**2, 1024**3
@@ -169,3 +171,14 @@ def test_any_text_is_positive_number_or_refused(text: str) -> None:
 )
 def test_size_is_shown_with_three_digits_and_unit(size: int, text: str) -> None:
     assert show_size(size) == text
+
+
+@pytest.mark.parametrize("text", ["SIGUSR1", "usr1", "SigUsr1", str(int(signal.SIGUSR1))])
+def test_name_of_signal_is_read_with_and_without_its_prefix(text: str) -> None:
+    assert parse_signal(text) == "SIGUSR1"
+
+
+@pytest.mark.parametrize("text", ["KILL", "SIGSTOP", "9", "0", "99999", "", "SIGNOTHING"])
+def test_signal_that_no_script_can_handle_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="is not a signal that a script can handle"):
+        parse_signal(text)

@@ -14,6 +14,8 @@ from clusterjob.node.logs.failure_texts import (
     kind_of_end,
     last_exception,
     meanings,
+    meanings_of_end,
+    place,
     without_library_warnings,
 )
 from clusterjob.node.verdict import (
@@ -371,6 +373,42 @@ def test_library_warnings_are_removed_unless_all_lines_are_warnings() -> None:
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "oom_device"),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", "device"),
+        ("RuntimeError: HIP error: out of resources", "device"),
+        ("RuntimeError: CUDA unknown error - this may be due to an incorrect setup", "device"),
+        (
+            (
+                "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, "
+                "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3"
+            ),
+            "device",
+        ),
+        ("torch.AcceleratorError: CUDA error: device-side assert triggered", "code"),
+        (
+            (
+                "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator:"
+                " can't allocate memory: you tried to allocate 9 bytes. Error code 12"
+            ),
+            "oom_host",
+        ),
+        ("OSError: [Errno 12] Cannot allocate memory", "oom_host"),
+        (
+            (
+                "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is"
+                " possible that dataloader's workers are out of shared memory."
+            ),
+            "oom_host",
+        ),
+        (
+            "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /default_pg/0//cpu",
+            "rendezvous",
+        ),
+        (
+            (
+                "[rank1]:[E1122 05:56:21.930705543 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog"
+                " caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE) ran"
+            ),
+            "network",
+        ),
         ("MemoryError", "oom_host"),
         ("ModuleNotFoundError: No module named 'wandb'", "import"),
         ("RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer", "network"),
@@ -382,6 +420,53 @@ def test_library_warnings_are_removed_unless_all_lines_are_warnings() -> None:
 def test_failure_kind_comes_from_error_text(line: str, kind: str) -> None:
     lines = ["Traceback (most recent call last):", line]
     assert kind_of_end(None, meanings(lines), None, raised=True) is FailureKind(kind)
+
+
+@pytest.mark.parametrize(
+    "handled",
+    [
+        "ModuleNotFoundError: No module named 'flash_attn'",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "MemoryError",
+    ],
+)
+def test_handled_error_in_output_does_not_give_the_kind(handled: str) -> None:
+    traceback = "Traceback (most recent call last):"
+    frame = '  File "train.py", line 9, in step'
+    lines = [traceback, frame, handled, "now with less", traceback, frame, "ValueError: boom"]
+    found = meanings_of_end("exited with code 1", lines)
+    assert kind_of_end(None, found, None, raised=True) is FailureKind.CODE
+    found = meanings_of_end("ValueError: boom", [handled], FailureKind.CODE)
+    assert kind_of_end(FailureKind.CODE, found, None, raised=True) is FailureKind.CODE
+    found = meanings_of_end("exited with code 1", [traceback, frame, handled, "bye"])
+    assert kind_of_end(None, found, None, raised=True) is not FailureKind.CODE
+    found = meanings_of_end("killed by SIGABRT", [handled, "terminate called"])
+    assert kind_of_end(None, found, "SIGABRT", raised=False) is not FailureKind.SIGNAL
+
+
+def test_place_is_the_innermost_frame_of_the_last_traceback() -> None:
+    lines = [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "/home/me/train.py", line 7, in <module>',
+        "[rank0]:     step()",
+        '[rank0]:   File "/home/me/model.py", line 12, in step',
+        "[rank0]: ValueError: boom",
+        '  File "/later.py", line 1, in f',
+    ]
+    assert place(lines) == "model.py:12"
+    assert place(["ValueError: boom"]) == ""
+
+
+def test_syntax_error_of_the_script_itself_has_no_title() -> None:
+    lines = [
+        '  File "/home/me/train.py", line 3',
+        "    x = = 1",
+        "        ^",
+        "SyntaxError: invalid",
+    ]
+    assert last_exception(["a warning", *lines, ""]) == "SyntaxError: invalid"
+    assert place(lines) == "train.py:3"
+    assert last_exception(lines[:3]) is None
 
 
 @pytest.mark.parametrize(

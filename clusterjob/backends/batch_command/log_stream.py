@@ -28,7 +28,7 @@ from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_files, log_protocol
 from clusterjob.node.logs.job_dir import AGENT_LOG, TIMELINE
 from clusterjob.node.system import files, private_dirs
-from clusterjob.node.verdict import Verdict
+from clusterjob.node.verdict import Verdict, bounded
 
 _STATE, _LOCK = "stream.json", "stream.lock"
 _OURS = re.compile(
@@ -118,8 +118,22 @@ class LogStream:
     @property
     def verdict(self) -> Verdict | None:
         """The verdict of this attempt, from node 0's agent; None before it, and on other nodes."""
-        found = self._taken().verdict
-        return None if found is None else replace(Verdict.from_json(found), attempt=self._attempt)
+        attempts = self._state().attempts
+        verdicts = {
+            number: Verdict.from_json(taken.verdict)
+            for number in range(self._attempt + 1)
+            if (taken := attempts.get(str(number))) is not None and taken.verdict is not None
+        }
+        if self._attempt not in verdicts:
+            return None
+        # The agents of an attempt know neither its number nor the earlier attempts.
+        rounds = [
+            replace(each, attempt=number)
+            for number, verdict in verdicts.items()
+            for each in verdict.attempts
+        ]
+        own = verdicts[self._attempt]
+        return replace(own, attempt=self._attempt, attempts=bounded(rounds))
 
     @property
     def gaps(self) -> list[tuple[int, int]]:

@@ -53,6 +53,7 @@ class LocalBackend:
         Capability.GPU_LIST,
         Capability.COUNTED_WORKERS,
         Capability.PYTHON_ENVIRONMENTS,
+        Capability.SPARES,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
     options = ("sync_limit",)
@@ -210,6 +211,16 @@ class LocalBackend:
                 [agent["pid"] for agent in agents.live(record)],
                 record.job.grace + saving + _CANCEL_TIMEOUT,
             )
+
+    def resize(self, record: Record, nodes: int) -> None:
+        """Write the request into the job's directory; see `clusterjob.backends.base.Resizer`.
+
+        Raises:
+            ClusterJobError: the job runs on another host.
+        """
+        if host := agents.other_host(record):
+            raise ClusterJobError(f"job {record.job_id} runs on {host}", "resize it there")
+        shared.request_size(record, nodes)
 
     def clean(
         self,

@@ -22,6 +22,7 @@ from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
+from clusterjob.node.host_server.requests import RequestSize
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.worker.outcomes import FOLDER
@@ -89,7 +90,7 @@ class SlurmBackend:
             return self._submit_there(plan, login)
         client = Client(hidden=plan.spec.hidden_variables)
         submit.preflight(client, plan.spec, plan.commands[0].argv)
-        ids, cluster = submit.submit_pieces(client, plan)
+        ids, cluster = submit.submit_pieces(client, submit.without_bad_nodes(client, plan))
         return _handle(ids, cluster, conf=os.environ.get("SLURM_CONF"))
 
     def _submit_there(self, plan: Plan, login: Login) -> Handle:
@@ -101,6 +102,7 @@ class SlurmBackend:
             data = host.put(plan)
             submit.preflight(client, plan.spec, plan.commands[0].argv)
             data["code"] = host.send_code(plan)
+            plan = submit.without_bad_nodes(client, plan)
             asked = True
             ids, cluster = submit.submit_pieces(client, plan, host=host)
         except SubmitInDoubtError:
@@ -169,6 +171,7 @@ class SlurmBackend:
     def _ask(self, cluster: Cluster, records: Sequence[Record]) -> dict[str, Status]:
         """Return the status of jobs of one cluster from squeue, then from accounting."""
         client, queue, accounting = self._at(cluster)
+        records = [status.at_newest_job(record) for record in records]
         snapshot = queue.poll(urgent=any(status.has_news(record) for record in records))
         if not snapshot.error:
             scancel.repeat_pending(client, records, snapshot)
@@ -206,6 +209,7 @@ class SlurmBackend:
 
     def _may_run(self, record: Record) -> bool:
         """Return whether a job may run: Slurm shows it as active, or does not answer."""
+        record = status.at_newest_job(record)
         snapshot = self._at(status.cluster_of(record))[1].poll(urgent=True)
         handle = record.handle or status.adopt(record, snapshot, wholes={})
         return bool(snapshot.error) or (
@@ -316,7 +320,7 @@ class SlurmBackend:
         """
         from clusterjob.backends.slurm import step
 
-        cluster = status.cluster_of(record)
+        record, cluster = status.at_newest_job(record), status.cluster_of(record)
         host = None if cluster.login is None else self._logins.host(cluster.login)
         return step.enter(record, node, client=self._at(cluster)[0], host=host)
 
@@ -343,6 +347,13 @@ class SlurmBackend:
         if (login := status.cluster_of(record).login) is not None:
             self._logins.host(login).request_cancel([record.directory_name], interrupt=True)
         return True
+
+    def resize(self, record: Record, nodes: int) -> None:
+        """Write the request into the job's directory; see `clusterjob.backends.base.Resizer`."""
+        if (login := status.cluster_of(record).login) is not None:
+            self._logins.host(login).ask(RequestSize(record.directory_name, nodes))
+        else:
+            shared.request_size(record, nodes)
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Cancel jobs through their agents and Slurm, with one scancel per cluster.
@@ -372,9 +383,11 @@ class SlurmBackend:
                 if names:
                     self._logins.host(login).request_cancel(names, stacks=stacks)
         scancel.wait_for_stacks(records, self._refresh)
-        for record in records:
+        for record in map(status.at_newest_job, records):
             cluster = status.cluster_of(record)
             snapshot = self._at(cluster)[1].poll(urgent=True)
+            for number in status.jobs_in_queue(record, snapshot):
+                wanted.setdefault(cluster, {})[number] = record
             handle = record.handle or status.adopt(record, snapshot, wholes=wholes)
             if handle is not None and not status.is_of_another(snapshot, record, handle=handle):
                 wanted.setdefault(cluster, {})[handle.id] = record

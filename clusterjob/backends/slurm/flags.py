@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from clusterjob.backends.slurm.squeue import COMMENT
 from clusterjob.core.options import Structure
-from clusterjob.core.spec import JobSpec, Resources
+from clusterjob.core.resources import Resources
+from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 
 # Options of sbatch that take a value.
@@ -111,7 +112,7 @@ def requeue(spec: JobSpec) -> list[str]:
     return (
         []
         if _given(spec, _OURS_AS_A_SWITCH) is not None
-        else ["--requeue" if spec.requeue else "--no-requeue"]
+        else ["--requeue" if spec.requeue or spec.grows_memory else "--no-requeue"]
     )
 
 
@@ -140,11 +141,16 @@ def shape(spec: JobSpec) -> list[str]:
     """Return the options for nodes, tasks, cores, GPUs, memory and time of a homogeneous job."""
     resources = spec.resources
     tasks = tasks_per_node(spec)
-    words = [
-        f"--nodes={resources.nodes}",
-        f"--ntasks={resources.nodes * tasks}",
-        f"--ntasks-per-node={tasks}",
-    ]
+    if spec.min_nodes is None:
+        words = [
+            f"--nodes={resources.nodes}",
+            f"--ntasks={resources.nodes * tasks}",
+            f"--ntasks-per-node={tasks}",
+        ]
+    else:  # with a number of tasks, Slurm allocates only the nodes that these tasks need
+        words = [f"--nodes={least_nodes(spec)}-{resources.nodes}"]
+    if survives(spec) and _given(spec, "no-kill") is None:
+        words.append("--no-kill")
     if (cpus := cpus_per_task(spec)) is not None:
         words.append(f"--cpus-per-task={cpus}")
     if resources.gpus_per_node and not _in_gres(spec):
@@ -154,6 +160,16 @@ def shape(spec: JobSpec) -> list[str]:
     if resources.time_limit is not None:
         words.append(f"--time={clock(resources.time_limit)}")
     return words
+
+
+def survives(spec: JobSpec) -> bool:
+    """Return whether the job goes on when Slurm loses one of its nodes."""
+    return bool(spec.spares) or spec.min_nodes is not None
+
+
+def least_nodes(spec: JobSpec) -> int:
+    """Return the smallest number of nodes with which Slurm may start the job."""
+    return spec.resources.nodes if spec.min_nodes is None else spec.min_nodes + spec.spares
 
 
 def _typed(resources: Resources) -> str:

@@ -182,7 +182,7 @@ def _task(
     signal = next((name for text, name in _SIGNALS if how.startswith(text)), None)
     own = min(int(exited[1]), 255) if exited else _SIGNAL_CODES.get(signal or "", code)
     node_rank, local_rank, lines = _rank_lines(job_dir, rank)
-    meanings = failure_texts.meanings(lines)
+    meanings = failure_texts.meanings_of_end("", lines)
     message = f"killed by {signal}" if signal else f"exited with code {own}" if exited else how
     exception = failure_texts.last_exception(lines)
     if exception is not None and exited:

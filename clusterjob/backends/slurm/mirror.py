@@ -11,7 +11,7 @@ from typing import Any
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import JobToPoll, PollJobs
-from clusterjob.node.logs.job_dir import ENDS, EVENTS, LOGS, RESULT, SLURM_LOG
+from clusterjob.node.logs.job_dir import ENDS, LOGS, RESULT, SLURM_LOG, event_files
 from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, keep
 
 _AT_ONCE = 500  # maximum number of jobs in one request
@@ -19,7 +19,7 @@ _STATUS_BYTES = 1 << 20  # maximum bytes of one answer with only the status of t
 # The files that the login host may send: replaced files, and growing files for each mode of
 # `JobToPoll.logs` (no logs, only stderr files, all logs).
 _REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
-_ALWAYS = r"events\.jsonl|logs/slurm\.out"
+_ALWAYS = r"events(?:\.\d{1,4}\.node\d{1,7})?\.jsonl|logs/slurm\.out"
 _GROWN = {
     "none": re.compile(_ALWAYS),
     "last": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*\.err", re.ASCII),
@@ -83,7 +83,7 @@ class ClusterMirror:
         """Return a job's part of the request, with the local version of each file."""
         known = self._stamps.setdefault(record.job_id, {})
         replaced = [*_files_in(record.job_dir / ENDS), record.job_dir / RESULT]
-        grown = [record.job_dir / EVENTS, record.job_dir / LOGS / SLURM_LOG]
+        grown = [*event_files(record.job_dir), record.job_dir / LOGS / SLURM_LOG]
         # With --launcher srun, the root cause is found in the last lines of the workers' stderr.
         mode = "all" if logs else "last" if record.job.launcher == "srun" else "none"
         if mode != "none":

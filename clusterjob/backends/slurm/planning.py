@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _SCRIPT = "slurm.sh"
 _DEFAULT_ARRAY_SIZE = 1001  # Slurm's own default of MaxArraySize
+_UNTIL_DONE_WARNING = 60  # default seconds of --signal-before with --until-done
 _STRAGGLERS = 60  # maximum seconds that tasks run after the first task's end (srun --wait)
 _KILL_WAIT = 30  # seconds between Slurm's SIGTERM and SIGKILL (default of KillWait)
 _ENGINES = ("pyxis", "apptainer")
@@ -54,8 +55,11 @@ def plan(spec: JobSpec) -> Plan:
         SpecError: an option is invalid, or sbatch has no such option.
         TemplateError: the user's template cannot be rendered.
     """
-    flags.check_warning(spec.resources, spec.signal_before)
     login, spec = login_of(spec), replace(spec, nproc_is_default=False)
+    if spec.until_done:
+        warning = spec.signal_before or _UNTIL_DONE_WARNING
+        spec = replace(spec, requeue=True, signal_before=warning)
+    flags.check_warning(spec.resources, spec.signal_before)
     code = None if login is not None else job_code.source_of(spec)
     job_id, job_dir = shared.new_directory(spec.name)
     array, env = spec.elements(), python_env.read(spec)
@@ -84,10 +88,12 @@ def plan(spec: JobSpec) -> Plan:
     common = [
         "--parsable", f"--job-name={spec.name}", f"--comment={flags.comment(job_id, spec)}", *place,
         "--open-mode=append", "--export=ALL", *flags.requeue(spec), *flags.shape(spec), *options,
-        *_dependencies(spec, login),
     ]  # fmt: skip
     if spec.signal_before is not None:
         common.append(f"--signal=B:USR1@{spec.signal_before}")
+    if spec.until_done and array is None:
+        values["next_attempt"] = [*(word for word in common if word != "--hold"), script]
+    common += _dependencies(spec, login)
     text = render(spec.template or f"{_SCRIPT}.j2", values)
     return Plan(
         job_id=job_id,
@@ -114,6 +120,7 @@ def plan(spec: JobSpec) -> Plan:
         ),
         notes=(
             *flags.notes(spec),
+            *_notes(spec),
             *job_code.notes(spec, sent=login is not None),
             *(env.notes if env is not None else ()),
             *(
@@ -130,6 +137,17 @@ def plan(spec: JobSpec) -> Plan:
         if array
         else None,
     )
+
+
+def _notes(spec: JobSpec) -> list[str]:
+    if not spec.until_done or spec.checkpoint_dir:
+        return []
+    return [
+        (
+            "--until-done without --checkpoint-dir: a script that does not resume from a checkpoint"
+            " is queued again for ever"
+        )
+    ]
 
 
 def _dependencies(spec: JobSpec, login: Login | None) -> list[str]:
@@ -244,7 +262,11 @@ def _values(
         "launcher": spec.launcher,
         "elements": array is not None,
         "sweep": str(job_dir / shared.SWEEP) if array is not None and array.values else "",
-        "requeue": spec.requeue,
+        "requeue": spec.requeue or spec.grows_memory,
+        "grows_memory": spec.grows_memory,
+        "survives": flags.survives(spec),
+        "least_nodes": flags.least_nodes(spec),
+        "next_attempt": [],
         "warning": spec.signal_before is not None or spec.requeue,
         "apptainer": container.prefix,
         "srun_options": [*_srun_options(spec), *container.srun_options],
@@ -281,14 +303,18 @@ def _launch(spec: JobSpec, program: Program) -> list[str]:
 
 
 def _srun_options(spec: JobSpec) -> list[str]:
-    tasks = flags.tasks_per_node(spec)
+    tasks, survives = flags.tasks_per_node(spec), flags.survives(spec)
     words = [
-        f"--nodes={spec.resources.nodes}",
-        f"--ntasks={spec.resources.nodes * tasks}",
+        *(
+            []  # the step has all nodes that Slurm has allocated
+            if spec.min_nodes is not None
+            else [f"--nodes={spec.resources.nodes}", f"--ntasks={spec.resources.nodes * tasks}"]
+        ),
         f"--ntasks-per-node={tasks}",
+        *(["--no-kill"] if survives else []),
         # Agents stop each other; with --launcher srun only srun can stop the other workers.
         f"--kill-on-bad-exit={1 if spec.launcher == 'srun' else 0}",
-        f"--wait={_STRAGGLERS}",
+        f"--wait={0 if survives else _STRAGGLERS}",
         "--input=none",
         "--export=ALL",
         "--mpi=none",

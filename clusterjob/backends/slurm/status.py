@@ -60,6 +60,27 @@ def by_directory(records: Sequence[Record]) -> tuple[dict[str, Status], list[Rec
     return found, others
 
 
+def at_newest_job(record: Record) -> Record:
+    """Return the record with the handle of the newest job in Slurm.
+
+    Where a site forbids a requeue, a job of --until-done submits another one for each attempt.
+    """
+    if record.handle is None or not record.job.until_done:
+        return record
+    if (found := ends.next_job(record.job_dir)) is None:
+        return record
+    number, written = found
+    data = {**record.handle.data, "ids": [number], "at": written}
+    return replace(record, handle=replace(record.handle, id=number, data=data))
+
+
+def jobs_in_queue(record: Record, snapshot: QueueSnapshot) -> list[str]:
+    """Return Slurm's ids of all jobs that continue a job of --until-done and have not ended."""
+    if record.index is not None or not record.job.until_done:
+        return []
+    return [row.key for row in rows_of(snapshot, record.job_id) if row.active]
+
+
 def unreached(record: Record, why: str) -> Status:
     """Return the status of a job whose login host does not answer."""
     return job_progress.progress(record.job_dir).status(JobState.UNKNOWN, why)
@@ -196,7 +217,8 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
     if row.waiting:
         reason = row.reason or "queued"
         if own is not None:
-            reason = f"queued again, it was {own.state.value.lower()} before; {reason}"
+            before = f"attempt {own.attempt} was {own.state.value.lower()}: {own.reason}"
+            reason = f"waits for attempt {own.attempt + 1} ({before}); {reason}"
         if row.start:
             reason += f"; expected to start at {row.start}"
         return progress._replace(phase=None).status(
@@ -213,7 +235,8 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
     ):
         return _with_handle(own, handle)
     if row.active:
-        return progress.status(JobState.RUNNING, progress.waiting, handle)
+        attempt = f"attempt {progress.attempt}" if progress.attempt else ""
+        return progress.status(JobState.RUNNING, progress.waiting or attempt, handle)
     if own is None and row.state in ("COMPLETED", "FAILED"):
         own = _verdict_of_step(record, progress)
     verdict = job_end.of_slurm(row, own, job_dir=record.job_dir, started_at=progress.started_at)

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 
 from clusterjob.backends import shared
 from clusterjob.backends.slurm.client import Client
+from clusterjob.backends.slurm.flags import survives
 from clusterjob.backends.slurm.status import cluster_of
+from clusterjob.backends.slurm.submit import NODE_NAME
 from clusterjob.core import node_zip
 from clusterjob.core.byte_link import ByteLink, ProcessLink
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError, SubmitError
 from clusterjob.node.environments.slurm_commands import slurm_environment
 from clusterjob.node.host_server.requests import ExecCommand
+from clusterjob.node.logs.events import read_job_events
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
@@ -53,7 +56,10 @@ def enter(record: Record, node: int, client: Client, host: LoginHost | None) -> 
         InsideError: Slurm does not show the job, or srun cannot be run.
         HostError: the login host cannot be used.
     """
-    argv = [*_srun(_job_number(record, client), cluster_of(record).cluster, node=node)]
+    place = f"--relative={node}"
+    if survives(record.job) and (name := _node_name(record, node)):
+        place = f"--nodelist={name}"  # Slurm numbers only the nodes that it has not lost
+    argv = [*_srun(_job_number(record, client), cluster_of(record).cluster, place)]
     zip_path = f"{_directory(record)}/{node_zip.NAME}"
     argv += ["bash", "-c", _SCRIPT, "clusterjob-inside", zip_path, record.job_id]
     if host is not None:
@@ -69,7 +75,17 @@ def enter(record: Record, node: int, client: Client, host: LoginHost | None) -> 
         ) from error
 
 
-def _srun(job: str, cluster: str | None, *, node: int) -> list[str]:
+def _node_name(record: Record, node: int) -> str:
+    """Return the name of a node by the job's events; empty if they have none."""
+    names = [
+        str(event.get("host"))
+        for event in read_job_events(record.job_dir)
+        if event.get("event") == "joined" and event.get("node_rank") == node
+    ]
+    return names[-1] if names and NODE_NAME.fullmatch(names[-1]) else ""
+
+
+def _srun(job: str, cluster: str | None, place: str) -> list[str]:
     return [
         "srun",
         *([f"--clusters={cluster}"] if cluster else []),
@@ -77,7 +93,7 @@ def _srun(job: str, cluster: str | None, *, node: int) -> list[str]:
         "--overlap",
         "--nodes=1",
         "--ntasks=1",
-        f"--relative={node}",
+        place,
         "--mpi=none",
         "--cpu-bind=none",
         "--job-name=clusterjob-inside",

@@ -6,10 +6,12 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from clusterjob.backends.shared import warn
 from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
-from clusterjob.backends.slurm.flags import clock
+from clusterjob.backends.slurm.flags import clock, least_nodes
 from clusterjob.backends.slurm.squeue import ask, is_number, rows_of
 from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec
@@ -33,6 +35,7 @@ _PRINTED_ID = re.compile(
     r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$",
     re.ASCII | re.MULTILINE,
 )
+NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 _NO_SUCH_NODES = re.compile(r"node configuration is not available", re.IGNORECASE)
 # States of nodes that start no job now.
 UNUSABLE = re.compile(
@@ -87,6 +90,31 @@ def preflight(client: Client, spec: JobSpec, argv: Sequence[str]) -> SlurmOutput
     return answer
 
 
+def without_bad_nodes(client: Client, plan: Plan) -> Plan:
+    """Return the plan with --exclude for the nodes to avoid, if Slurm has enough others."""
+    names = [name for name in plan.avoid if NODE_NAME.fullmatch(name)]
+    if not names:
+        return plan
+    commands = tuple(
+        replace(command, argv=_excluding(command.argv, names)) for command in plan.commands
+    )
+    argv = commands[0].argv
+    if not _WOULD_START.search(client.run([argv[0], "--test-only", *argv[1:]]).err):
+        return plan
+    shown = ", ".join(plan.avoid[name] for name in names[-5:])
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    warn(f"avoids {shown}{more} (`clusterjob hosts bad --clear` forgets them)")
+    return replace(plan, commands=commands)
+
+
+def _excluding(argv: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return sbatch's command line with these nodes in --exclude, which keeps the user's own."""
+    flag = "--exclude="
+    own = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
+    others = [word for word in argv[1:] if not word.startswith(flag)]
+    return (argv[0], flag + ",".join([*own, *names]), *others)
+
+
 def _may_be_down(client: Client, spec: JobSpec) -> bool:
     """Return whether the nodes that --test-only does not find may only be down (Slurm 22.05)."""
     # If no partition is named, SBATCH_PARTITION, the script or a plug-in may set another partition
@@ -98,7 +126,7 @@ def _may_be_down(client: Client, spec: JobSpec) -> bool:
         timeout=_CONFIG_TIMEOUT,
     )
     states = dict(row.split() for row in shown.out.splitlines() if len(row.split()) == 2)
-    return spec.resources.nodes <= len(states) and any(map(UNUSABLE.search, states.values()))
+    return least_nodes(spec) <= len(states) and any(map(UNUSABLE.search, states.values()))
 
 
 def _check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:

@@ -26,7 +26,7 @@ from clusterjob.core.records import Handle, Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.host_server.requests import Cancel, EnterJob
+from clusterjob.node.host_server.requests import Cancel, EnterJob, RequestSize
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
@@ -52,6 +52,7 @@ class SshBackend:
         Capability.COUNTED_WORKERS,
         Capability.SHARED_DIRECTORY,
         Capability.PYTHON_ENVIRONMENTS,
+        Capability.SPARES,
         Capability.BACKEND_OPTIONS,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
@@ -77,18 +78,18 @@ class SshBackend:
 
         spec, settings = plan.spec, planning.SshOptions.of(plan.spec.options).ssh
         place = planning.place_of(spec, settings)
-        data, code = place.to_json(), None
+        data: dict[str, Any] = {}
+        code = None
         if spec.sync:
             code, data["code"] = job_code.to_send(plan, settings.sync_limit)
-        with HostProgress([str(host) for host in spec.hosts]) as progress:
+        with HostProgress([str(host) for host in place.hosts]) as progress:
+            submission = Submission(self._sessions, place, plan=plan, code=code, progress=progress)
             try:
-                data["address"] = Submission(
-                    self._sessions, place, plan=plan, code=code, progress=progress
-                ).run()
+                data["address"] = submission.run()
             except BaseException:
                 ends.cancel(plan.job_dir)  # later status requests then show CANCELLED
                 raise
-        return Handle(planning.NAME, plan.job_id, data=data)
+        return Handle(planning.NAME, plan.job_id, data=submission.place.to_json() | data)
 
     def detach(self, handle: Handle) -> None:
         """Do nothing: the agents do not depend on this process."""
@@ -139,6 +140,16 @@ class SshBackend:
         """
         for record in records:
             self._end(record, interrupt=False)
+
+    def resize(self, record: Record, nodes: int) -> None:
+        """Send the request to the coordinator's host; see `clusterjob.backends.base.Resizer`.
+
+        Raises:
+            HostError: the host is unreachable.
+        """
+        place = self._job(record).place
+        node = status.coordinator_node(record, len(place.hosts))
+        self._sessions.session(place, node).ask(RequestSize(record.job_id, nodes))
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through every agent; stop them after the job's grace period.

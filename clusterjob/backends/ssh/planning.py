@@ -96,7 +96,7 @@ def plan(spec: JobSpec) -> plans.Plan:
                 _environment(spec, node),
                 node_rank=node,
             )
-            for node, host in enumerate(spec.hosts)
+            for node, host in enumerate(spec.hosts[: spec.resources.nodes])
         ),
         notes=(
             *job_code.notes(spec, sent=True),
@@ -108,14 +108,15 @@ def plan(spec: JobSpec) -> plans.Plan:
 
 
 def place_of(spec: JobSpec, settings: ssh_options.ConnectionSettings) -> Place:
-    """Return the hosts of a job.
+    """Return the hosts of a job, one per node.
 
     If the hosts prepare the job's environment, the host server runs on any new enough Python of
     the host; the setup line ``:`` allows that.
     """
+    hosts = spec.hosts[: spec.resources.nodes]
     if python_env.travels(spec):
-        return settings.place(spec.hosts, "python3", (":", *spec.setup))
-    return settings.place(spec.hosts, spec.python, spec.setup)
+        return settings.place(hosts, "python3", (":", *spec.setup))
+    return settings.place(hosts, spec.python, spec.setup)
 
 
 def _values(
@@ -134,7 +135,10 @@ def _values(
 
 
 def settled(spec: JobSpec) -> JobSpec:
-    """Return the job with one host per node, and its script relative to the sent directory.
+    """Return the job with its script relative to the sent directory.
+
+    Its first hosts are its nodes. A later one replaces a host that cannot be used at the
+    submission.
 
     Raises:
         SpecError: there are too few hosts, or the job requests a feature that bare hosts lack.
@@ -154,7 +158,6 @@ def settled(spec: JobSpec) -> JobSpec:
     return replace(
         spec,
         program=shared.sent_program(spec),
-        hosts=spec.hosts[:nodes],
         nproc_is_default=bool(spec.nproc_word),
     )
 

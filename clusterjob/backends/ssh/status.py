@@ -14,6 +14,7 @@ from clusterjob.core.records import Record
 from clusterjob.errors import HostError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now
+from clusterjob.node.logs.job_dir import event_files, events_node
 from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
@@ -70,39 +71,43 @@ def status(record: Record, job: Job) -> Status:
     if record.handle is None and shared.being_submitted(record):
         return progress.status(JobState.PENDING, "it is being submitted")
     written = ends.written(job_dir)
-    if (own := _verdict_in([end for end in written if end["node_rank"] == 0])) is not None:
+    first = coordinator_node(record, len(job.nodes))
+    if (own := _verdict_in([end for end in written if end["node_rank"] == first])) is not None:
         return shared.ended(own)
-    node0 = job.nodes[0]
+    node0 = job.nodes[first]  # with the coordinator
+    others = [node for node in job.nodes if node is not node0]
+    others_alive = any(node.answer and node.answer["alive"] for node in others)
     reached = node0.error is None and node0.answer is not None
-    if reached and alive[0]:
+    if reached and alive[first]:
         return progress.status(
             JobState.RUNNING if progress.started_at else JobState.PENDING,
             "; ".join(filter(None, (*errors, progress.waiting))),
             clock=None if node0.answer is None else node0.answer.get("clock"),
         )
     recorded = _verdict_in(written)
-    if recorded is not None and not any(alive[1:]):
+    if recorded is not None and not others_alive:
         return shared.ended(recorded) if reached and not errors else _until_reached(recorded)
-    others_unknown = (
-        any(node.error is not None or node.answer is None for node in job.nodes[1:])
-        or len(job.nodes) == 1
+    others_unknown = not others or any(
+        node.error is not None or node.answer is None for node in others
     )
-    if not reached and (any(alive[1:]) or others_unknown):
+    if not reached and (others_alive or others_unknown):
         return progress.status(
             JobState.UNKNOWN, "; ".join(errors) or "its hosts have not answered yet"
         )
     if node0.error is not None:
-        others = next(
+        why = next(
             (str(end["reason"]) for end in written if end.get("reason")),
             "they ended without a verdict",
         )
-        text = f"{node0.error.message}; the other nodes have ended: {others}"
+        text = f"{node0.error.message}; the other nodes have ended: {why}"
         verdict = shared.verdict_without_coordinator(job_dir, progress, otherwise=text)
         return _until_reached(
             replace(verdict, reason=text) if verdict.state is JobState.LOST else verdict
         )
     if any(alive):
-        return progress.status(JobState.RUNNING, "node 0 has ended; the other nodes are ending")
+        return progress.status(
+            JobState.RUNNING, f"node {first} has ended; the other nodes are ending"
+        )
     if record.handle is None:
         why = "the command that submitted it died before the job had started"
     elif not all(node.answer and node.answer["known"] for node in job.nodes):
@@ -114,6 +119,16 @@ def status(record: Record, job: Job) -> Status:
     return replace(
         shared.ended(verdict), provisional=bool(errors) and verdict.state is JobState.LOST
     )
+
+
+def coordinator_node(record: Record, nodes: int) -> int:
+    """Return the node of a job's coordinator, by the last file of events.
+
+    Without restarts it is node 0: no other host can claim it.
+    """
+    if not record.job.max_restarts:
+        return 0
+    return min(events_node(event_files(record.job_dir)[-1].name) or 0, nodes - 1)
 
 
 def _until_reached(verdict: Verdict) -> Status:

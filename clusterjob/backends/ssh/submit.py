@@ -1,7 +1,8 @@
 """Submit a job to its hosts in four phases: check, send, find node 0's address, start.
 
-No agent starts while any host is unfit, and the error names every unfit host. A failed submission
-leaves no files or processes behind.
+No agent starts while any host is unfit, and the error names every unfit host. If the user has named
+more hosts than nodes, another host takes the place of an unfit one. A failed submission leaves no
+files or processes behind.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +58,9 @@ class Submission:
         plan: the job.
         code: the code to send; None if the hosts have it on a shared disk.
         progress: shows the hosts that were reached, and the code that was sent.
+
+    Attributes:
+        place: the hosts, after the replacement of those that cannot be used.
     """
 
     def __init__(
@@ -67,8 +72,9 @@ class Submission:
         progress: HostProgress,
     ) -> None:
         self._sessions = sessions
-        self._place = place
+        self.place = place
         self._plan = plan
+        self._others = list(plan.spec.hosts[len(place.hosts) :])
         self._code = code
         self._progress = progress
         self._files = shared.sent_files(plan)
@@ -97,13 +103,13 @@ class Submission:
         try:
             reached_at = self._check()
             self._on_all(self._send)
-            if self._place.setup and not self._prepares:
+            if self.place.setup and not self._prepares:
                 self._on_all(self._check_after_setup)
             address = _LOOPBACK
             if len(self._nodes) > 1:
                 address = coordinator_address(
                     self._sessions,
-                    self._place,
+                    self.place,
                     job_id=self._plan.job_id,
                     likely=reached_at,
                     stop=self._stop,
@@ -120,7 +126,7 @@ class Submission:
     def _withdraw(self, node: int) -> None:
         """Stop the agent and remove the files; an unreachable host keeps them."""
         if node in self._seen:
-            session, grace = self._sessions.session(self._place, node), self._plan.spec.grace
+            session, grace = self._sessions.session(self.place, node), self._plan.spec.grace
             session.ask(
                 Cancel(self._plan.job_id, node, grace=grace), timeout=grace + _WITHDRAW_TIMEOUT
             )
@@ -141,32 +147,66 @@ class Submission:
             need += self._archive.size
 
         def check(node: int) -> dict[str, Any]:
-            session = self._sessions.session(self._place, node)
-            answer, _ = session.ask(Check(need, torch=self._needs_torch, own=not self._place.setup))
+            session = self._sessions.session(self.place, node)
+            answer, _ = session.ask(Check(need, torch=self._needs_torch, own=not self.place.setup))
             if answer["errors"]:
                 raise HostError(session.label, "; ".join(answer["errors"]))
             self._seen.add(node)
             self._progress.reached()
             return answer
 
-        outcome = for_each(self._nodes, check, stop=self._stop)
+        nodes: Sequence[int] = self._nodes
+        found: dict[int, dict[str, Any]] = {}
+        while nodes:
+            outcome = for_each(nodes, check, stop=self._stop)
+            found |= outcome.results
+            outcome.errors |= self._same_machines(found, nodes)
+            if self._plan.spec.resources.gpus_per_node or self._plan.spec.gpus:
+                good = [node for node in nodes if node not in outcome.errors]
+                outcome.errors |= for_each(good, self._reserve, stop=self._stop).errors
+            for node in outcome.errors:
+                found.pop(node, None)
+            nodes = self._replace(outcome.errors)
+            if not nodes:
+                _raise_errors(outcome, len(self._nodes))
+        return str(found[0]["reached_at"])
+
+    def _same_machines(
+        self, found: Mapping[int, Mapping[str, Any]], nodes: Sequence[int]
+    ) -> dict[int, HostError]:
+        """Return an error for each of these nodes whose machine another node has."""
         first: dict[str, int] = {}
-        for node, answer in outcome.results.items():
-            other = first.setdefault(answer["identity"], node)
+        errors = {}
+        for node in sorted(found, key=lambda node: (node in nodes, node)):
+            other = first.setdefault(found[node]["identity"], node)
             if other != node:
-                outcome.errors[node] = HostError(
-                    str(self._place.hosts[node]),
-                    f"it is the same machine as {self._place.hosts[other]}",
+                errors[node] = HostError(
+                    str(self.place.hosts[node]),
+                    f"it is the same machine as {self.place.hosts[other]}",
                     hint="a host can be only one node of a job",
                 )
-        if self._plan.spec.resources.gpus_per_node or self._plan.spec.gpus:
-            outcome.errors |= for_each(
-                [node for node in self._nodes if node not in outcome.errors],
-                self._reserve,
-                stop=self._stop,
-            ).errors
-        _raise_errors(outcome, len(self._nodes))
-        return str(outcome.results[0]["reached_at"])
+        return errors
+
+    def _replace(self, errors: Mapping[int, HostError]) -> list[int]:
+        """Give other hosts to the nodes with errors; return these nodes.
+
+        Another host must have the same number of slots. Without one for each, return no node.
+        """
+        hosts, others = list(self.place.hosts), list(self._others)
+        lines = []
+        for node, error in sorted(errors.items()):
+            other = next((one for one in others if one.slots == hosts[node].slots), None)
+            if other is None or self._stop.is_set():
+                return []
+            others.remove(other)
+            lines.append(f"{error.message}; {other} takes its place")
+            hosts[node] = other
+        for_each(list(errors), self._withdraw)
+        self._seen.difference_update(errors)
+        self.place, self._others = replace(self.place, hosts=tuple(hosts)), others
+        for line in lines:
+            shared.warn(line)
+        return sorted(errors)
 
     def _reserve(self, node: int) -> None:
         """Reserve GPUs on a node's host until the last process of the job on that host has ended.
@@ -174,7 +214,7 @@ class Submission:
         Raises:
             HostError: the host has too few GPUs, and the job requires them.
         """
-        spec, session = self._plan.spec, self._sessions.session(self._place, node)
+        spec, session = self._plan.spec, self._sessions.session(self.place, node)
         answer, _ = session.ask(
             Reserve(self._plan.job_id, spec.gpus, spec.resources.gpus_per_node or 0), timeout=_SLOW
         )
@@ -212,8 +252,8 @@ class Submission:
         spec = self._plan.spec
         request = Fit(
             self._plan.job_id,
-            self._place.python,
-            setup=tuple(self._place.setup),
+            self.place.python,
+            setup=tuple(self.place.setup),
             workdir=CODE if spec.sync else str(spec.workdir),
             torch=self._needs_torch,
         )
@@ -226,7 +266,11 @@ class Submission:
         if self._stop.is_set():
             raise HostError(session.label, "the submission was stopped")
         job_id, timeout = self._plan.job_id, self._plan.spec.join_timeout
-        env = {**self._plan.commands[node].env, "CLUSTERJOB_MASTER_ADDR": address}
+        env = {
+            **self._plan.commands[node].env,
+            "CLUSTERJOB_HOST": str(self.place.hosts[node]),
+            "CLUSTERJOB_MASTER_ADDR": address,
+        }
         if node in self._devices:
             env["CUDA_VISIBLE_DEVICES"] = self._devices[node]
         session.ask(Start(job_id, node, script=SCRIPT, env=env))
@@ -262,7 +306,7 @@ class Submission:
         _raise_errors(
             for_each(
                 self._nodes,
-                lambda node: work(node, self._sessions.session(self._place, node)),
+                lambda node: work(node, self._sessions.session(self.place, node)),
                 stop=self._stop,
             ),
             len(self._nodes),

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from clusterjob.backends.base import Executor
+from clusterjob.core import job_parts
 from clusterjob.core.inside import connection
 from clusterjob.core.inside.connection import InsideConnection
 from clusterjob.core.inside.local_end import Signals, Terminal, has_terminal
@@ -106,10 +107,11 @@ def run_on_all(
     """
     backend = connection.check(record)
     request = {"argv": list(argv), "stdin": False, "terminal": None}
-    codes = dict.fromkeys(range(record.nodes), InsideError.exit_code)
+    nodes = job_parts.nodes_with_workers(record)
+    codes = dict.fromkeys(nodes, InsideError.exit_code)
     with contextlib.ExitStack() as stack:
         runs = []
-        for future in _enter_all(record, backend, request):
+        for future in _enter_all(record, backend, request, nodes):
             try:
                 entered = future.result()
             except ClusterJobError as error:
@@ -134,9 +136,9 @@ def run_on_all(
 
 
 def _enter_all(
-    record: Record, backend: Executor, request: Mapping[str, Any]
+    record: Record, backend: Executor, request: Mapping[str, Any], nodes: Sequence[int]
 ) -> list[Future[InsideConnection]]:
-    """Enter all nodes in daemon threads: Ctrl-C does not wait for a node that does not answer."""
+    """Enter these nodes in daemon threads: Ctrl-C does not wait for a node that does not answer."""
     limit = threading.Semaphore(_AT_ONCE)
 
     def enter(node: int, future: Future[InsideConnection]) -> None:
@@ -146,8 +148,8 @@ def _enter_all(
             except BaseException as error:
                 future.set_exception(error)
 
-    futures: list[Future[InsideConnection]] = [Future() for _ in range(record.nodes)]
-    for started in enumerate(futures):
+    futures: list[Future[InsideConnection]] = [Future() for _ in nodes]
+    for started in zip(nodes, futures, strict=True):
         threading.Thread(target=enter, args=started, daemon=True).start()
     return futures
 

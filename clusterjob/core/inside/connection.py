@@ -186,7 +186,7 @@ def enter(
         record: the job.
         backend: the result of `check`.
         request: what the program does; see `clusterjob.node.inside.program`.
-        node: the worker's node; None for the node of `rank`, or node 0.
+        node: the worker's node; None for the node of `rank`, or of rank 0.
         rank: the worker's rank; None for the first rank of the node.
 
     Raises:
@@ -207,9 +207,9 @@ def enter(
 
 
 def _likely_node(record: Record, rank: int | None) -> int:
-    if rank is None:
-        return 0
-    return min(record.nodes - 1, rank // max(1, record.job.nproc_per_node))
+    nodes = job_parts.nodes_with_workers(record)
+    place = (rank or 0) // max(1, record.job.nproc_per_node)
+    return nodes[min(len(nodes) - 1, place)]
 
 
 def _next_node(
@@ -235,7 +235,10 @@ def _next_node(
         raise UsageError(
             f"rank {rank} is not on node {asked}", f"node {asked} has ranks {error.first} to {last}"
         )
-    return min(record.nodes - 1, max(0, asked + (rank - error.first) // error.count))
+    nodes = job_parts.nodes_with_workers(record)
+    place = nodes.index(asked) if asked in nodes else 0
+    place += (rank - error.first) // error.count
+    return nodes[min(len(nodes) - 1, max(0, place))]
 
 
 def _start(

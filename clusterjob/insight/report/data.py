@@ -8,9 +8,11 @@ from typing import Any
 
 from clusterjob.core.records import Record
 from clusterjob.insight.job_times import Mark, Span
+from clusterjob.insight.preflight import PreflightFound
 from clusterjob.insight.report.measured import Key
 from clusterjob.insight.report.series import Series
 from clusterjob.insight.stacks import JobStacks
+from clusterjob.node.logs.straggler_events import Straggler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.verdict import Verdict
 
@@ -65,7 +67,9 @@ class ReportData:
         series: the metrics of each node, and of its ranks and GPUs.
         attempts: the begin of each attempt, in seconds.
         efficiency: the result of `clusterjob.insight.efficiency.efficiency`; None without one.
+        preflight: what the preflight has found; None if there was none.
         stacks: the stacks of the ranks; None if there are none.
+        stragglers: the ranks that the others waited for in the last round.
         environments: what each group of equal nodes has recorded of its environment.
         script, diff: the rendered script and the uncommitted changes; empty without them.
         notes: what the report lacks, and why; one line each.
@@ -83,7 +87,9 @@ class ReportData:
     series: Mapping[int, Mapping[Key, Series]] = field(default_factory=dict)
     attempts: Mapping[int, float] = field(default_factory=dict)
     efficiency: Mapping[str, Any] | None = None
+    preflight: PreflightFound | None = None
     stacks: JobStacks | None = None
+    stragglers: Sequence[Straggler] = ()
     environments: Sequence[Mapping[str, Any]] = ()
     script: Sequence[tuple[str, str]] = ()
     diff: str = ""

@@ -41,6 +41,7 @@ _METRICS = (
     ("rank memory", "Memory", "B"),
     ("gpu memory", "GPU memory", "B"),
     ("rank disk", "Disk", "B/s"),
+    ("rank waits", "Waits", "%"),
 )
 
 
@@ -132,6 +133,8 @@ def _picture(
     )
     low = svg.quantity(0.0, unit)
     note = "GPU of the same position as the rank on its node" if key.startswith("gpu") else ""
+    if key == "rank waits":
+        note = "share of its steps for which a rank waits in collectives"
     return HeatMap(name, title, picture, low, svg.quantity(high, unit), note)
 
 

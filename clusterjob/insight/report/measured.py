@@ -124,6 +124,7 @@ def _placed(
             tuple([worker.rank for worker in workers]),
             tuple([gpu.use is not None for gpu in gpus]),
             tuple([gpu.memory is not None for gpu in gpus]),
+            tuple([worker.waits is not None for worker in workers]),
         )
         row = [
             sample.cpu,
@@ -139,12 +140,16 @@ def _placed(
         row += memories
         for worker in workers:
             row += (worker.cpu, worker.rss, worker.read + worker.written)
+        row += [worker.waits for worker in workers if worker.waits is not None]
         yield (first, last, keys), row
 
 
 @functools.lru_cache(maxsize=4096)
 def _keys(
-    ranks: tuple[int, ...], uses: tuple[bool, ...], memories: tuple[bool, ...]
+    ranks: tuple[int, ...],
+    uses: tuple[bool, ...],
+    memories: tuple[bool, ...],
+    waits: tuple[bool, ...],
 ) -> tuple[Key, ...]:
     """Return the keys of a sample's values, in the order of `_placed`."""
     keys: list[Key] = [(name, NODE) for name in ("cpu", "memory", "network", "disk")]
@@ -154,4 +159,5 @@ def _keys(
         keys += [(name, index) for index, is_known in enumerate(known) if is_known]
     for rank in ranks:
         keys += [("rank cpu", rank), ("rank memory", rank), ("rank disk", rank)]
+    keys += [("rank waits", rank) for rank, known in zip(ranks, waits, strict=True) if known]
     return tuple(keys)

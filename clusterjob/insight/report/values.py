@@ -12,9 +12,18 @@ from clusterjob.core.records import Record
 from clusterjob.core.times import parse_recorded, show_duration
 from clusterjob.core.units import show_size
 from clusterjob.insight.efficiency import averages
-from clusterjob.insight.report import heat_map, plots, stack_groups, svg, texts, timeline
+from clusterjob.insight.report import (
+    heat_map,
+    plots,
+    preflight_table,
+    stack_groups,
+    svg,
+    texts,
+    timeline,
+    wait_plot,
+)
 from clusterjob.insight.report.data import ReportData
-from clusterjob.node.logs import events
+from clusterjob.node.logs import events, straggler_events
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict, count_text, names_text
 
@@ -137,7 +146,8 @@ def _common(record: Record, state: str, *, snapshot: bool) -> dict[str, Any]:
         (
             "reason", "failure_title", "failure_lines", "failure_who", "consequences", "advice",
             "notes", "elements", "timeline", "marks", "rank_rows", "plots", "node_rows",
-            "heat_maps", "stacks", "stacks_note", "stacks_headline", "last_lines", "more_lines",
+            "wait_plot", "stragglers", "heat_maps", "preflight", "stacks", "stacks_note",
+            "stacks_headline", "last_lines", "more_lines",
             "environments", "settings", "restarts", "script", "diff",
         ),
         "",
@@ -171,7 +181,10 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "plots": plots.draw(data),
         "node_metrics": metrics,
         "node_rows": node_rows,
+        "wait_plot": wait_plot.draw(data),
+        "stragglers": straggler_events.lines(data.stragglers),
         "heat_maps": heat_map.draw(data),
+        "preflight": preflight_table.rows(data.preflight),
         "stacks": stack_groups.groups(stacks, int(_STACKS * detail)),
         "stacks_note": sanitize(data.stacks.saved)[:600] if data.stacks is not None else "",
         "stacks_headline": stack_groups.headline(stacks),
@@ -192,8 +205,10 @@ def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         for anchor, label, shown in (
             ("verdict", "Verdict", True),
             ("elements", "Elements", values["elements"]),
+            ("preflight", "Preflight", values["preflight"]),
             ("timeline", "Timeline", values["timeline"] or values["marks"]),
             ("metrics", "Metrics", values["plots"]),
+            ("waits", "Waits", values["wait_plot"]),
             ("heat", "Ranks over time", values["heat_maps"]),
             ("stacks", "Stacks", values["stacks"]),
             ("output", "Last lines", values["last_lines"]),

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.errors import ClusterJobError
+from clusterjob.errors import ClusterJobError, RendezvousError
+from clusterjob.node.agent.connection import Connection
+from clusterjob.node.agent.joining import Joining
+from clusterjob.node.agent.local_coordinator import LocalCoordinator
+from clusterjob.node.agent.node_end import NodeEnd
 from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.agent.node_workers import NodeWorkers
+from clusterjob.node.agent.parent import AgentParent
+from clusterjob.node.agent.preflight_part import PreflightPart
 from clusterjob.node.agent.stack_reports import StackReports
+from clusterjob.node.agent.stop_messages import StopMessages
 from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.logs import ends, log_files
+from clusterjob.node.logs import log_files
 from clusterjob.node.logs.console import Console
-from clusterjob.node.logs.events import now
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import coordinator_link, messages
-from clusterjob.node.rendezvous.coordinator import Coordinator
-from clusterjob.node.rendezvous.coordinator_link import LocalLink, RemoteLink
+from clusterjob.node.rendezvous import messages, stack_messages
+from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.system import crashes, network, processes
-from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
+from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
 _LOST_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the coordinator is lost
+_GONE_SECONDS = 6.0  # seconds for the workers to end before this node joins again
 
 
 class Agent:
@@ -47,6 +54,7 @@ class Agent:
         forkserver: the forkserver, which was forked before.
         console: prints the agent's messages and the workers' output.
         notifier: sends notifications; None without --notify, and on other nodes.
+        parent: starts this agent again if it is killed; None without restarts.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class Agent:
         forkserver: ForkserverClient,
         console: Console,
         notifier: Notifier | None = None,
+        parent: AgentParent | None = None,
     ) -> None:
         self._topology = topology
         self._nproc = nproc
@@ -68,14 +77,14 @@ class Agent:
         self._forkserver = forkserver
         self._console = console
         self._notifier = notifier
+        self._parent = parent
+        self._replaces = parent is not None and parent.starts > 0  # an agent that was killed
         self._host = scheduler.node_name()
-        self._link: LocalLink | RemoteLink | None = None
-        self._coordinator: Coordinator | None = None  # on node 0
-        self._coordinator_task: asyncio.Task[Verdict] | None = None
-        self._supervisor = scheduler.supervisor(os.environ)
-        self._sent: set[asyncio.Future[Any]] = set()  # the stop requests that were sent
-        # Node 0 holds one more port, which rank 0 binds itself.
-        self._held = worker_endpoints.HeldPorts(nproc + (topology.node_rank == 0))
+        self._connection: Connection | None = None
+        self._process = os.getpid() if parent is None else parent.pid  # the scheduler's child
+        self._supervisor = scheduler.supervisor(os.environ, self._process)
+        # One more port, which rank 0 binds itself.
+        self._held = worker_endpoints.HeldPorts(nproc + 1)
         self._timeline = log_files.Timeline(log_files.node_directory(job_dir, topology.node_rank))
         self._workers = NodeWorkers(
             topology,
@@ -85,6 +94,7 @@ class Agent:
             forkserver=forkserver,
             console=console,
             send=self._send,
+            replace_agent=self._replace_agent,
         )
         self._reports = StackReports(
             forkserver.pid,
@@ -94,6 +104,7 @@ class Agent:
             send=self._send,
             watch=lambda task: self._crashes.watch(task),  # noqa: PLW0108 - made in run()
         )
+        self._preflight = PreflightPart(topology, forkserver, send=self._send)
         self._restart = 0  # the round
         self._metrics = NodeMetrics(
             topology,
@@ -104,56 +115,98 @@ class Agent:
             forkserver=forkserver.pid,
             timeline=self._timeline,
             alive=lambda: self._workers.alive_at,
+            waits=self._workers.waits.newest,
             print_line=console.print,
+            note=parent.usage if parent is not None else None,
         )
+        self._end = NodeEnd(
+            job_dir,
+            topology.node_rank,
+            host=self._host,
+            attempt=job.attempt,
+            failure=self._workers.failures.of_node,
+        )
+        self._ended = False
 
     # -- from join to verdict ----------------------------------------------------------------------
 
     async def run(self) -> Verdict:
         """Run this node's part of the job until its processes have ended; return the verdict."""
-        self._workers.phases.begin()
+        self._workers.phases.begin(None if self._replaces else self._process)
         self._crashes = crashes.Crashes()
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._workers.receive)
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
         self._requests.listen(self._forkserver.early)
-        if self._supervisor is not None and self._topology.node_rank == 0:
-            self._requests.poll_job_dir()  # node 0's coordinator informs the other nodes
+        stops = StopMessages(self._requests, self._job_dir)
+        self._coordinator = LocalCoordinator(
+            self._topology,
+            self._options,
+            job=self._job,
+            job_dir=self._job_dir,
+            print_line=self._console.print,
+            watch=self._crashes.watch,
+            notifier=self._notifier,
+        )
+        joining = Joining(
+            self._topology,
+            self._options,
+            job=self._job,
+            job_dir=self._job_dir,
+            leave=stops.cancellation,
+            print_line=self._console.print,
+            addresses=self._parent.kept("successors") if self._parent is not None else None,
+        )
+        self._connection = Connection(
+            self._hello(),
+            self._job_dir,
+            joining=joining,
+            coordinator=self._coordinator,
+            requests=self._requests,
+            stops=stops,
+            crashes=self._crashes,
+            parent=self._parent,
+            polls=self._supervisor is not None,
+            on_cancel=self._on_cancel,
+        )
         if self._notifier is not None:
-            self._workers.sender = await self._notifier.start()
+            self._workers.sender = await self._notifier.start(again=self._replaces)
+            self._keep("sender", self._workers.sender)
         await self._metrics.serve()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
         try:
-            verdict = await self._serve()
+            verdict = await self._serve(self._connection)
         except ClusterJobError as error:
-            verdict = self._own_verdict(JobState.FAILED, error.message)
+            verdict = self._end.verdict(JobState.FAILED, error.message)
         except Exception as error:
             who = f"the agent of node {self._topology.node_rank} on {self._host}"
             why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
-            verdict = self._own_verdict(JobState.FAILED, why)
-            if self._coordinator is not None:
-                self._coordinator.membership.broadcast(messages.End(verdict))
+            verdict = self._end.verdict(JobState.FAILED, why)
+            self._coordinator.end(verdict)
         finally:
             following.cancel()
+        self._ended = True
         if self._notifier is not None:
             self._notifier.ended(verdict)
-        if self._coordinator_task is not None:
-            self._coordinator_task.cancel()
-            await asyncio.wait([self._coordinator_task])
+        await self._coordinator.close()
         self._workers.stop_ordered = True
+        self._preflight.close()
         await self._forkserver.quit()
         self._workers.close()
-        processes.kill_descendants(
-            keep=self._workers.sender
-        )  # background processes of the setup lines
+        # Background processes of the setup lines.
+        processes.kill_descendants(keep=self._workers.sender)
         self._timeline.note()
         self._workers.phases.flush()
         self._console.finish()
         self._record_end(verdict)
         self._held.close()
-        if self._link is not None:
-            await self._link.close()
+        await self._connection.close()
         return verdict
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether the coordinator is in this process."""
+        return self._coordinator.is_here
 
     async def finish_notifications(self) -> None:
         """Wait a limited time until the end is notified; a second Ctrl-C ends the wait."""
@@ -161,10 +214,10 @@ class Agent:
             await self._notifier.close(hurry=self._requests.kill_now)
             processes.kill_descendants()
 
-    async def _serve(self) -> Verdict:
-        await self._join()
-        if self._link is None:
-            return self._own_verdict(JobState.CANCELLED, self._requests.cancelled.result())
+    async def _serve(self, connection: Connection) -> Verdict:
+        if not await connection.join():
+            ended = self._without_coordinator()
+            return ended or self._end.verdict(JobState.LOST, "the job has ended without this node")
         handlers: dict[type, Callable[[Any], None]] = {
             messages.Start: self._start_round,
             messages.StartWithStore: self._start_round,
@@ -173,31 +226,69 @@ class Agent:
             messages.ProbeRanks: self._workers.probe,
             messages.RanksFound: self._workers.note_found,
             messages.ReportFailures: lambda _report: self._workers.report_failures(),
-            messages.CollectStacks: self._reports.collect,
-            messages.ReportProgress: self._reports.report_progress,
-            # The handshake has handled Welcome and Refused, and the link handles heartbeats.
-            messages.Heartbeat: lambda _message: None,
-            messages.Welcome: lambda _message: None,
-            messages.Refused: lambda _message: None,
+            stack_messages.CollectStacks: self._reports.collect,
+            stack_messages.ReportProgress: self._reports.report_progress,
+            Succession: connection.note_successors,
+            **self._preflight.handlers,
         }
+        for handled in (messages.Heartbeat, messages.Welcome, messages.Refused):  # by the link
+            handlers[handled] = lambda _message: None
         while True:
-            order = await self._next_order()
+            order = await connection.next_order()
             if isinstance(order, messages.End):
                 return order.verdict
             if isinstance(order, messages.ConnectionLost):
-                # The coordinator may still receive messages of this node.
-                self._send(messages.CoordinatorLost(order.why))
-                reason = f"node {self._topology.node_rank} lost node 0: {order.why}"
-                saved = await self._reports.save(self._job_dir, self._round(), why=reason)
-                self._workers.stop(_LOST_GRACE)
-                verdict = self._own_verdict(JobState.LOST, reason)
-                return replace(verdict, evidence=saved[0], evidence_ranks=saved[1])
-            if order is not None:
+                if (lost := await self._on_coordinator_lost(connection, order)) is not None:
+                    return lost
+            elif order is not None:
                 handlers[type(order)](order)
+
+    async def _on_coordinator_lost(
+        self, connection: Connection, lost: messages.ConnectionLost
+    ) -> Verdict | None:
+        """Stop the workers, and go on with the next coordinator; else return the verdict."""
+        # The coordinator may still receive messages of this node.
+        connection.send(messages.CoordinatorLost(lost.why))
+        reason = f"node {self._topology.node_rank} lost the coordinator: {lost.why}"
+        round_ = evidence_files.Round(
+            self._job.job_id, self._job.attempt, self._restart, self._topology.node_rank
+        )
+        saved = await self._reports.save(self._job_dir, round_, why=reason)
+        self._workers.stop(_LOST_GRACE)
+        if self._options.max_restarts:
+            await connection.close()
+            self._console.print(f"{reason}; it may come back")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._workers.gone.wait(), _GONE_SECONDS)
+            try:
+                if await connection.join_again(lost):
+                    return None
+            except RendezvousError as error:
+                reason += f"; {error.message}"
+            if (verdict := self._without_coordinator()) is not None:
+                return verdict
+        verdict = self._end.verdict(JobState.LOST, reason)
+        return replace(verdict, evidence=saved[0], evidence_ranks=saved[1])
+
+    def _replace_agent(self, why: str) -> None:
+        """Let another agent with a new forkserver replace this one, if the job may restart it."""
+        if (
+            self._parent is not None
+            and self._parent.starts_again
+            and not self._ended
+            and not self._requests.cancelled.done()
+        ):
+            self._parent.replace_agent(why)
+
+    def _keep(self, name: str, value: Any) -> None:
+        if self._parent is not None:
+            self._parent.keep(name, value)
 
     def _start_round(self, order: messages.Start) -> None:
         """Start a round of workers, and record the growth of their files."""
         self._restart = order.world.restart
+        if self._connection is not None:
+            self._connection.note_round()
         directory = log_files.node_directory(self._job_dir, self._topology.node_rank)
         for files in log_files.round_files(
             directory,
@@ -209,126 +300,28 @@ class Agent:
         self._metrics.begin_round(order.world)
         self._workers.start(order)
 
-    async def _next_order(self) -> Any:
-        """Return the coordinator's next message; None after a stop request was passed on."""
-        assert self._link is not None
-        ordering = asyncio.ensure_future(self._link.orders.get())
-        waiting = {ordering, self._crashes.first, *self._unsent_requests()}
-        if self._coordinator_task is not None:
-            waiting.add(self._coordinator_task)
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if self._crashes.first.done():
-            raise self._crashes.first.result()
-        if ordering.done():
-            return ordering.result()
-        ordering.cancel()
-        task = self._coordinator_task
-        if task is not None and task.done() and task.exception() is not None:
-            task.result()  # raises the coordinator's error
-        self._send_stop_requests()
-        return None
-
-    def _unsent_requests(self) -> dict[asyncio.Future[Any], Any]:
-        """Return the unsent stop requests, arrived or not, each with the maker of its message."""
-        requests = self._requests
-        unsent: dict[asyncio.Future[Any], Any] = {
-            requests.warned: messages.PreemptionWarning,
-            requests.cancelled: lambda _why: self._cancellation(),
-            requests.kill_now: lambda _none: messages.KillNow(),
-        }
-        if self._workers.stop_ordered:
-            del unsent[requests.cancelled]
-        return {request: make for request, make in unsent.items() if request not in self._sent}
-
-    def _send_stop_requests(self) -> None:
-        """Send each new stop request to the coordinator."""
-        for request, make in self._unsent_requests().items():
-            if request.done():
-                self._send(make(request.result()))
-                if request is self._requests.cancelled:
-                    self._workers.stop_ordered = True  # the coordinator's stop order follows
-                else:
-                    self._sent.add(request)
-
-    async def _join(self) -> None:
-        """Join the coordinator; if the job is cancelled first, leave the link unset."""
+    def _hello(self) -> messages.Hello:
         address = worker_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
-        hello = messages.Hello(
+        return messages.Hello(
             node_rank=self._topology.node_rank,
             host=self._host,
             pid=os.getpid(),
             attempt=self._job.attempt,
             nnodes=self._topology.nnodes,
             nproc=self._nproc,
+            address=address,
             counted_by=self._job.counted_by,
             endpoints=tuple(network.with_port(address, p) for p in self._held.ports),
             wants_endpoints=worker_endpoints.may_be_used(self._options.program),
-        )
-        if self._topology.node_rank == 0:
-            self._coordinator = Coordinator(
-                self._topology,
-                self._options,
-                job=self._job,
-                job_dir=self._job_dir,
-                print_line=self._console.print,
-                watch=self._crashes.watch,
-                notifier=self._notifier,
-            )
-            self._link = LocalLink(self._coordinator.membership, hello)
-            # The coordinator handles requests that arrived during the imports before it starts
-            # workers.
-            self._send_stop_requests()
-            self._coordinator_task = asyncio.create_task(self._coordinator.run())
-            return
-        connecting = asyncio.create_task(
-            coordinator_link.connect(
-                self._topology,
-                self._options,
-                job=self._job,
-                hello=hello,
-                print_line=self._console.print,
-                refusal=self._node_0_refusal,
-                leave=self._cancellation,
-            )
-        )
-        either: set[asyncio.Future[Any]] = {
-            connecting,
-            self._requests.cancelled,
-            self._crashes.first,
-        }
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._crashes.first.done():
-            connecting.cancel()
-            raise self._crashes.first.result()
-        if connecting.done():
-            self._link = link = connecting.result()
-            for task in link.tasks:
-                self._crashes.watch(task)
-        else:
-            connecting.cancel()
-
-    def _cancellation(self) -> messages.Cancel | None:
-        """Return the message that the job was cancelled, if it was."""
-        requests = self._requests
-        if not requests.cancelled.done():
-            return None
-        return messages.Cancel(
-            requests.cancelled.result(),
-            interrupt=requests.interrupted,
-            stacks=ends.stacks_wanted(self._job_dir) or requests.terminated,
+            again=self._parent is not None and bool(self._parent.kept("joined")),
         )
 
-    def _node_0_refusal(self) -> str:
-        """Return why node 0 cannot start, from the shared job directory; empty if it may start."""
-        refusals = ends.refusals(self._job_dir, self._job.attempt)
-        return next((failure.message for failure in refusals if failure.node_rank == 0), "")
+    def _on_cancel(self) -> None:
+        self._workers.stop_ordered = True  # the coordinator's stop order follows
 
     def _send(self, message: Any) -> bool:
         """Send a message to the coordinator; return False without a connection."""
-        if self._link is None:
-            return False
-        self._link.send(message)
-        return True
+        return self._connection is not None and self._connection.send(message)
 
     # -- output ------------------------------------------------------------------------------------
 
@@ -337,8 +330,11 @@ class Agent:
             await asyncio.sleep(log_files.INTERVAL)
             self._workers.phases.on_output(self._timeline.note())
             self._workers.phases.flush()
+            self._workers.waits.flush()
             self._console.show()
-            if self._supervisor is not None and self._supervisor[1] != os.getppid():
+            if self._supervisor is not None and self._supervisor[1] != processes.parent(
+                self._process
+            ):
                 name, self._supervisor = self._supervisor[0], None
                 self._workers.node_failed(f"{name}, the parent of this node's agent, was killed")
 
@@ -347,37 +343,17 @@ class Agent:
         self._workers.note_touched()
         return max(self._timeline.grown_at, self._workers.alive_at), self._workers.step
 
-    def _round(self) -> evidence_files.Round:
-        return evidence_files.Round(
-            self._job.job_id, self._job.attempt, self._restart, self._topology.node_rank
-        )
-
     # -- the end -----------------------------------------------------------------------------------
 
-    def _own_verdict(self, state: JobState, reason: str) -> Verdict:
-        cancelled = state is JobState.CANCELLED
-        failure = None if cancelled else self._workers.failures.of_node(reason)
-        return Verdict(
-            state,
-            CANCELLED_EXIT_CODE if cancelled else 1,
-            reason=reason,
-            failure=failure,
-            attempt=self._job.attempt,
-            ended_at=now(),
-        )
+    def _without_coordinator(self) -> Verdict | None:
+        """Return the verdict if the job was cancelled, or has ended without this node."""
+        if self._requests.cancelled.done():
+            return self._end.verdict(JobState.CANCELLED, self._requests.cancelled.result())
+        return self._end.recorded()
 
     def _record_end(self, verdict: Verdict) -> None:
-        """Write this node's end, and on node 0 the job's verdict if the coordinator wrote none."""
         try:
-            ends.write(
-                self._job_dir,
-                self._topology.node_rank,
-                end=verdict.to_json() | {"host": self._host, "usage": self._metrics.end()},
-            )
-            if self._topology.node_rank == 0 and not ends.has_result(
-                self._job_dir, self._job.attempt
-            ):
-                ends.write_result(self._job_dir, verdict)
+            self._end.record(verdict, self._metrics.end(), coordinates=self._coordinator.is_here)
         except OSError as error:
             self._console.print(
                 f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from clusterjob.node.logs.log_files import Timeline
 from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
+from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.system import devices, processes
+from clusterjob.node.system.shared_note import SharedNote
 
 
 class NodeMetrics:
@@ -32,7 +34,9 @@ class NodeMetrics:
         forkserver: pid of the forkserver.
         timeline: knows when the workers wrote output.
         alive: returns the monotonic time of the last heartbeat of a worker.
+        waits: returns how long each rank waits in collectives.
         print_line: prints a message for the user.
+        note: keeps the sums for the next agent of this node; None if there will be none.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class NodeMetrics:
         forkserver: int,
         timeline: Timeline,
         alive: Callable[[], float],
+        waits: Callable[[], Mapping[int, Wait]],
         print_line: Callable[[str], None],
+        note: SharedNote | None = None,
     ) -> None:
         self._begin = time.monotonic()
         self._topology = topology
@@ -57,7 +63,7 @@ class NodeMetrics:
         self._timeline = timeline
         self._alive = alive
         self._print = print_line
-        self._rounds: list[float] = []  # the begin of each
+        self._rounds: dict[int, float] = {}  # the begin of each
         self._found: dict[int, int] = {}  # the rank of each worker by pid
         self._changed = True
         self._server: asyncio.Server | None = None
@@ -69,7 +75,13 @@ class NodeMetrics:
             memory=0,
         )
         self._sampler = Sampler(
-            job_dir, facts, workers=self._workers, quiet=self._quiet, environ=os.environ
+            job_dir,
+            facts,
+            workers=self._workers,
+            quiet=self._quiet,
+            waits=waits,
+            environ=os.environ,
+            note=note,
         )
 
     async def serve(self) -> None:
@@ -92,7 +104,7 @@ class NodeMetrics:
 
     def begin_round(self, world: World) -> None:
         """Follow the workers of a round that starts."""
-        self._rounds.append(time.monotonic())
+        self._rounds[world.restart] = time.monotonic()
         self._changed = True
         if self._options.metrics:
             self._sampler.begin_round(world.restart)
@@ -109,7 +121,8 @@ class NodeMetrics:
         return sums | self._durations()
 
     def _quiet(self) -> float:
-        return time.monotonic() - max(self._timeline.grown_at, self._alive(), self._rounds[-1])
+        began = max(self._rounds.values())
+        return time.monotonic() - max(self._timeline.grown_at, self._alive(), began)
 
     # -- the workers -------------------------------------------------------------------------------
 
@@ -146,23 +159,32 @@ class NodeMetrics:
         begin = first if now - 30 * 86400 < first <= self._begin else self._begin
         # The first output of a rank that joins no group says nothing about its start.
         formed = [each for each in begins if each.phase is not Phase.RUNNING or not each.detail]
-        running = [
-            _last(formed, Phase.RUNNING, number) or at for number, at in enumerate(self._rounds)
-        ]
+        # An agent that was started again knows the rounds before from the file.
+        rounds = {
+            each.restart: each.monotonic
+            for each in begins
+            if each.phase is Phase.RUNNING and each.rank is None and each.monotonic <= self._begin
+        } | self._rounds
+        running = {
+            number: _last(formed, Phase.RUNNING, number) or at for number, at in rounds.items()
+        }
+        last = max(rounds, default=-1)
         lost = 0.0
-        for number in range(1, len(running)):
-            ended = _times(begins, Phase.ENDED, number - 1) or [self._rounds[number]]
+        for number in running.keys() - {0}:
+            ended = _times(begins, Phase.ENDED, number - 1)
+            if not ended:  # the agent was killed
+                began = rounds.get(number - 1, self._begin) < self._begin < rounds[number]
+                ended = [self._begin if began else rounds[number]]
             lost += max(0.0, running[number] - min(ended))
-        last = len(self._rounds) - 1
         return {
             "visible_gpus": devices.visible_gpus(os.environ),
             "wall": round(now - begin, 1),
-            "waited": round(self._rounds[0] - begin, 1) if running else round(now - begin, 1),
-            "startup": round(running[0] - begin, 1) if running else None,
+            "waited": round(rounds.get(0, now) - begin, 1),
+            "startup": round(running[0] - begin, 1) if 0 in running else None,
             "restarts": max(0, last),
             "restart_seconds": round(lost, 1),
             "ran": {
-                str(each.rank): round(each.monotonic - self._rounds[last], 1)
+                str(each.rank): round(each.monotonic - rounds[last], 1)
                 for each in begins
                 if each.phase is Phase.ENDED and each.restart == last and each.rank is not None
             },

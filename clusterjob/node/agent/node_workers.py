@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract
+from clusterjob.node.agent.node_waits import NodeWaits
 from clusterjob.node.agent.phase_recorder import PhaseRecorder
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
 from clusterjob.node.environments.topology import Topology
@@ -23,7 +24,7 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.system import devices, processes
-from clusterjob.node.verdict import Failure
+from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.flight_recorder import Dumps, Pipes
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -41,6 +42,8 @@ class NodeWorkers:
         forkserver: starts, reaps and stops the workers.
         console: prints messages for the user.
         send: sends a message to the coordinator; returns False without a connection.
+        replace_agent: lets a new agent with a new forkserver replace this one, for the given
+            reason; returns if that is not possible.
 
     Attributes:
         stop_ordered: whether the workers of this round must stop.
@@ -49,6 +52,8 @@ class NodeWorkers:
         step: the largest step in a heartbeat of this round; -1 without one.
         sender: pid of the process that sends notifications, which outlives the workers, or None.
         phases: records the phases of the node and its ranks.
+        gone: set while no worker runs.
+        waits: keeps how long the workers wait in collectives.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class NodeWorkers:
         forkserver: ForkserverClient,
         console: Console,
         send: Callable[[Any], bool],
+        replace_agent: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._topology = topology
         self._options = options
@@ -68,16 +74,20 @@ class NodeWorkers:
         self._forkserver = forkserver
         self._console = console
         self._send = send
+        self._replace_agent = replace_agent
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
         self._pipes: Pipes | None = None
         self._exec_reason = ""  # why the workers are not forked; empty once sent
         self.stop_ordered = False
+        self.gone = asyncio.Event()
+        self.gone.set()
         self.sender: int | None = None
         self.alive_at = time.monotonic()
         self.step = -1
         self._touched = 0
         self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, send=send)
+        self.waits = NodeWaits(send)
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
@@ -93,6 +103,7 @@ class NodeWorkers:
         gpus = devices.visible_gpus(os.environ)
         world = replace(order.world, gpus=gpus)
         self.stop_ordered, self.step = False, -1
+        self.gone.clear()
         self._status = WorkerStatus(self.failures, world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._forkserver.error:
@@ -116,6 +127,9 @@ class NodeWorkers:
             with contextlib.suppress(OSError):  # no dumps
                 self._pipes = Pipes()
         variables |= self.dumps(world.restart).variables(os.environ)
+        if self._options.metrics:
+            variables[contract.WAITS] = "1"
+        self.waits.begin_round(world)
         self._send_exec_reason()
         store = order.store if isinstance(order, messages.StartWithStore) else None
         if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
@@ -142,9 +156,15 @@ class NodeWorkers:
         self.stop_ordered = True
         self.phases.stop()
         if self._forkserver.ready and not self._forkserver.gone:
+            self.gone.clear()
             self._forkserver.send(forkserver_messages.StopWorkers(grace, int(number)))
             return
         self._forkserver.drop_round()
+        self._on_gone()
+
+    def _on_gone(self) -> None:
+        """Report that no process of the workers is left."""
+        self.gone.set()
         self._send(messages.Stopped())
 
     def warn(self) -> None:
@@ -199,12 +219,13 @@ class NodeWorkers:
             forkserver_messages.WorkerWaiting: self._on_worker_waiting,
             forkserver_messages.WorkerAlive: self._on_worker_alive,
             forkserver_messages.WorkerPhase: self.phases.on_worker_phase,
+            forkserver_messages.WorkerWaits: self.waits.receive,
             forkserver_messages.WorkersProbed: lambda probed: self._send_probed(
                 probed.workers, final=probed.final
             ),
             forkserver_messages.StoreExited: self._on_store_exited,
             forkserver_messages.EndsReported: lambda _reported: self._send_early_exits(),
-            forkserver_messages.WorkersGone: lambda _gone: self._send(messages.Stopped()),
+            forkserver_messages.WorkersGone: lambda _gone: self._on_gone(),
         }
         message = self._forkserver.receive()
         if message is None:
@@ -268,7 +289,7 @@ class NodeWorkers:
         if not self.stop_ordered:
             ended = how(*processes.exit_code_of(message.status))
             last = log_files.last_lines(self.failures.directory / STORE_LOG, 1)
-            self.node_failed(": ".join([f"torch's store was lost ({ended})", *last]))
+            self.process_lost(": ".join([f"torch's store was lost ({ended})", *last]))
 
     def _send_early_exits(self) -> None:
         if self._status is not None:
@@ -278,12 +299,14 @@ class NodeWorkers:
     def _on_forkserver_exited(self) -> None:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
-        ended = how(*self._forkserver.reap())
+        why = f"the forkserver was lost ({how(*self._forkserver.reap())})"
         processes.kill_descendants(keep=self.sender)
+        if not self.stop_ordered and self._status is not None:
+            self.process_lost(why)
+        self._replace_agent(why)
+        self._forkserver.error = self._forkserver.error or why
         if self.stop_ordered:
-            self._send(messages.Stopped())
-        else:
-            self._forkserver_failed(f"the forkserver was lost ({ended})")
+            self._on_gone()
 
     def _forkserver_failed(self, why: str) -> None:
         """Report that this node cannot run workers: now, or in `start` if no round has begun."""
@@ -302,6 +325,7 @@ class NodeWorkers:
             signal_name=None,
             message=message.message,
             kind=forkserver_messages.failure_kind(message),
+            where=message.where,
         )
         self._send_failure(failure, message.monotonic, exited=not message.started)
 
@@ -331,6 +355,11 @@ class NodeWorkers:
     def node_failed(self, why: str) -> None:
         """Report a failure of this node rather than of one worker."""
         self._send_failure(self.failures.of_node(why), time.monotonic(), exited=True)
+
+    def process_lost(self, why: str) -> None:
+        """Report that a process of this node that runs no user code was killed."""
+        failure = replace(self.failures.of_node(why), kind=FailureKind.PROCESS_LOST)
+        self._send_failure(failure, time.monotonic(), exited=True)
 
     def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
         age = max(0.0, time.monotonic() - monotonic)

@@ -56,9 +56,15 @@ class PhaseRecorder:
 
     # -- the node ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Record the setup lines, which began with this process, and the import of torch."""
-        self._add_node(Phase.SETUP, time.monotonic() - _age())
+    def begin(self, script: int | None) -> None:
+        """Record the setup lines and the import of torch.
+
+        Args:
+            script: pid of the process that the node's script has become; None if this agent
+                replaces one that was killed, and no setup lines have run.
+        """
+        if script is not None:
+            self._add_node(Phase.SETUP, time.monotonic() - _age(script))
         self._add_node(Phase.IMPORT, time.monotonic())
 
     def imported(self) -> None:
@@ -179,8 +185,8 @@ class PhaseRecorder:
         )
 
 
-def _age() -> float:
-    """Return for how many seconds this process has run; the script has become this process."""
-    ticks = processes.start_ticks(os.getpid()) or 0
+def _age(pid: int) -> float:
+    """Return for how many seconds a process has run."""
+    ticks = processes.start_ticks(pid) or 0
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return max(0.0, age)

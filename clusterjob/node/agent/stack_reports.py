@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import job_processes
-from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous import stack_messages
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.frames import RankStack
@@ -59,11 +59,11 @@ class StackReports:
         self._progress = Progress()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def collect(self, order: messages.CollectStacks) -> None:
+    def collect(self, order: stack_messages.CollectStacks) -> None:
         """Send the stacks of all living ranks."""
         self._start(self._collect(order))
 
-    def report_progress(self, order: messages.ReportProgress) -> None:
+    def report_progress(self, order: stack_messages.ReportProgress) -> None:
         """Send the signs of life of the workers."""
         self._start(self._report_progress(order))
 
@@ -84,18 +84,18 @@ class StackReports:
                 return path, len(found)
         return "", 0
 
-    async def _collect(self, order: messages.CollectStacks) -> None:
+    async def _collect(self, order: stack_messages.CollectStacks) -> None:
         dumps: tuple[str, ...] = ()
         with contextlib.suppress(*_ERRORS):
             found = await self.stacks(order.seconds)
             for stack in found:
-                self._send(messages.StackFound(order.restart, bounded(stack)))
+                self._send(stack_messages.StackFound(order.restart, bounded(stack)))
             dumps = await asyncio.to_thread(
                 self._dumps(order.restart).request, [each.rank for each in found], order.dumps
             )
-        self._send(messages.StacksCollected(order.restart, dumps))
+        self._send(stack_messages.StacksCollected(order.restart, dumps))
 
-    async def _report_progress(self, order: messages.ReportProgress) -> None:
+    async def _report_progress(self, order: stack_messages.ReportProgress) -> None:
         moved = False
         if order.sample:
             try:
@@ -104,7 +104,7 @@ class StackReports:
                 moved = True
         at, step = self._signs()
         quiet = max(0.0, time.monotonic() - at)
-        self._send(messages.ProgressReported(order.number, quiet, moved=moved, step=step))
+        self._send(stack_messages.ProgressReported(order.number, quiet, moved=moved, step=step))
 
     def _sample(self, *, first: bool) -> bool:
         self._progress.begin()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from clusterjob.errors import PlacementError
 from clusterjob.node import contract
 from clusterjob.node.environments import slurm_env
+from clusterjob.node.system import processes
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -50,11 +51,15 @@ def job_id(source: str, environ: Mapping[str, str]) -> str:
     return environ.get(contract.JOB_ID) or environ.get(variable) or ""
 
 
-def supervisor(environ: Mapping[str, str]) -> tuple[str, int] | None:
+def supervisor(environ: Mapping[str, str], pid: int) -> tuple[str, int] | None:
     """Return the name and pid of a parent process that must not end before this node, or None.
 
     slurmstepd is the parent of a step's task. If it is killed, Slurm does not notice: the job stays
     RUNNING, and scancel does not reach the task. On other platforms the parent may end.
+
+    Args:
+        environ: this process's environment.
+        pid: the first process of this node.
     """
     in_step = environ.get("SLURM_STEP_ID") and environ.get("CLUSTERJOB_TASK")
-    return ("slurmstepd", os.getppid()) if in_step else None
+    return ("slurmstepd", processes.parent(pid)) if in_step else None

@@ -7,8 +7,6 @@ used as process ranks by mistake.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from clusterjob.errors import PlacementError
@@ -93,16 +91,3 @@ class Worker:
                 f"local_rank is {self.local_rank}, outside 0..{self.local_world_size - 1} "
                 f"(local_world_size is {self.local_world_size})"
             )
-
-
-def ranks_by_node(first_ranks: Sequence[int], ranks: Iterable[int]) -> dict[int, list[int]]:
-    """Return the given ranks grouped by node.
-
-    Args:
-        first_ranks: the rank of each node's first worker.
-        ranks: the ranks to group, each below the world size.
-    """
-    found: dict[int, list[int]] = {}
-    for rank in ranks:
-        found.setdefault(bisect_right(first_ranks, rank) - 1, []).append(rank)
-    return found

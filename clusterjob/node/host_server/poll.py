@@ -19,11 +19,12 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import (
     AGENTS,
     ENDS,
-    EVENTS,
     LOGS,
     RESULT,
     SLURM_LOG,
     TIMELINE,
+    event_files,
+    events_node,
 )
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.system import files, processes
@@ -81,8 +82,10 @@ def poll_node(job_dir: Path, request: requests.PollNode) -> tuple[dict[str, Any]
     )
     if request.logs:
         answer.node_logs(node_directory(job_dir, node))
+    for path in event_files(job_dir):
+        if events_node(path.name) == node:
+            answer.grown(path)
     if node == 0:
-        answer.grown(job_dir / EVENTS)
         answer.replaced(job_dir / RESULT)
     answer.replaced(job_dir / ENDS / f"node{node}.json")
     answer.replaced(job_dir / ENDS / f"node{node}.refused")
@@ -215,7 +218,8 @@ def _add_files(job_dir: Path, news: News, logs: str) -> None:
                 if path.suffix == ".err" and path.stat().st_size <= _MAX_LAST:
                     news.grown(path)
     news.grown(job_dir / LOGS / SLURM_LOG)
-    news.grown(job_dir / EVENTS)
+    for path in event_files(job_dir):
+        news.grown(path)
     # Send node results before the verdict: after the verdict the submitter stops reading.
     for path in _entries(ends.directory(job_dir)):
         if path.suffix != ".part":

@@ -171,11 +171,7 @@ class JobToPoll:
 
 @dataclass(frozen=True)
 class PollJobs:
-    """Return new data in the directories of jobs.
-
-    Attributes:
-        most: the bytes to send at once.
-    """
+    """Return new data in the directories of jobs, at most `most` bytes at once."""
 
     most: _Size
     jobs: Annotated[tuple[JobToPoll, ...], Limit(_MAX_ITEMS)]
@@ -186,11 +182,7 @@ class PollJobs:
 
 @dataclass(frozen=True)
 class Tree(WorkdirRequest):
-    """List files, directories and links at paths below the working directory.
-
-    Attributes:
-        most: maximum number of entries.
-    """
+    """List at most `most` files, directories and links at paths below the working directory."""
 
     paths: _Texts
     most: _Size
@@ -368,6 +360,13 @@ class RequestStop:
 
 
 @dataclass(frozen=True)
+class RequestSize(JobRequest):
+    """Write the request for another number of nodes into the job's directory."""
+
+    nodes: Annotated[int, Limit((1 << 24) - 1, minimum=1)]
+
+
+@dataclass(frozen=True)
 class Remove(JobRequest):
     """Delete the job's directory on this host."""
 
@@ -393,6 +392,6 @@ HostRequest: typing.TypeAlias = (
     | Listen | StopListening | ProbeAddresses
     | RunCommand | ReapCommand | DropCommand
     | EnterJob | ExecCommand
-    | Reserve | Start | Up | Cancel | RequestStop | Remove | Clean
+    | Reserve | Start | Up | Cancel | RequestStop | RequestSize | Remove | Clean
 )  # fmt: skip
 REQUESTS = Codec(*typing.get_args(HostRequest))

@@ -114,6 +114,7 @@ class RequestHandler:
             requests.Up: work.up,
             requests.Cancel: work.cancel,
             requests.RequestStop: work.request_stop,
+            requests.RequestSize: work.request_size,
             requests.Remove: work.remove,
             requests.Clean: lambda request: cleaning.clean(home, request),
         }

@@ -21,6 +21,7 @@ from clusterjob.node.logs.live_lines import LiveLines, write_text
 from clusterjob.node.logs.log_protocol import Writer
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.system.sanitize import sanitize
+from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import Verdict
 
 
@@ -31,11 +32,22 @@ class Console:
         reader: reads the output of this node's workers; None leaves the output in its files.
         numbered: write everything to stdout in numbered lines, for a submitter who sees only this
             log; see `clusterjob.node.logs.log_protocol`.
+        note: keeps what was written, so that the next agent continues there; None for no next one.
     """
 
-    def __init__(self, reader: LogReader | None = None, *, numbered: bool = False) -> None:
+    def __init__(
+        self,
+        reader: LogReader | None = None,
+        *,
+        numbered: bool = False,
+        note: SharedNote | None = None,
+    ) -> None:
         self._reader = reader
-        self._writer = Writer() if numbered else None
+        self._note = note
+        kept = {} if note is None else note.read()
+        if reader is not None:
+            reader.continue_at(kept.get("positions", {}))
+        self._writer = Writer(kept.get("next", 1)) if numbered else None
         if numbered and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # the image's locale may be different
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -72,6 +84,16 @@ class Console:
     def _run(self) -> None:
         while (action := self._actions.get()) is not None:
             action()
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._note is not None and (self._writer is not None or self._reader is not None):
+            self._note.write(
+                {
+                    "next": self._writer.next if self._writer is not None else 1,
+                    "positions": self._reader.positions() if self._reader is not None else {},
+                }
+            )
 
     def _print_message(self, text: str) -> None:
         if self._writer is not None:

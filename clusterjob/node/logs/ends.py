@@ -10,6 +10,9 @@ All files are in the job's directory:
 - ``detached``: a request that the job continues without the submitting process.
 - ``cancelled``: a request to end the job, with SIGINT if the file contains ``interrupt``.
 - ``ends/warned.<attempt>``: a preemption warning for one attempt of the job.
+- ``ends/memory.<attempt>``: the factor of memory, in thousandths, with which a job is queued again.
+- ``ends/next.<attempt>``: the scheduler's id of the job that continues after this attempt, if it is
+  another one; written by the job's script.
 
 A job that is queued again runs again in the same directory. The files of an older attempt do not
 count for a later attempt: ends and verdicts contain their attempt. From the second attempt on, the
@@ -28,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.logs.events import now
 from clusterjob.node.logs.job_dir import AGENT_LOG, CANCEL_STACKS, CANCELLED, DETACHED, ENDS, RESULT
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
@@ -41,8 +45,10 @@ REQUEST_SECONDS = 2.0  # node 0's agent looks for a cancel request this often
 STACKS_SECONDS = 2.0  # maximum seconds in which the stacks are saved before a stop
 _INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
 _SHORT_TEXT = 4000  # characters of a shortened text
+_MAX_ATTEMPTS = 5  # rounds in a shortened verdict
 _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+_JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
 
 
 def directory(job_dir: Path) -> Path:
@@ -118,9 +124,36 @@ def warn(job_dir: Path, attempt: int) -> None:
         warning_file(job_dir, attempt).touch(0o600)
 
 
+def want_memory(job_dir: Path, attempt: int, factor: float) -> None:
+    """Let the job's script queue the job again with `factor` times the memory.
+
+    Raises:
+        OSError: the request cannot be written.
+    """
+    thousandths = f"{round(factor * 1000)}\n".encode()
+    files.write_atomic(directory(job_dir) / f"memory.{attempt}", thousandths)
+
+
 def warning_file(job_dir: Path, attempt: int) -> Path:
     """Return the file that marks a preemption warning for this attempt of the job."""
     return directory(job_dir) / f"warned.{attempt}"
+
+
+def next_job(job_dir: Path) -> tuple[str, float] | None:
+    """Return the id and time of the newest job in the scheduler that continues this one.
+
+    None if the job has the id of its first attempt.
+    """
+    found = {}
+    for path in _glob(directory(job_dir), "next.*"):
+        if _NUMBER.fullmatch(path.suffix[1:]):
+            found[int(path.suffix[1:])] = path
+    for _, path in sorted(found.items(), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            number = files.read_regular(path, 64).decode(errors="replace").strip()
+            if _JOB_NUMBER.fullmatch(number):
+                return number, path.stat().st_mtime
+    return None
 
 
 def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
@@ -141,6 +174,17 @@ def write(job_dir: Path, node_rank: int, end: dict[str, Any]) -> None:
             path.replace(path.with_name(f"node{node_rank}.attempt{older}.json"))
     if older <= attempt:
         files.write_reserved(path, _fitting(end | {"node_rank": node_rank}))
+
+
+def write_lost(job_dir: Path, node_rank: int, attempt: int, why: str) -> None:
+    """Write the end of a node whose agent was killed, unless its end is recorded.
+
+    An error such as a full disk is ignored.
+    """
+    with contextlib.suppress(OSError):
+        if all(end["node_rank"] != node_rank for end in written(job_dir, attempt)):
+            lost = {"state": str(JobState.LOST), "reason": why, "attempt": attempt, "time": now()}
+            write(job_dir, node_rank, end=lost)
 
 
 def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
@@ -204,6 +248,8 @@ def _fitting(end: dict[str, Any]) -> bytes:
     if len(data) <= files.RESERVED:
         return data
     end = end | {"reason": str(end.get("reason", ""))[:_SHORT_TEXT], "consequences": []}
+    if "attempts" in end:
+        end["attempts"] = end["attempts"][-_MAX_ATTEMPTS:]
     failure = end.get("failure")
     if failure:
         last_lines = [line[:200] for line in failure["last_lines"][-20:]]

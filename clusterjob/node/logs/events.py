@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node.logs.job_dir import event_files
 from clusterjob.node.logs.log_files import open_regular
 from clusterjob.node.system.files import Appender
 
@@ -30,10 +31,16 @@ class EventLog:
     """Append events to ``events.jsonl``.
 
     Only the coordinator writes the file; the other agents send their events to it.
+
+    Args:
+        path: the file.
+        shift: seconds to add to this machine's monotonic clock, so that all monotonic times of a
+            job are times of the clock of its first coordinator.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shift: float = 0.0) -> None:
         self._file = Appender(path)
+        self._shift = shift
 
     def add(self, event: str, **details: Any) -> str:
         """Append one event and return its time.
@@ -41,7 +48,7 @@ class EventLog:
         Long texts are cut. An error such as a full disk loses the line and does not end the job.
         """
         at = now()
-        line = {"time": at, "monotonic": round(time.monotonic(), 6), "event": event}
+        line = {"time": at, "monotonic": round(time.monotonic() + self._shift, 6), "event": event}
         line |= {name: _cut(value) for name, value in details.items()}
         text = json.dumps(line, ensure_ascii=False) + "\n"
         with contextlib.suppress(OSError):
@@ -55,8 +62,14 @@ def _cut(value: Any) -> Any:
     return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
+def read_job_events(job_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a job, those of a coordinator that has moved after the earlier ones."""
+    for path in event_files(job_dir):
+        yield from read_events(path)
+
+
 def read_events(path: Path, limit: int = _MAX_FILE) -> Iterator[dict[str, Any]]:
-    """Yield a job's complete events; yield none if the file cannot be read.
+    """Yield the complete events of a file; yield none if the file cannot be read.
 
     Lines that are too long or are not events are skipped.
 

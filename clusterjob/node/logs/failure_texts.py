@@ -65,6 +65,19 @@ _RULES = (
         "clusterjob.errors, in the traceback of a worker that has no report pipe",
     ),
     (
+        Meaning.PEER_LOST,
+        r"Watchdog caught collective operation timeout",
+        "ProcessGroupNCCL.cpp",
+    ),
+    (
+        Meaning.RANKS_MISSING,
+        (
+            r"wait timeout after \d+ms, keys: /default_pg/"
+            r"|Timed out after \d+ seconds waiting for clients"
+        ),
+        "torch's store, in the rendezvous of init_process_group: TCPStore.cpp",
+    ),
+    (
         Meaning.TERMINATED,
         r"killed by signal: Terminated|DataLoader worker .* exited unexpectedly",
         "torch/csrc/DataLoader.cpp, torch/utils/data/dataloader.py",
@@ -91,13 +104,21 @@ _RULES = (
     ),
     (
         Meaning.DEVICE,
-        r"CUDA error: |uncorrectable ECC error|\bNVRM: Xid\b",
-        "c10/cuda/CUDAException.cpp, docs.nvidia.com/deploy/xid-errors",
+        # A failed assertion in a kernel is an error of the program, such as an index out of bounds.
+        (
+            r"(?:CUDA|HIP) error: (?!device-side assert)|CUDA unknown error|unhandled cuda error"
+            r"|uncorrectable ECC error|\bNVRM: Xid\b|GPU is lost|fallen off the bus"
+        ),
+        "c10/cuda/CUDAException.cpp, NCCL's ncclGetErrorString, docs.nvidia.com/deploy/xid-errors",
     ),
     (
         Meaning.OOM_HOST,
-        r"^(?:\[rank\d+\]: ?)?MemoryError\b|DefaultCPUAllocator: .*not enough memory",
-        "Python's MemoryError, c10/core/CPUAllocator.cpp",
+        (
+            r"^(?:\[rank\d+\]: ?)?MemoryError\b|\[Errno 12\] Cannot allocate memory"
+            r"|DefaultCPUAllocator: .*(?:not enough memory|can't allocate memory)"
+            r"|workers are out of shared memory"
+        ),
+        "Python's MemoryError and OSError, c10/core/impl/alloc_cpu.cpp, torch/csrc/DataLoader.cpp",
     ),
     (
         Meaning.IMPORT,
@@ -135,6 +156,31 @@ _KINDS = {
     Meaning.OOM_HOST: FailureKind.OOM_HOST,
     Meaning.IMPORT: FailureKind.IMPORT,
 }
+
+
+# Only the error that ended the worker has these meanings, not an earlier error in its output.
+_OF_LAST_ERROR = frozenset({Meaning.OOM_DEVICE, Meaning.DEVICE, Meaning.OOM_HOST, Meaning.IMPORT})
+
+
+def meanings_of_end(
+    message: str, lines: Sequence[str], reported: FailureKind | None = None
+) -> frozenset[Meaning]:
+    """Return the meanings of a worker's end.
+
+    A program may print an error that it has handled, such as a missing module or memory that it
+    then does without.
+
+    Args:
+        message: the error message known so far.
+        lines: the last lines of its stderr.
+        reported: the kind that the worker itself has reported; with `CODE`, the message is the
+            exception.
+    """
+    last_error = _last_error(lines)
+    if not last_error and reported is not FailureKind.CODE:
+        return meanings((message, *lines))
+    handled = _OF_LAST_ERROR - meanings((message, *last_error))
+    return meanings((message, *lines)) - handled
 
 
 def meanings(lines: Sequence[str]) -> frozenset[Meaning]:
@@ -192,6 +238,8 @@ def collective(lines: Sequence[str]) -> str | None:
 _RANK_MARK = re.compile(r"\[rank\d+\]: ?")
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[^\W\d][\w.]*(: .*)?")
+_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
+_FRAME = re.compile(r' +File "(?:.*/)?(?P<name>[^/"]+)", line (?P<line>\d+)', re.ASCII)
 
 
 def last_exception(lines: Sequence[str]) -> str | None:
@@ -199,12 +247,37 @@ def last_exception(lines: Sequence[str]) -> str | None:
 
     Lines may follow it: Hydra catches the exception, prints a line, and calls sys.exit(1).
     """
+    return next(filter(_EXCEPTION.fullmatch, _last_traceback(lines)), None)
+
+
+def _last_error(lines: Sequence[str]) -> list[str]:
+    """Return the last exception of a traceback, and the lines after it."""
+    after = _last_traceback(lines)
+    number = next((n for n, line in enumerate(after) if _EXCEPTION.fullmatch(line)), len(after))
+    return after[number:]
+
+
+def place(lines: Sequence[str]) -> str:
+    """Return the file and line of the last Python traceback, as ``train.py:12``, or ""."""
+    found = ""
+    for line in _last_traceback(lines):
+        if _EXCEPTION.fullmatch(line):
+            break
+        if frame := _FRAME.match(line):
+            found = f"{frame['name']}:{frame['line']}"
+    return found
+
+
+def _last_traceback(lines: Sequence[str]) -> list[str]:
+    """Return the lines after the begin of the last traceback, without torch's marks."""
     bare = [_RANK_MARK.sub("", line, count=1) for line in lines]
     # A DataLoader worker's "Original Traceback" precedes the traceback of its rank.
     begins = [number for number, line in enumerate(bare) if line.endswith(_TRACEBACK)]
-    if not begins:
-        return None
-    return next((line for line in bare[begins[-1] + 1 :] if _EXCEPTION.fullmatch(line)), None)
+    if begins:
+        return bare[begins[-1] + 1 :]
+    # Python prints no such title for a SyntaxError of the script itself.
+    frame = next((number for number, line in enumerate(bare) if _FRAME.match(line)), len(bare))
+    return bare[frame:] if any(map(_SYNTAX.match, bare[frame:])) else []
 
 
 # Warnings of c10d's and NCCL's loggers, and the C++ frames that follow some of them.

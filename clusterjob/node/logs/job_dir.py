@@ -6,9 +6,15 @@ job directory with the same layout for their own node.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 SPEC = "spec.json"  # the job as it was submitted
 RESULT = "result.json"  # the verdict of the coordinator
 EVENTS = "events.jsonl"  # the coordinator's record, one event per line
+# The record of a coordinator that has moved to another node: the number of the move, the node.
+_moved_events = re.compile(r"events\.([1-9]\d{0,3})\.node(\d{1,7})\.jsonl", re.ASCII)
+COORDINATOR = "coordinator.json"  # with restarts: the state with which a coordinator goes on
 TOKEN = "token"
 CODE = "code"  # the submitted code: a link to its snapshot; on a host, the sent files
 DIFF = "code.diff"  # uncommitted changes of the code at the submission
@@ -16,6 +22,7 @@ SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled
 CANCEL_STACKS = "cancel.stacks"  # exists if a cancel must save the stacks of the workers first
+RESIZE = "resize"  # the number of nodes that `clusterjob resize` requests
 CODE_LIST = "code.list"  # compressed list of the files of the sent code, with their digests
 ARCHIVE = "archive"  # on a host: the digest of the environment archive that the job needs
 CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`
@@ -33,8 +40,28 @@ COMPLETE = "whole"  # in LOGS: exists when all logs of an ended job have been fe
 # Files in logs/node<k>. `clusterjob.node.logs.log_files` names the workers' files.
 AGENT_LOG = "agent.log"
 STORE_LOG = "store.log"
+PREFLIGHT_LOG = "preflight.log"
 TIMELINE = "timeline"
 PHASES = "phases.jsonl"  # see `clusterjob.node.logs.phases`
 ENVIRONMENT = "environment.jsonl"  # see `clusterjob.node.logs.environment_log`
 THINNED = "metrics.thinned"  # see `clusterjob.node.metrics.segments`
 HEARTBEAT = "heartbeat"  # touched by workers that torchrun has started; see `ctx.heartbeat()`
+
+
+def event_files(job_dir: Path) -> list[Path]:
+    """Return the files with the events of a job, in order of time."""
+    moved = [path for path in job_dir.glob("events.*.jsonl") if events_node(path.name) is not None]
+    return [job_dir / EVENTS, *sorted(moved, key=lambda path: int(path.name.split(".")[1]))]
+
+
+def events_node(name: str) -> int | None:
+    """Return the node whose coordinator writes an event file; None for any other file."""
+    if name == EVENTS:
+        return 0
+    moved = _moved_events.fullmatch(name)
+    return int(moved[2]) if moved else None
+
+
+def moved_events(moves: int, node_rank: int) -> str:
+    """Return the name of the file with the events of a coordinator that has moved."""
+    return f"events.{moves}.node{node_rank}.jsonl"

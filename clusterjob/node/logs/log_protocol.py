@@ -18,7 +18,6 @@ continues on the next line: a container runtime cuts lines of more than 16 KiB.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -61,10 +60,17 @@ class NumberedLine:
 
 
 class Writer:
-    """Number a node's lines."""
+    """Number a node's lines.
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+    Args:
+        first: the number of the first line.
+
+    Attributes:
+        next: the number of the next line.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self.next = first
 
     def output(self, lines: list[Folded], seconds: float) -> str:
         """Return workers' lines with their numbers.
@@ -100,9 +106,10 @@ class Writer:
     def _line(self, mark: str, text: str, stamp: str = "") -> str:
         *pieces, last = _pieces(text)
         marked = [*((f"{mark}+", piece) for piece in pieces), (mark, last)]
+        first, self.next = self.next, self.next + len(marked)
         return "".join(
-            f"{next(self._numbers)}{'' if index else stamp} {mark} {piece}\n"
-            for index, (mark, piece) in enumerate(marked)
+            f"{number}{'' if number > first else stamp} {mark} {piece}\n"
+            for number, (mark, piece) in enumerate(marked, first)
         )
 
 

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -259,6 +259,18 @@ class LogReader:
         for node_rank in self._nodes():
             for file in self._files_of(node_rank):
                 file.skip_to_tail(count)
+
+    def positions(self) -> dict[str, int]:
+        """Return how many bytes of each file were returned as lines; only for one node."""
+        return {file.path.name: file.offset - len(file.rest) for file in self._files.values()}
+
+    def continue_at(self, positions: Mapping[str, int]) -> None:
+        """Continue where another reader of the same node has stopped: at its `positions`."""
+        for node_rank in self._nodes():
+            for name, offset in positions.items():
+                file = self._file(node_rank, name)
+                if file is not None:
+                    file.offset = offset
 
     def open_lines(self) -> list[LogLine]:
         """Return lines without a newline, such as progress bars, of each worker's newest files."""

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample
+from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.system import crashes
+from clusterjob.node.system.shared_note import SharedNote
 
 INTERVAL = 5.0  # seconds between two samples
 # While workers start, they need the CPU: the first sample is taken this many seconds after they
@@ -31,7 +33,9 @@ class Sampler:
         facts: the node; memory and GPUs are found later.
         workers: returns the rank of each worker by pid.
         quiet: returns the seconds since the last output or heartbeat of a worker.
+        waits: returns how long each rank waits in collectives.
         environ: selects the GPUs.
+        note: keeps the sums for the next agent of this node; None if there will be none.
 
     Attributes:
         latest: the node and its newest sample; None before the first one.
@@ -45,7 +49,9 @@ class Sampler:
         facts: NodeFacts,
         workers: Callable[[], Mapping[int, int]],
         quiet: Callable[[], float],
+        waits: Callable[[], Mapping[int, Wait]],
         environ: Mapping[str, str],
+        note: SharedNote | None = None,
     ) -> None:
         self.latest: tuple[NodeFacts, Sample] | None = None
         self.usage: dict[str, Any] | None = None
@@ -55,7 +61,9 @@ class Sampler:
         self._facts = facts
         self._workers = workers
         self._quiet = quiet
+        self._waits = waits
         self._environ = environ
+        self._note = note
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -71,6 +79,9 @@ class Sampler:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)  # a sample takes milliseconds, unless the disk hangs
+        if self.usage is None and self._note is not None:
+            # No sample since the last agent was killed: the sums are those of that agent.
+            return self._note.read().get("usage")
         return self.usage
 
     def _run(self) -> None:
@@ -96,6 +107,8 @@ class Sampler:
 
         machine, workers, usage = Machine(), WorkerUse(self._workers), Usage(begin)
         facts = replace(self._facts, memory=machine.memory)
+        if self._note is not None and (kept := self._note.read()):
+            usage.restore(facts, kept["state"])
         gpus = Background("gpus", Gpus(self._environ).read, pause=lambda took: max(INTERVAL, took))
         writer: SegmentWriter | None = None
         gpus.done.wait(1.0)
@@ -112,15 +125,25 @@ class Sampler:
                 restart=self._restart,
                 quiet=self._quiet(),
                 **vars(machine.sample()),
-                workers=workers.sample(),
+                workers=self._with_waits(workers.sample()),
                 gpus=found[1] if found is not None else (GpuSample(),) * len(facts.gpus),
             )
             writer.add(sample)
             usage.add(facts, sample)
             self.latest, self.usage = (facts, sample), usage.to_json()
+            if self._note is not None:
+                self._note.write({"state": usage.state(), "usage": self.usage})
             due = max(due + INTERVAL, time.monotonic())
             if self._stop.wait(due - time.monotonic()):
                 break
         writer.close()
         workers.stop()
         gpus.stop()
+
+    def _with_waits(self, workers: dict[int, WorkerSample]) -> dict[int, WorkerSample]:
+        """Return the workers with their waits, in milliseconds."""
+        for rank, wait in self._waits().items():
+            if rank in workers:
+                step, waited = round(1000 * wait.step, 1), round(1000 * wait.waited, 1)
+                workers[rank] = replace(workers[rank], step=step, waited=waited)
+        return workers

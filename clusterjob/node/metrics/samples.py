@@ -16,6 +16,8 @@ class WorkerSample:
         pss: proportional share of the memory, bytes; None if it was not read this time.
         read, written: bytes per second from and to disks.
         threads: number of threads.
+        step: the mean length of its last steps, milliseconds; None if it is unknown.
+        waited: its mean wait in collectives in a step, milliseconds.
     """
 
     cpu: float
@@ -24,6 +26,18 @@ class WorkerSample:
     read: float
     written: float
     threads: int
+    step: float | None = None
+    waited: float | None = None
+
+    @property
+    def waits(self) -> float | None:
+        """The percent of its steps for which it waits in collectives; None if it is unknown."""
+        return waiting_percent(self.step, self.waited)
+
+
+def waiting_percent(step: float | None, waited: float | None) -> float | None:
+    """Return the percent of a step of this length that a wait takes; None if it is unknown."""
+    return None if not step or waited is None else min(100.0, 100 * waited / step)
 
 
 @dataclass(frozen=True)

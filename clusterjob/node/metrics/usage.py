@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from clusterjob.node.metrics.samples import NodeFacts, Sample
@@ -63,6 +64,17 @@ class Usage:
                 one["use"] += gpu.use * seconds
                 one["idle"] += seconds if gpu.use < IDLE else 0.0
                 one["peak"] = max(one["peak"], gpu.use)
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums as plain data for `restore`."""
+        return {name: value for name, value in vars(self).items() if name != "_facts"}
+
+    def restore(self, facts: NodeFacts, state: Mapping[str, Any]) -> None:
+        """Continue the sums of another process; after JSON, the keys of dictionaries are text."""
+        vars(self).update(state)
+        self._facts = facts
+        self._ranks = {int(rank): sums for rank, sums in state["_ranks"].items()}
+        self._gpus = {int(index): sums for index, sums in state["_gpus"].items()}
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the sums as plain data; None without a sample.

@@ -19,7 +19,9 @@ _KEPT = 3  # number of segments
 _EACH = 60.0  # seconds of one line in THINNED
 _SEGMENT_BYTES, _THINNED_BYTES = 750_000, 90_000  # maximum bytes per hour
 # Fields of which a mean is kept; of the others, the peak.
-_MEANS = {"cpu", "load", "received", "sent", "read", "written", "use", "power"}
+_MEANS = {
+    "cpu", "load", "received", "sent", "read", "written", "use", "power", "step", "waited",
+}  # fmt: skip
 _CLOCKS = {"sm_clock", "memory_clock"}  # whole numbers, also as a mean
 
 

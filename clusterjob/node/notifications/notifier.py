@@ -40,6 +40,7 @@ class Notifier:
         job_dir: the job's directory, as this node sees it.
         attempt: the number of the job's attempt, from 0.
         print_line: prints one line for the user.
+        agent_parent: the pid of the process that starts the agent again; None without one.
     """
 
     def __init__(
@@ -49,8 +50,12 @@ class Notifier:
         job_dir: Path,
         attempt: int,
         print_line: Callable[[str], None],
+        agent_parent: int | None = None,
     ) -> None:
-        self._settings: dict[str, Any] = json.loads(settings) | {"job_dir": str(job_dir)}
+        self._settings: dict[str, Any] = json.loads(settings) | {
+            "job_dir": str(job_dir),
+            "agent_parent": agent_parent,
+        }
         self._job = {
             "job_id": job_id,
             "name": self._settings["name"],
@@ -64,10 +69,13 @@ class Notifier:
         self._state = JobState.UNKNOWN
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> int | None:
+    async def start(self, *, again: bool) -> int | None:
         """Start the sender, which imports apprise with the first event: when the workers start.
 
         Return its pid; None if it cannot be started.
+
+        Args:
+            again: whether the agent replaces one that was killed.
         """
         package = str(Path(__file__).parents[3])  # a directory, or the node zip
         paths = (package, os.environ.get("PYTHONPATH", ""))
@@ -88,7 +96,7 @@ class Notifier:
         killed = Event(FAILURE, state=str(JobState.LOST), reason=reason, final=True, **self._job)
         self._write(self._settings | {"killed": asdict(killed)})
         self._tasks.append(asyncio.create_task(self._print_notices()))
-        if self._attempt and not ends.preempted_before(self._job_dir, self._attempt):
+        if self._attempt and not again and not ends.preempted_before(self._job_dir, self._attempt):
             state = f"QUEUED AGAIN, attempt {self._attempt} starts"
             self._send(Event(REQUEUE, state=state, **self._job))
         return self._process.pid

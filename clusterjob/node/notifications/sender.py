@@ -25,11 +25,13 @@ from clusterjob.node.logs import ends
 from clusterjob.node.notifications import ARRAY_TASKS, END, FAILURE, targets
 from clusterjob.node.notifications.array import WholeArray
 from clusterjob.node.notifications.events import Event, short
+from clusterjob.node.system import processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState
 
 _PAUSES = (1.0, 2.0, 4.0)  # seconds between two attempts
 _LAST_SEND = 15.0  # seconds for the last notification if no agent waits for this process
+_AGAIN = threading.Event()  # another agent has started another sender
 
 
 class _Target:
@@ -105,6 +107,7 @@ def main() -> None:
     if not line:  # the agent has ended
         return
     settings = json.loads(line)
+    signal.signal(signal.SIGUSR2, lambda *_: _AGAIN.set())
     first = sys.stdin.buffer.readline()  # apprise is imported only now, when the workers start
     sender = _Sender(settings)
     ended = False
@@ -112,7 +115,7 @@ def main() -> None:
         event = Event(**json.loads(line))
         ended = ended or event.final
         sender.send(event)
-    if not ended:
+    if not ended and not _goes_on(settings["agent_parent"]):
         sender.send(_killed(settings))
     sender.finish()
 
@@ -140,6 +143,16 @@ def refused(exit_code: str, why: str) -> None:
         )
     )
     sender.finish()
+
+
+def _goes_on(agent_parent: int | None) -> bool:
+    """Return whether the killed agent is started again: its parent then sends SIGUSR2."""
+    deadline = time.monotonic() + _LAST_SEND
+    while agent_parent is not None and time.monotonic() < deadline and not _AGAIN.is_set():
+        if processes.start_ticks(agent_parent) is None:
+            break
+        time.sleep(0.05)
+    return _AGAIN.is_set()
 
 
 def _killed(settings: dict[str, Any]) -> Event:

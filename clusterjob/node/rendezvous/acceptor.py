@@ -16,7 +16,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 class Acceptor:
-    """Accept connections one by one and serve each in its own task.
+    """Accept connections and serve each in its own task.
 
     It replaces asyncio.start_server, which sets the backlog to 100 and accepts all waiting
     connections before the first handler runs: a thousand idle connections would take every
@@ -49,6 +49,7 @@ class Acceptor:
     async def serve(self) -> None:
         """Accept connections until this task is cancelled."""
         loop = asyncio.get_running_loop()
+        accepted = 0  # since other tasks ran
         while True:
             try:
                 connection, address = await loop.sock_accept(self._listener)
@@ -62,7 +63,13 @@ class Acceptor:
             self._all.add(task)
             if len(self._waiting) > max(1, self._max_waiting()):
                 self._drop_oldest("too many unauthenticated connections")
-            await asyncio.sleep(0)  # sock_accept does not yield while connections wait
+            accepted += 1
+            # sock_accept does not yield while connections wait. With one at a time, thousands of
+            # agents that connect at once would fill the backlog, and the kernel drops the others.
+            # But a connection must be read before enough others come to drop it as the oldest.
+            if accepted >= self._max_waiting() // 2:
+                accepted = 0
+                await asyncio.sleep(0)
 
     def admit(self) -> None:
         """Count the current task's connection as authenticated."""

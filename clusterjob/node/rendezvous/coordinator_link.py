@@ -22,16 +22,26 @@ from clusterjob.node.system.codec import MalformedMessageError
 # Seconds between two rounds of connection attempts: the first pause and the longest.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 1.0
 _CONNECT_SECONDS = 5.0
+_MAX_PROOF_SECONDS = 40.0  # seconds for the coordinator to prove the token, after some tries
+_WELCOME_SECONDS = 60.0  # seconds for the coordinator to answer the first message
+_NO_ANSWER = "no answer"
 # Seconds until the first notice that node 0 cannot be reached, and between later notices.
 _FIRST_NOTICE, _NOTICE_INTERVAL = 4.0, 5.0
 # Seconds for node 0's name to resolve, on platforms where a name belongs to a machine. Elsewhere a
 # name may appear only when its container starts.
 _RESOLVE_SECONDS = 3.0
 _MACHINE_NAMES = ("clusterjob", "slurm")
+# The errors of an attempt to join where the coordinator does not listen.
+ATTEMPT_ERRORS = (
+    OSError,
+    asyncio.TimeoutError,
+    MalformedMessageError,
+    protocol.UnauthenticatedError,
+)
 
 
 class LocalLink:
-    """The link of node 0's agent, whose process runs the coordinator.
+    """The link of the agent whose process runs the coordinator.
 
     Args:
         membership: the coordinator's membership, which this agent joins.
@@ -44,11 +54,12 @@ class LocalLink:
     def __init__(self, membership: Membership, hello: messages.Hello) -> None:
         self.orders: asyncio.Queue[Any] = asyncio.Queue()
         self._membership = membership
+        self._node_rank = hello.node_rank
         membership.join(hello, self.orders.put_nowait)
 
     def send(self, message: Any) -> None:
         """Send a message to the coordinator."""
-        self._membership.receive(0, message)
+        self._membership.receive(self._node_rank, message)
 
     async def close(self) -> None:
         """Do nothing: there is no connection."""
@@ -88,21 +99,22 @@ class RemoteLink:
         await self._channel.close()
 
     async def _receive(self) -> None:
-        why = "the connection to it was closed"
+        why, ended = "the connection to it was closed", True
         try:
             while (message := await self._channel.receive()) is not None:
                 self._heard_at = time.monotonic()
                 if not isinstance(message, messages.Heartbeat):
                     self.orders.put_nowait(message)
         except (RendezvousError, MalformedMessageError) as error:
-            why = str(error)
+            why, ended = str(error), False
         stalled = self._stalls.recent(self._options.lease)
         if stalled > self._options.lease:
             why = (
                 f"this agent did not run for {stalled:.0f} s (stopped, suspended or without a CPU),"
                 f" and {why}"
             )
-        self.orders.put_nowait(messages.ConnectionLost(why))
+            ended = False
+        self.orders.put_nowait(messages.ConnectionLost(why, ended=ended))
 
     async def _send_heartbeats(self) -> None:
         while True:
@@ -144,6 +156,7 @@ async def connect(
     """
     begin = time.monotonic()
     pause = _FIRST_PAUSE
+    proof_seconds = protocol.HANDSHAKE_SECONDS  # grows: the coordinator of a large job may be busy
     # Ports by error, for messages: the results of the last complete round of attempts, or of the
     # first round while it runs.
     errors: dict[str, list[int]] = {}
@@ -172,21 +185,25 @@ async def connect(
                 if found and time.monotonic() - begin > options.join_timeout:
                     break  # if packets are dropped, each attempt takes seconds
                 try:
-                    channel = await _try(
-                        topology.master_addr, port, job=job, hello=hello, leave=leave
+                    left = options.join_timeout - (time.monotonic() - begin)
+                    channel = await attempt(
+                        topology.master_addr,
+                        port,
+                        job=job,
+                        hello=hello,
+                        leave=leave,
+                        proof_seconds=proof_seconds,
+                        welcome_seconds=min(max(left, proof_seconds), _WELCOME_SECONDS),
                     )
                     return RemoteLink(channel, options)
-                except (
-                    OSError,
-                    asyncio.TimeoutError,
-                    MalformedMessageError,
-                    protocol.UnauthenticatedError,
-                ) as error:
-                    found.setdefault(_why(error), []).append(port)
+                except ATTEMPT_ERRORS as error:
+                    found.setdefault(reason(error), []).append(port)
                     last = error
                     if isinstance(error, socket.gaierror):
                         break  # the name would not resolve for another port either
             errors = found
+            if _NO_ANSWER in found:
+                proof_seconds = min(2 * proof_seconds, _MAX_PROOF_SECONDS)
             waited = time.monotonic() - begin
             if refusal():
                 raise RendezvousError(f"node 0 did not start: {refusal()}")
@@ -203,13 +220,21 @@ async def connect(
         notifying.cancel()
 
 
-async def _try(
+async def attempt(
     host: str,
     port: int,
     job: JobIdentity,
     hello: messages.Hello,
     leave: Callable[[], messages.Cancel | None],
+    proof_seconds: float,
+    welcome_seconds: float,
 ) -> Channel:
+    """Join the coordinator at one port; return the channel to it.
+
+    Raises:
+        RefusedError: the coordinator refuses this agent.
+        ATTEMPT_ERRORS: the coordinator does not listen there.
+    """
     # asyncio's own lookup runs in a thread that cannot be cancelled and would delay this agent's
     # exit.
     addresses = await asyncio.to_thread(network.addresses_of, host)
@@ -223,16 +248,24 @@ async def _try(
                 raise
     try:
         return await protocol.join(
-            reader, writer, token=job.token, job_id=job.job_id, hello=hello, leave=leave
+            reader,
+            writer,
+            token=job.token,
+            job_id=job.job_id,
+            hello=hello,
+            leave=leave,
+            proof_seconds=proof_seconds,
+            welcome_seconds=welcome_seconds,
         )
     except BaseException:
         writer.close()
         raise
 
 
-def _why(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Return why an attempt to join failed."""
     if isinstance(error, asyncio.TimeoutError):
-        return "no answer"
+        return _NO_ANSWER
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

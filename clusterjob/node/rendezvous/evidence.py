@@ -1,4 +1,4 @@
-"""Save the stacks of all living ranks before the coordinator stops a round of workers."""
+"""Collect the stacks of all living ranks before a round is stopped, and save them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.logs.events import EventLog
-from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous import stack_messages
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.frames import RankStack
@@ -56,8 +56,8 @@ class Evidence:
         self._asked_at = 0.0
         self.path = ""
         self.handlers: dict[type, Callable[[Peer, Any], None]] = {
-            messages.StackFound: self._on_stack_found,
-            messages.StacksCollected: self._on_stacks_collected,
+            stack_messages.StackFound: self._on_stack_found,
+            stack_messages.StacksCollected: self._on_stacks_collected,
         }
 
     @property
@@ -81,12 +81,11 @@ class Evidence:
         self._why, self._asked_at = why, time.monotonic()
         peers = self._membership.peers
         self._unanswered = {rank for rank in nodes if not peers[rank].lost}
+        question = stack_messages.CollectStacks(
+            self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if dumps else 0.0
+        )
         for rank in self._unanswered:
-            peers[rank].send(
-                messages.CollectStacks(
-                    self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if dumps else 0.0
-                )
-            )
+            peers[rank].send(question)
         return time.monotonic() + _SECONDS
 
     def save(self) -> None:
@@ -117,7 +116,7 @@ class Evidence:
             seconds=round(time.monotonic() - self._asked_at, 3),
         )
 
-    def _on_stack_found(self, peer: Peer, message: messages.StackFound) -> None:
+    def _on_stack_found(self, peer: Peer, message: stack_messages.StackFound) -> None:
         """Keep the stacks of a rank; a node answers once, for its own ranks."""
         rank = message.stack.rank
         if (
@@ -126,7 +125,7 @@ class Evidence:
         ):
             self._stacks[rank] = replace(message.stack, host=peer.host)
 
-    def _on_stacks_collected(self, peer: Peer, message: messages.StacksCollected) -> None:
+    def _on_stacks_collected(self, peer: Peer, message: stack_messages.StacksCollected) -> None:
         if self._is_answer(peer, message.restart):
             self._unanswered.discard(peer.node_rank)
             self._dumps += map(sanitize, message.dumps)

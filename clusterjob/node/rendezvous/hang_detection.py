@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Mapping
 
-from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous import stack_messages
 from clusterjob.node.rendezvous.membership import Peer
 
 # Seconds between two questions: a part of the timeout, between these bounds. The longest one keeps
@@ -47,7 +47,7 @@ class HangDetection:
         self.due = math.inf
         self.step = -1
         self._alive_at = 0.0  # the time of the last sign of life
-        self._question = messages.ReportProgress(0, sample=False, first=False)
+        self._question = stack_messages.ReportProgress(0, sample=False, first=False)
         self._asked_at = 0.0
         self._unanswered: set[int] = set()
         self._comparable = False  # whether the agents have a sample since the last output
@@ -72,7 +72,7 @@ class HangDetection:
         self._ask({rank for rank in nodes if not self._peers[rank].lost}, moment)
         return False
 
-    def receive(self, peer: Peer, answer: messages.ProgressReported) -> None:
+    def receive(self, peer: Peer, answer: stack_messages.ProgressReported) -> None:
         """Record an agent's answer."""
         if answer.number != self._question.number or peer.node_rank not in self._unanswered:
             return
@@ -97,7 +97,7 @@ class HangDetection:
 
     def _ask(self, nodes: set[int], moment: float) -> None:
         sample = moment - self._alive_at >= self._interval
-        self._question = messages.ReportProgress(
+        self._question = stack_messages.ReportProgress(
             self._question.number + 1, sample=sample, first=not self._comparable
         )
         self._comparable = sample

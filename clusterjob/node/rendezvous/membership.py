@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 from collections.abc import Callable
@@ -31,12 +32,13 @@ _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected conn
 class Peer:
     """An agent that has joined: values of its `Hello`, and the time of its last message."""
 
-    node_rank: int
+    node_rank: int  # the number of its node
     host: str
     pid: int
     nproc: int
     send: Callable[[Any], None]
     heard_at: float  # monotonic seconds
+    address: str = ""
     endpoints: tuple[str, ...] = ()
     wants_endpoints: bool = False
     lost: bool = False
@@ -46,13 +48,17 @@ class Membership:
     """The agents of a job that have joined.
 
     Args:
-        nnodes: the number of agents that must join.
+        nnodes: the number of agents that may join.
+        own: the node of the coordinator.
         options: the heartbeat interval and the lease, in seconds.
         job: the job's identity and secret.
         events: records who joined, and which connections were rejected.
 
     Attributes:
-        peers: the agents that have joined, by node_rank.
+        peers: the agents that have joined, by the number of their node. A lost agent stays until
+            another one joins for its node.
+        losses: the failure of each lost node, the latest last.
+        joined_at: the monotonic time at which the last agent joined.
         inbox: (node_rank, message) in order of arrival: `Hello` first, `ConnectionLost` when an
             agent is gone.
         refusals: agents of this job that may not join, such as a second one with the same
@@ -61,12 +67,15 @@ class Membership:
     """
 
     def __init__(
-        self, nnodes: int, options: LaunchOptions, job: JobIdentity, events: EventLog
+        self, nnodes: int, own: int, options: LaunchOptions, job: JobIdentity, events: EventLog
     ) -> None:
         self.peers: dict[int, Peer] = {}
+        self.losses: dict[int, Failure] = {}
+        self.joined_at = 0.0
         self.inbox: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self.refusals: list[Failure] = []
         self._nnodes = nnodes
+        self._own = own
         self._options = options
         self._job = job
         self._events = events
@@ -134,8 +143,18 @@ class Membership:
         for peer in self.peers.values():
             peer.send(message)
 
-    def join(self, hello: messages.Hello, send: Callable[[Any], None]) -> None:
-        """Admit an agent that has proved the token.
+    def usable(self) -> list[int]:
+        """Return the nodes whose agents have joined and are alive."""
+        return [node for node, peer in self.peers.items() if not peer.lost]
+
+    def lose(self, peer: Peer, failure: Failure) -> None:
+        """Record that an agent is lost; another one may join for its node."""
+        peer.lost = True
+        self.losses.pop(peer.node_rank, None)
+        self.losses[peer.node_rank] = failure
+
+    def join(self, hello: messages.Hello, send: Callable[[Any], None]) -> Peer:
+        """Admit an agent that has proved the token; return it.
 
         Args:
             hello: its first message.
@@ -162,7 +181,13 @@ class Membership:
                 f"{who} reads its node_rank from {counted_by}, node 0 from {self._job.counted_by}:"
                 " all nodes must use the same variable"
             )
-        elif node_rank in self.peers:
+        elif hello.again and node_rank in self.peers and not self.peers[node_rank].lost:
+            # It retries until its earlier connection counts as lost.
+            self.inbox.put_nowait(
+                (node_rank, messages.ConnectionLost("its agent joins again", ended=True))
+            )
+            raise protocol.RefusedError(f"the earlier connection of {who} is not lost yet")
+        elif node_rank in self.peers and not self.peers[node_rank].lost:
             first = self.peers[node_rank]
             problem = (
                 f"node_rank {node_rank} is claimed twice:"
@@ -172,18 +197,32 @@ class Membership:
             if len(self.refusals) < _MAX_REJECTED:
                 self.refusals.append(Failure.of_node(node_rank, host, message=problem))
             raise protocol.RefusedError(problem)
-        self.peers[node_rank] = Peer(
+        peer = self.peers[node_rank] = Peer(
             node_rank,
             host,
             pid=pid,
             nproc=hello.nproc,
             send=send,
             heard_at=time.monotonic(),
+            address=sanitize(hello.address),
             endpoints=tuple(map(sanitize, hello.endpoints)),
             wants_endpoints=hello.wants_endpoints,
         )
+        if len(self.peers) == self._nnodes:
+            gc.freeze()  # a collection would look at the objects of all connections again
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)
+        self.joined_at = time.monotonic()
         self.inbox.put_nowait((node_rank, hello))
+        return peer
+
+    async def next_message(self, timeout: float) -> tuple[int, Any] | None:
+        """Return the next message and its sender's node_rank; None after `timeout` seconds."""
+        if not self.inbox.empty():
+            return self.inbox.get_nowait()
+        try:
+            return await asyncio.wait_for(self.inbox.get(), max(0.0, timeout))
+        except asyncio.TimeoutError:
+            return None
 
     def receive(self, node_rank: int, message: Any) -> None:
         """Put a message of an agent that has joined into the inbox."""
@@ -205,38 +244,40 @@ class Membership:
             return
         self._acceptor.admit()
         try:
-            self.join(hello, channel.send)
+            peer = self.join(hello, channel.send)
         except protocol.RefusedError as error:
             self._events.add("refused", why=error.message)
             await protocol.refuse(channel, error.message)
             return
         channel.send(messages.Welcome())
-        await self._receive_from(hello.node_rank, channel)
+        await self._receive_from(peer, channel)
 
-    async def _receive_from(self, node_rank: int, channel: Channel) -> None:
-        why = "its connection was closed"
+    async def _receive_from(self, peer: Peer, channel: Channel) -> None:
+        why, ended = "its connection was closed", True
         try:
-            while (message := await channel.receive()) is not None:
-                check_sender(message, node_rank)
-                self.receive(node_rank, message)
+            while (message := await channel.receive()) is not None and not peer.lost:
+                check_sender(message, peer.node_rank)
+                self.receive(peer.node_rank, message)
         except (RendezvousError, MalformedMessageError) as error:
-            why = f"it sent an invalid message: {error}"
-            self._events.add("forged", node_rank=node_rank, why=str(error))
-        self.inbox.put_nowait((node_rank, messages.ConnectionLost(why)))
+            why, ended = f"it sent an invalid message: {error}", False
+            self._events.add("forged", node_rank=peer.node_rank, why=str(error))
+        if not peer.lost:
+            self.inbox.put_nowait((peer.node_rank, messages.ConnectionLost(why, ended=ended)))
         await channel.close()
 
     async def _send_heartbeats(self) -> None:
+        heartbeat = messages.Heartbeat()
         while True:
             await asyncio.sleep(self._options.heartbeat)
             stalled = self.stalls.tick()
             if stalled:
-                self._events.add("stalled", node_rank=0, seconds=round(stalled, 1))
+                self._events.add("stalled", node_rank=self._own, seconds=round(stalled, 1))
             moment = time.monotonic()
             for peer in self.peers.values():
-                peer.send(messages.Heartbeat())
+                peer.send(heartbeat)
                 if stalled:
                     peer.heard_at = moment  # this process could not receive meanwhile
                 silence = moment - peer.heard_at
-                if silence > self._options.lease and not peer.lost and peer.node_rank != 0:
+                if silence > self._options.lease and not peer.lost and peer.node_rank != self._own:
                     lost = messages.ConnectionLost(f"no message for {silence:.0f} s")
                     self.inbox.put_nowait((peer.node_rank, lost))

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from clusterjob.node.contract import World
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.preflight import preflight_messages as preflight
+from clusterjob.node.rendezvous.coordinator_state import Succession
+from clusterjob.node.rendezvous.stack_messages import (
+    CollectStacks,
+    ProgressReported,
+    ReportProgress,
+    StackFound,
+    StacksCollected,
+)
 from clusterjob.node.system.codec import Codec, Limit
 from clusterjob.node.verdict import Failure, Verdict
 
@@ -35,9 +43,12 @@ class Hello:
     """The first message of an agent.
 
     Attributes:
+        node_rank: the number of its node.
+        address: the address at which the other nodes reach it.
         counted_by: the platform's variable from which node_rank was read.
-        endpoints: the host:port that this node holds for each worker.
+        endpoints: the host:port that this node holds for each worker, and one more.
         wants_endpoints: whether its workers need the endpoints of all nodes.
+        again: whether the node has joined before.
     """
 
     node_rank: Rank
@@ -46,9 +57,11 @@ class Hello:
     attempt: Rank
     nnodes: Rank
     nproc: Annotated[int, Limit(1 << 12, minimum=1)]
+    address: Name = ""
     counted_by: Name = ""
     endpoints: Annotated[tuple[Name, ...], Limit((1 << 12) + 1)] = ()
     wants_endpoints: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,29 @@ class RankCounts:
 
 
 @dataclass(frozen=True)
+class RankWait:
+    """How long one rank waits in collectives: the means of its last steps, in seconds.
+
+    Attributes:
+        local_rank: the rank's index on its node.
+        step: the length of a step.
+        waited: the wait in a step.
+    """
+
+    local_rank: LocalRank
+    step: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class RankWaits:
+    """How long the ranks of the node wait in collectives; about every 5 s."""
+
+    restart: Rank
+    ranks: Annotated[tuple[RankWait, ...], Limit(1 << 12)]
+
+
+@dataclass(frozen=True)
 class Failing:
     """A worker or the node has failed; the worker may still be exiting.
 
@@ -190,43 +226,6 @@ class FailuresReported:
     exits: tuple[EarlyExit, ...]
 
 
-@dataclass(frozen=True)
-class StackFound:
-    """The stacks of one living rank: a part of the answer to `CollectStacks`."""
-
-    restart: Rank
-    stack: RankStack
-
-
-@dataclass(frozen=True)
-class StacksCollected:
-    """The end of the answer to `CollectStacks`.
-
-    Attributes:
-        dumps: the dumps of torch's flight recorder, relative to the job directory.
-    """
-
-    restart: Rank
-    dumps: Annotated[tuple[Name, ...], Limit(1 << 12)] = ()
-
-
-@dataclass(frozen=True)
-class ProgressReported:
-    """The answer to `ReportProgress`.
-
-    Attributes:
-        number: that of the question.
-        quiet: seconds since the last output, or the last heartbeat, of a worker of the node.
-        moved: whether a worker has moved since the last sample of its stacks.
-        step: the step in the last heartbeat; -1 without one.
-    """
-
-    number: Rank
-    quiet: float
-    moved: bool
-    step: Annotated[int, Limit(2**62, minimum=-1)] = -1
-
-
 # -- from the coordinator ------------------------------------------------------------------------
 
 
@@ -251,7 +250,7 @@ class Start:
 
 @dataclass(frozen=True)
 class StartWithStore(Start):
-    """`Start` for node 0's agent, in the coordinator's process; it has the socket of the store."""
+    """`Start` for the agent in the coordinator's process; it has the socket of the store."""
 
     store: socket.socket
 
@@ -299,33 +298,6 @@ class ReportFailures:
 
 
 @dataclass(frozen=True)
-class CollectStacks:
-    """Send the stacks of all living ranks within `seconds`: one `StackFound` for each.
-
-    `dumps`: seconds to wait for the dumps of torch's flight recorder.
-    """
-
-    restart: Rank
-    seconds: float
-    dumps: float = 0.0
-
-
-@dataclass(frozen=True)
-class ReportProgress:
-    """Report the signs of life of the workers.
-
-    Attributes:
-        number: the number of the question.
-        sample: whether to sample the workers' stacks too.
-        first: whether that sample is the first one since the last output of the job.
-    """
-
-    number: Rank
-    sample: bool
-    first: bool
-
-
-@dataclass(frozen=True)
 class End:
     """The job has ended."""
 
@@ -337,9 +309,14 @@ class End:
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """The connection to an agent, or to the coordinator, has ended or is silent."""
+    """The connection to an agent, or to the coordinator, has ended or is silent.
+
+    Attributes:
+        ended: whether the other process has certainly ended its part.
+    """
 
     why: str
+    ended: bool = False
 
 
 FROM_AGENT = Codec(
@@ -355,6 +332,7 @@ FROM_AGENT = Codec(
     CoordinatorLost,
     Succeeded,
     RankCounts,
+    RankWaits,
     Failing,
     RanksMissing,
     RanksProbed,
@@ -362,6 +340,10 @@ FROM_AGENT = Codec(
     StackFound,
     StacksCollected,
     ProgressReported,
+    preflight.MeasuringStarted,
+    preflight.Measured,
+    preflight.ClockRead,
+    preflight.MeasuringEnded,
 )
 FROM_COORDINATOR = Codec(
     Heartbeat,
@@ -375,5 +357,11 @@ FROM_COORDINATOR = Codec(
     ReportFailures,
     CollectStacks,
     ReportProgress,
+    Succession,
+    preflight.BeginPreflight,
+    preflight.MeasureHost,
+    preflight.MeasureGroup,
+    preflight.ReadClock,
+    preflight.EndPreflight,
     End,
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from clusterjob.node.environments.topology import ranks_by_node
 from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.verdict import Failure, FailureKind
 
@@ -17,13 +16,11 @@ class MissingRanks:
     """The ranks of one round for which other ranks wait.
 
     Args:
-        first_ranks: the rank of each node's first worker.
-        world_size: workers of the job.
+        ranks: the ranks of each node.
     """
 
-    def __init__(self, first_ranks: Sequence[int] = (), world_size: int = 0) -> None:
-        self._first_ranks = first_ranks
-        self._world_size = world_size
+    def __init__(self, ranks: RankMap) -> None:
+        self._ranks = ranks
         self._waiting: tuple[int, int] | None = None  # node_rank and local rank of the worker
         self._unanswered: set[int] = set()  # nodes that must still answer since a rank gave up
         self._stuck: list[Failure] = []
@@ -36,8 +33,8 @@ class MissingRanks:
             node_rank: the node of the worker that waits.
             question: the message of that worker.
         """
-        known = (rank for rank in question.ranks if rank < self._world_size)
-        by_node = ranks_by_node(self._first_ranks, known)
+        known = (rank for rank in question.ranks if rank < self._ranks.world_size)
+        by_node = self._ranks.by_node(known)
         self._waiting = node_rank, question.local_rank
         if question.final:
             self._unanswered = set(by_node)
@@ -83,33 +80,31 @@ class Stragglers:
     """The workers of one round that still run 10 s after the others succeeded; they may hang.
 
     Args:
-        first_ranks: the rank of each node's first worker.
-        world_size: workers of the job.
+        ranks: the ranks of each node.
 
     Attributes:
         due: the monotonic time at which to name the workers that still run; infinity while none
             has ended, or all have.
     """
 
-    def __init__(self, first_ranks: Sequence[int] = (), world_size: int = 0) -> None:
-        self._first_ranks = first_ranks
-        self._world_size = world_size
+    def __init__(self, ranks: RankMap) -> None:
+        self._ranks = ranks
         self._ended: set[int] = set()
         self.due = float("inf")
 
     def ended(self, node_rank: int, local_rank: int) -> None:
         """Record that a worker has ended with exit code 0."""
-        self._ended.add(self._first_ranks[node_rank] + local_rank)
-        left = len(self._ended) < self._world_size
+        self._ended.add(self._ranks.rank(node_rank, local_rank))
+        left = len(self._ended) < self._ranks.world_size
         self.due = time.monotonic() + AFTER_SECONDS if left else float("inf")
 
     def name(self) -> tuple[str, dict[int, list[int]]]:
         """Return one line about the workers that still run, and their ranks by node_rank."""
         self.due = float("inf")
-        running = sorted(set(range(self._world_size)) - self._ended)
+        running = sorted(set(range(self._ranks.world_size)) - self._ended)
         still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
         ended = f"{_ranks(sorted(self._ended))} ended {AFTER_SECONDS:.0f} s ago"
-        return f"{still}; {ended}", ranks_by_node(self._first_ranks, running)
+        return f"{still}; {ended}", self._ranks.by_node(running)
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from clusterjob.node.logs.events import now
@@ -16,7 +17,9 @@ from clusterjob.node.verdict import (
     Failure,
     FailureKind,
     JobState,
+    RoundEnd,
     Verdict,
+    bounded,
 )
 
 _MAX_CONSEQUENCES = 256  # maximum failures that a verdict lists besides the root cause
@@ -30,6 +33,8 @@ class Outcome:
     Attributes:
         signal: the signal that stops the remaining workers.
         stacks: whether to save the stacks of the remaining workers first.
+        resize: whether the workers start again on other nodes, because the user wants another
+            number of them.
     """
 
     state: JobState
@@ -38,6 +43,7 @@ class Outcome:
     failure: Failure | None = None
     signal: int = signal.SIGTERM
     stacks: bool = False
+    resize: bool = False
 
 
 def failed(failure: Failure) -> Outcome:
@@ -54,6 +60,13 @@ def failed(failure: Failure) -> Outcome:
 def preempted(reason: str) -> Outcome:
     """Return the outcome of a round that a preemption ended."""
     return Outcome(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, reason=reason)
+
+
+def resized(nodes: int) -> Outcome:
+    """Return the outcome of a round that goes on with another number of nodes."""
+    return Outcome(
+        JobState.PREEMPTED, reason=f"resized to {nodes} node{'s' * (nodes > 1)}", resize=True
+    )
 
 
 def out_of_time(seconds: float) -> Outcome:
@@ -89,9 +102,9 @@ def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float
 
     Args:
         peer: the other agent.
-        own: node 0's agent.
+        own: the coordinator's agent.
         why: why one of them counts the other as lost.
-        by_agent: whether the other agent has lost node 0, which still receives its messages.
+        by_agent: whether the other agent has lost the coordinator, which still hears it.
         stalled: seconds for which this process did not run; 0 if it ran.
     """
     node = peer
@@ -99,7 +112,7 @@ def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float
     if not by_agent:
         text += f" was lost: {why}"
     elif not stalled:
-        text += f" lost node 0, which still receives its messages: {why}"
+        text += f" lost the coordinator, which still receives its messages: {why}"
     else:
         node = own
         text = (
@@ -109,6 +122,65 @@ def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float
     return Failure.of_node(node.node_rank, node.host, message=text)
 
 
+def too_few(missing: Failure | None, after: Outcome | None) -> Outcome | None:
+    """Return the outcome of a job whose next round has too few nodes; None if `missing` is None.
+
+    Args:
+        missing: the failure of a node that did not come.
+        after: the outcome of the last round, which stays the root cause; None before the first.
+    """
+    if missing is None or after is None or after.failure is None:
+        return None if missing is None else failed(missing)
+    return failed(replace(after.failure, message=f"{after.failure.message}; {missing.message}"))
+
+
+def no_answer(peer: Peer) -> Failure:
+    """Return the failure of a node that does not stop its workers."""
+    return Failure.of_node(peer.node_rank, peer.host, message="does not answer the stop order")
+
+
+def after_stop(end: Outcome, root_cause: RootCause) -> Outcome:
+    """Return the outcome of a round with the reports that arrived while it was stopped.
+
+    Such a report may be older than the first one, or more complete.
+    """
+    if end.failure is None or end.failure.rank is None or end.failure.kind is FailureKind.HANG:
+        return end
+    return failed(root_cause.root() or end.failure)
+
+
+def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) -> RoundEnd:
+    """Return the entry of a round in the job's ``attempts``.
+
+    Args:
+        end: the outcome of the round.
+        attempt: the number of the job's attempt, from 0.
+        restart: the number of the round, from 0.
+        started_at: when its workers were started; None if they were not.
+    """
+    failure = end.failure
+    if failure is not None:
+        kind = failure.kind.value
+    elif end.exit_code == TIMEOUT_EXIT_CODE:
+        kind = "time_limit"
+    elif end.resize:
+        kind = "resized"
+    else:  # "cancelled" and "preempted" are states
+        kind = "" if end.state is JobState.SUCCEEDED else end.state.value.lower()
+    return RoundEnd(
+        attempt,
+        restart,
+        kind=kind,
+        host=failure.host if failure else None,
+        node=failure.node_rank if failure else None,
+        rank=failure.rank if failure else None,
+        started_at=started_at,
+        ended_at=now(),
+        message=(failure.message if failure else end.reason)[: RoundEnd.MAX_MESSAGE],
+        where=failure.where[: RoundEnd.MAX_MESSAGE] if failure else "",
+    )
+
+
 def final_verdict(
     end: Outcome,
     root_cause: RootCause,
@@ -116,6 +188,7 @@ def final_verdict(
     restarts: int,
     attempt: int,
     started_at: str | None,
+    rounds: Sequence[RoundEnd],
 ) -> Verdict:
     """Return the job's verdict.
 
@@ -126,11 +199,8 @@ def final_verdict(
         restarts: how often the workers were started again.
         attempt: the number of the job's attempt, from 0.
         started_at: when the first workers were started; None if none were.
+        rounds: the rounds of all attempts.
     """
-    hangs = end.failure is not None and end.failure.kind is FailureKind.HANG
-    if end.failure is not None and end.failure.rank is not None and not hangs:
-        # A report that arrived during the stop may be older, or more complete.
-        end = failed(root_cause.root() or end.failure)
     # Every worker has its own log; the messages of a thousand ranks do not fit into one message
     # between agents.
     others = [item for item in root_cause.consequences() if item != end.failure]
@@ -150,4 +220,5 @@ def final_verdict(
         ended_at=now(),
         evidence=evidence.path,
         evidence_ranks=len(evidence.stacks) if evidence.path else 0,
+        attempts=bounded(rounds),
     )

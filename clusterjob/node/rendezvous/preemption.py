@@ -24,6 +24,8 @@ class Preemption:
     Args:
         warning: seconds between a warning and the end; None for a job that cannot be preempted.
         grace: seconds between SIGTERM and SIGKILL when workers are stopped.
+        any_end: whether each end of a worker after the warning counts as an answer to it: scripts
+            that handle a signal exit with any code.
 
     Attributes:
         reason: the warning, such as ``SIGUSR1 on gpu7``; empty before it.
@@ -31,9 +33,10 @@ class Preemption:
         left: the workers that have ended because of the warning.
     """
 
-    def __init__(self, warning: float | None, grace: float) -> None:
+    def __init__(self, warning: float | None, grace: float, *, any_end: bool = False) -> None:
         self._warning = warning
         self._grace = grace
+        self._any_end = any_end
         self._suspects: dict[Key, Entry] = {}
         self.left: set[Key] = set()
         self._stopping = False
@@ -68,6 +71,10 @@ class Preemption:
         self._suspects.clear()
         return True
 
+    def explain(self, how: str) -> str:
+        """Return how the warning has ended a round, as one line."""
+        return f"{self.reason}: {how}"
+
     def begin_round(self) -> None:
         """Forget the workers of the last round; keep the warning."""
         self.left.clear()
@@ -88,7 +95,7 @@ class Preemption:
         terminated = failure.kind is FailureKind.TERMINATED
         leaves = terminated or failure.exit_code == PREEMPTED_EXIT_CODE
         if self.reason:
-            if leaves or (self.left and failure.effect):
+            if leaves or self._any_end or (self.left and failure.effect):
                 self.left.add(key)
             return key in self.left
         known = self._suspects.get(key)

@@ -9,21 +9,23 @@ they carry no secret.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.system.codec import Codec, MalformedMessageError
 
+_T = TypeVar("_T")
+
 PROTOCOL = 1
 LINE_BYTES = 1 << 18  # maximum bytes of a message
 _UNAUTHENTICATED_LINE_BYTES = 4096
-HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0  # seconds for a peer that has not proved the token to answer
+_TURNS = 10  # parts of such a wait; see `_answer_of`
 
 
 class UnauthenticatedError(RendezvousError):
@@ -72,7 +74,7 @@ class Channel:
         """Send a message; do nothing if the connection is closed, which the receiver notices."""
         if self._writer.is_closing():
             return
-        payload = json.dumps(self._sends.encode(message)).encode()
+        payload = self._sends.encode_json(message)
         signature = _sign(self._send_key, str(self._sent).encode(), payload)
         self._sent += 1
         self._writer.write(signature + b" " + payload + b"\n")
@@ -148,6 +150,9 @@ async def join(
     job_id: str,
     hello: messages.Hello,
     leave: Callable[[], Any] = lambda: None,
+    *,
+    proof_seconds: float | None = None,
+    welcome_seconds: float = 60.0,
 ) -> Channel:
     """Join the job through a new connection; return the channel to the coordinator.
 
@@ -159,24 +164,25 @@ async def join(
         hello: the first message of this agent.
         leave: returns the message to send if this call is cancelled when the coordinator may have
             counted this agent already; None without one.
+        proof_seconds: seconds for the peer to prove that it is the coordinator; None for
+            `HANDSHAKE_SECONDS`.
+        welcome_seconds: seconds for the coordinator to answer `hello`. It may be busy with
+            thousands of agents, or stopped. An agent that it has counted must not leave.
 
     Raises:
         UnauthenticatedError: the peer is not this job's coordinator.
         RefusedError: the coordinator refuses this agent.
-        OSError, asyncio.TimeoutError: the connection broke, or had no answer within 5 s.
+        OSError, asyncio.TimeoutError: the connection broke, or had no answer in time.
     """
-
-    async def exchange() -> tuple[Channel, Any]:
-        channel = await authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
-        channel.send(hello)
-        try:
-            return channel, await channel.receive()
-        except asyncio.CancelledError:
-            if (last := leave()) is not None:
-                channel.send(last)
-            raise
-
-    channel, answer = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
+    proof = authenticate_to_coordinator(reader, writer, token=token, job_id=job_id)
+    channel = await _answer_of(proof, proof_seconds or HANDSHAKE_SECONDS)
+    channel.send(hello)
+    try:
+        answer = await _answer_of(channel.receive(), welcome_seconds)
+    except asyncio.CancelledError:
+        if (last := leave()) is not None:
+            channel.send(last)
+        raise
     if isinstance(answer, messages.Refused):
         raise RefusedError(answer.why)
     if not isinstance(answer, messages.Welcome):
@@ -194,7 +200,7 @@ async def accept(
     Raises:
         UnauthenticatedError: the peer does not prove the token, or belongs to another job.
         RefusedError: it proved the token, but its first message is not `Hello`; `Refused` was sent.
-        OSError, asyncio.TimeoutError: the connection broke, or no message came within 5 s.
+        OSError, asyncio.TimeoutError: the connection broke, or no message came in time.
     """
 
     async def exchange() -> tuple[Channel, Any]:
@@ -217,7 +223,7 @@ async def accept(
         except MalformedMessageError as error:
             return channel, error  # refused below, as a message that is not Hello
 
-    channel, hello = await asyncio.wait_for(exchange(), HANDSHAKE_SECONDS)
+    channel, hello = await _answer_of(exchange(), HANDSHAKE_SECONDS)
     if hello is None:
         raise UnauthenticatedError("it closed the connection")
     if not isinstance(hello, messages.Hello):
@@ -234,12 +240,33 @@ async def refuse(channel: Channel, why: str) -> None:
     await channel.close()
 
 
+async def _answer_of(exchange: Coroutine[Any, Any, _T], seconds: float) -> _T:
+    """Return the result of an exchange with a peer; limit the time in which this process runs.
+
+    The wait has several turns, and the event loop reads what has arrived before a turn ends. So a
+    process that was stopped, or is busy with other peers, loses one turn and not the peer.
+
+    Raises:
+        asyncio.TimeoutError: the exchange has not ended in time.
+    """
+    task = asyncio.ensure_future(exchange)
+    try:
+        for _ in range(_TURNS):
+            if (await asyncio.wait({task}, timeout=seconds / _TURNS))[0]:
+                return task.result()
+        raise asyncio.TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
 def _bytes(value: object) -> bytes:
     return str(value).encode(errors="surrogatepass")  # a peer's JSON may hold lone surrogates
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:
-    return hmac.new(key, b"\0".join(parts), hashlib.sha256).hexdigest().encode()
+    return hmac.digest(key, b"\0".join(parts), "sha256").hex().encode()
 
 
 def _write(writer: asyncio.StreamWriter, fields: Mapping[str, object]) -> None:

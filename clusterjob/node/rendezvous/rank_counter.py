@@ -27,6 +27,7 @@ class RankCounter:
         self._world_size = world_size
         self._events = events
         self._counts: dict[int, tuple[int, int]] = {}  # by node_rank
+        self._totals = (0, 0)
         self._written = (0, 0)
         self._importing: set[int] = set()  # node_ranks
         self._imports = 0
@@ -37,8 +38,11 @@ class RankCounter:
             self._receive_import(peer, importing=message.importing)
             before = self._counts.get(peer.node_rank, (0, 0))
             joined = max(before[0], min(message.joined, peer.nproc))
-            self._counts[peer.node_rank] = joined, max(before[1], min(message.formed, joined))
-            pairs = zip(self._written, self._totals(), strict=True)
+            formed = max(before[1], min(message.formed, joined))
+            self._counts[peer.node_rank] = joined, formed
+            of_all = self._totals
+            self._totals = of_all[0] + joined - before[0], of_all[1] + formed - before[1]
+            pairs = zip(self._written, self._totals, strict=True)
             if any(self._is_step(old, new) for old, new in pairs):
                 self.write()
 
@@ -54,7 +58,7 @@ class RankCounter:
 
     def write(self) -> None:
         """Add an event with the current counts, unless the last event has them."""
-        totals = self._totals()
+        totals = self._totals
         if totals != self._written:
             self._written = totals
             self._events.add(
@@ -64,10 +68,6 @@ class RankCounter:
                 formed=totals[1],
                 world_size=self._world_size,
             )
-
-    def _totals(self) -> tuple[int, int]:
-        counts = self._counts.values()
-        return sum(joined for joined, _ in counts), sum(formed for _, formed in counts)
 
     def _is_step(self, old: int, new: int) -> bool:
         if self._world_size <= _EACH:

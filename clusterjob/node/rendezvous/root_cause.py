@@ -166,12 +166,16 @@ def _completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
     aborts while it exits (gloo's threads: "terminate called without an active exception").
     """
     if end.signal is None:
-        general = announced.kind in (FailureKind.CODE, FailureKind.EXIT_CODE)
+        # The output of an exception that was reported may not show it, but may show its kind.
+        general = announced.kind is FailureKind.EXIT_CODE or (
+            announced.kind is FailureKind.CODE and end.kind is not FailureKind.EXIT_CODE
+        )
         return replace(
             end,
             message=announced.message,
             effect=announced.effect or end.effect,
             kind=end.kind if general else announced.kind,
+            where=announced.where or end.where,
         )
     after = "" if by_stop else f" (then {end.message})"
     return replace(announced, message=f"{announced.message}{after}", last_lines=end.last_lines)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node.contract import World
-from clusterjob.node.environments import candidate_ports, worker_endpoints
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import messages, ports
+from clusterjob.node.rendezvous import messages, stack_messages
 from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.hang_detection import HangDetection
 from clusterjob.node.rendezvous.identity import JobIdentity
@@ -23,7 +19,9 @@ from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.missing_ranks import MissingRanks, Stragglers
 from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.rank_counter import RankCounter
+from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.root_cause import RootCause
+from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.verdict import Failure
 
@@ -46,9 +44,13 @@ class Round:
         events: the job's events.
         job: the job's identity.
         job_dir: the job's directory.
-        worlds: the world of each node; empty before the first round.
+        own: the coordinator's node.
+        worlds: the world of each node, by the node's number; empty before the first round. Spare
+            nodes have none. A world without workers only serves the store.
 
     Attributes:
+        nodes: the nodes that run workers.
+        ranks: the ranks of each node.
         root_cause: the failures of the round.
         stragglers: the workers that still run after the others succeeded.
         evidence: the stacks that are saved before the round is stopped.
@@ -67,50 +69,52 @@ class Round:
         events: EventLog,
         job: JobIdentity,
         job_dir: Path,
-        worlds: Sequence[World] = (),
+        own: int,
+        worlds: Mapping[int, World] | None = None,
     ) -> None:
         self._restart = restart
         self._membership = membership
         self._preemption = preemption
         self._options = options
         self._events = events
-        self._worlds = worlds
-        first_ranks = [world.first_rank for world in worlds]
-        world_size = worlds[0].world_size if worlds else 0
+        worlds = worlds or {}
+        self.nodes = frozenset(node for node, world in worlds.items() if world.nproc)
+        self.ranks = RankMap.of(worlds)
         self.root_cause = RootCause()
-        self.stragglers = Stragglers(first_ranks, world_size)
-        self._missing_ranks = MissingRanks(first_ranks, world_size)
+        self.stragglers = Stragglers(self.ranks)
+        self._missing_ranks = MissingRanks(self.ranks)
         self.evidence = Evidence(
-            evidence_files.Round(job.job_id, job.attempt, restart, node_rank=0),
+            evidence_files.Round(job.job_id, job.attempt, restart, node_rank=own),
             membership,
             job_dir=job_dir,
             events=events,
-            local_rank=self.local_rank,
+            local_rank=self.ranks.local_rank,
         )
         self.hang = HangDetection(options.hang_timeout, membership.peers)
         self._ended: set[tuple[int, int]] = set()  # node_rank and local rank of ended workers
-        self._rank_counts = RankCounter(restart, world_size, events=events)
+        self._rank_counts = RankCounter(restart, self.ranks.world_size, events=events)
         self._unpolled: set[int] | None = None  # nodes that still have to answer the poll
-        self._unstarted = set(membership.peers)
-        self.undone = set(membership.peers)
-        self.unstopped = set(membership.peers)
+        self._unstarted = set(self.nodes)
+        self.undone = set(self.nodes)
+        self.unstopped = set(worlds)
         preemption.begin_round()
         self.handlers: dict[type, Callable[[Peer, Any], None]] = {
             messages.Done: lambda peer, _done: self.undone.discard(peer.node_rank),
             messages.Stopped: lambda peer, _stopped: self.unstopped.discard(peer.node_rank),
             messages.Succeeded: self._on_succeeded,
             messages.RankCounts: self._rank_counts.receive,
+            messages.RankWaits: StragglerWatch(restart, self.ranks, events).receive,
             messages.Failing: self._on_failing,
             messages.RanksMissing: self._on_ranks_missing,
             messages.RanksProbed: self._on_ranks_probed,
             messages.FailuresReported: self._on_failures_reported,
-            messages.ProgressReported: self.hang.receive,
+            stack_messages.ProgressReported: self.hang.receive,
             **self.evidence.handlers,
         }
 
     def note_running(self, peer: Peer) -> bool:
         """Record that all workers of a node were started; return whether it was the last node."""
-        if not self._worlds or peer.node_rank not in self._unstarted:
+        if peer.node_rank not in self._unstarted:
             return False
         self._unstarted.discard(peer.node_rank)
         if self._unstarted:
@@ -136,10 +140,6 @@ class Round:
         ended = Counter(node_rank for node_rank, _ in self._ended)
         return {rank for rank in self.undone if ended[rank] < peers[rank].nproc}
 
-    def local_rank(self, node_rank: int, rank: int) -> int:
-        """Return the index of a rank on its node."""
-        return rank - self._worlds[node_rank].first_rank
-
     def name_stragglers(self) -> None:
         """Write the workers that still run into the events, and their stacks into their logs."""
         text, by_node = self.stragglers.name()
@@ -161,12 +161,12 @@ class Round:
         """
         if self._unpolled is not None:
             return True
-        self._unpolled = {
-            peer.node_rank for peer in self._membership.peers.values() if not peer.lost
-        }
+        peers = self._membership.peers
+        self._unpolled = {node for node in self.nodes if not peers[node].lost}
         until = moment + self._options.lease + 2 * self._options.heartbeat
         self.root_cause.wait_for_cause(until, _POLL)
-        self._membership.broadcast(messages.ReportFailures(self._restart))
+        for node in self._unpolled:
+            peers[node].send(messages.ReportFailures(self._restart))
         return False
 
     def _on_failures_reported(self, peer: Peer, message: messages.FailuresReported) -> None:
@@ -181,7 +181,7 @@ class Round:
                 self.root_cause.wait_for_cause(0.0, _POLL)
 
     def _on_succeeded(self, peer: Peer, message: messages.Succeeded) -> None:
-        if self._worlds and message.local_rank < peer.nproc:
+        if peer.node_rank in self.nodes and message.local_rank < peer.nproc:
             self.stragglers.ended(peer.node_rank, message.local_rank)
             self._ended.add((peer.node_rank, message.local_rank))
 
@@ -220,55 +220,3 @@ class Round:
     def _add_missing_ranks(self) -> None:
         for failure in self._missing_ranks.causes():
             self.root_cause.add(failure, time.monotonic(), exited=True)
-
-
-def plan_round(
-    peers: Sequence[Peer], restart: int, topology: Topology, job: JobIdentity, *, serve_store: bool
-) -> tuple[list[World], socket.socket | None]:
-    """Bind the store's port; return every node's world, by node_rank, and the store's socket.
-
-    Node 0's agent serves that socket as torch's store. It is None if rank 0, or torchrun's own
-    agent, binds the port.
-
-    Args:
-        peers: the agents, by node_rank.
-        restart: the number of the round, from 0.
-        topology: node 0's rank assignment.
-        job: the job's identity.
-        serve_store: whether node 0's agent serves torch's store.
-
-    Raises:
-        RendezvousError: no port for the store is free.
-    """
-    candidates = [0]
-    if not serve_store:  # a worker binds the port later, so it must not be ephemeral
-        candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
-    store = ports.listen(topology.master_addr, candidates, alone=topology.nnodes == 1)
-    port = int(store.getsockname()[1])
-    if not serve_store:
-        store.close()
-    *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in peers)]
-    # One endpoint per worker. Node 0 has one more, which rank 0 binds for its framework.
-    held = all(len(peer.endpoints) >= peer.nproc + (peer.node_rank == 0) for peer in peers)
-    endpoints = ""
-    if held and any(peer.wants_endpoints for peer in peers):  # a long list: make it only if needed
-        of_all = [each for peer in peers for each in peer.endpoints[: peer.nproc]]
-        endpoints = worker_endpoints.listed(of_all)
-    worlds = [
-        World(
-            restart,
-            topology.master_addr,
-            master_port=port,
-            agent_store=serve_store,
-            node_rank=peer.node_rank,
-            nnodes=len(peers),
-            nproc=peer.nproc,
-            first_rank=first_rank,
-            world_size=world_size,
-            endpoints_master=peers[0].endpoints[-1] if held else "",
-            endpoints=endpoints if peer.wants_endpoints else "",
-            own_endpoints=",".join(peer.endpoints[: peer.nproc]),
-        )
-        for peer, first_rank in zip(peers, first_ranks, strict=True)
-    ]
-    return worlds, store if serve_store else None

@@ -6,7 +6,8 @@ trusted.
 
 from __future__ import annotations
 
-from clusterjob.node.rendezvous.messages import Failing, FailuresReported, RanksProbed, StackFound
+from clusterjob.node.rendezvous.messages import Failing, FailuresReported, RanksProbed
+from clusterjob.node.rendezvous.stack_messages import StackFound
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import Failure
 

@@ -1,4 +1,4 @@
-"""Stop the workers of a round on all nodes, and save their stacks before."""
+"""Collect the stacks of a round's workers, and stop them on all nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous import hang_verdict, messages
+from clusterjob.node.rendezvous import hang_verdict, messages, outcome
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preemption import Preemption
@@ -55,8 +55,8 @@ class RoundStop:
         self._kill_now = False
         self.cancelled: Outcome | None = None
 
-    async def save_evidence(self, end: Outcome) -> Outcome:
-        """Save the stacks of the living ranks; return the outcome, which names ranks that hang."""
+    async def collect_evidence(self, end: Outcome) -> Outcome:
+        """Wait for the stacks of the living ranks; return the outcome, with the hanging ranks."""
         evidence = self._round.evidence
         if end.stacks:
             # A restart after a failure must not wait for dumps.
@@ -65,15 +65,17 @@ class RoundStop:
             while not (evidence.complete or self._kill_now):
                 if not await self._receive(deadline):
                     break
-            evidence.save()
         if end.failure is None or end.failure.kind is not FailureKind.HANG:
             return end
         return hang_verdict.with_ranks(
-            end, evidence.stacks, step=self._round.hang.step, local_rank=self._round.local_rank
+            end,
+            evidence.stacks,
+            step=self._round.hang.step,
+            local_rank=self._round.ranks.local_rank,
         )
 
     async def stop(self, end: Outcome) -> None:
-        """Stop the workers of all nodes."""
+        """Stop the workers of all nodes; write the evidence while they end."""
         unstopped, root_cause = self._round.unstopped, self._round.root_cause
         self._preemption.end_round(root_cause)
         root_cause.note_stop(time.monotonic())
@@ -81,6 +83,7 @@ class RoundStop:
         if end.state is JobState.SUCCEEDED or self._kill_now:
             grace = 0.0
         self._membership.broadcast(messages.Stop(grace, int(end.signal)))
+        self._round.evidence.save()  # the stacks of thousands of ranks take a second
         stalls = self._membership.stalls
         deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
         while unstopped:
@@ -95,8 +98,9 @@ class RoundStop:
                 continue
             for node_rank in sorted(unstopped):
                 peer = self._membership.peers[node_rank]
-                peer.lost = True
-                self._print_line(f"node {node_rank} on {peer.host} does not answer the stop order")
+                failure = outcome.no_answer(peer)
+                self._membership.lose(peer, failure)
+                self._print_line(f"{failure.who} {failure.message}")
             unstopped.clear()
 
     async def _receive(self, deadline: float) -> bool:

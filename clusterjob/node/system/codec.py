@@ -8,10 +8,11 @@ ignored, so a newer sender may add one; an unknown message is refused, with its 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ _MAX_NUMBER = 2**31 - 1
 _MAX_SECONDS = 1e9
 _MAX_TEXT = 1 << 17  # characters; the longest environment variable that execve(2) takes
 _MAX_ITEMS = 256
+_PLAIN = (str, int, float, bool)
 _SHOWN = 80  # characters of a wrong value in an error
 
 
@@ -63,6 +65,8 @@ class Codec:
 
     def __init__(self, *kinds: type[Any]) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
+        self._latest: Any = object()  # the latest message of `encode_json`
+        self._latest_json = b""
 
     def encode(self, message: Any) -> dict[str, Any]:
         """Return a message as plain data.
@@ -75,6 +79,17 @@ class Codec:
             raise TypeError(f"{name} is not a message of this codec")
         return {_NAME: name, **_plain(message)}
 
+    def encode_json(self, message: Any) -> bytes:
+        """Return a message as JSON; a message that goes to many peers in turn is encoded once.
+
+        Raises:
+            TypeError: the message does not belong to this codec.
+        """
+        if message is not self._latest:
+            self._latest_json = json.dumps(self.encode(message)).encode()
+            self._latest = message
+        return self._latest_json
+
     def decode(self, data: Any) -> Any:
         """Return the message that plain data describes.
 
@@ -82,92 +97,174 @@ class Codec:
             UnknownMessageError: the message is unknown.
             MalformedMessageError: a field is missing or has a wrong value.
         """
-        name = data.get(_NAME) if isinstance(data, Mapping) else None
+        name = data.get(_NAME) if isinstance(data, dict) else None
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
             raise UnknownMessageError(name)
-        return _read(data, kind, kind.__name__)
+        return _reader(typing.cast("Any", kind), kind.__name__)(data)
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def _plain(value: Any) -> Any:
+    if value is None or type(value) in _PLAIN:
+        return value
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        kind: Any = type(value)
+        return {name: _plain(getattr(value, name)) for name in _field_names(kind)}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
 
 
-@functools.cache
-def _annotations(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
-
-
-def _read(data: Any, kind: type[Any], where: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise MalformedMessageError(f"{where}: not an object")
-    annotations = _annotations(kind)  # type: ignore[arg-type]  # a class is hashable
-    values = {}
-    for field in fields(kind):
-        if field.name in data:
-            name = f"{where}.{field.name}"
-            values[field.name] = _value(data[field.name], annotations[field.name], name)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise MalformedMessageError(f"{where}: no {field.name}")
-    return kind(**values)
+Reader = Callable[[Any], Any]
 
 
 @functools.cache
-def _parts(annotation: Any) -> tuple[Any, Limit | None, Any, tuple[Any, ...]]:
-    """Return an annotation's type, its limit, and the origin and arguments of the type."""
+def _reader(annotation: Any, where: str) -> Reader:
+    """Return the function that checks a value of this type and returns it.
+
+    A large job decodes thousands of messages at once; so each annotation is examined only once.
+
+    Args:
+        annotation: the type.
+        where: the name of the value for errors, such as ``Hello.host``.
+    """
     limit: Limit | None = None
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, limit = typing.get_args(annotation)
-    return annotation, limit, typing.get_origin(annotation), typing.get_args(annotation)
-
-
-def _value(value: Any, annotation: Any, where: str) -> Any:
-    annotation, limit, origin, arguments = _parts(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        annotation = next(each for each in arguments if each is not type(None))
-        return _value(value, annotation, where)
-    if origin is tuple and isinstance(value, list):
-        if arguments[-1] is Ellipsis:
-            fits = len(value) <= (limit.maximum if limit else _MAX_ITEMS)
-            arguments = arguments[:1] * len(value)
-        else:
-            fits = len(value) == len(arguments)
-        if not fits:
-            raise MalformedMessageError(f"{where}: {len(value)} items")
-        return tuple(_value(*item, where) for item in zip(value, arguments, strict=True))
-    if origin is dict and isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        kind = arguments[1]
-        if kind is str:  # variables of a forked worker may be longer than `_MAX_TEXT`
-            kind = Annotated[str, Limit(_MAX_NUMBER)]
-        return {key: _value(item, kind, where) for key, item in value.items()}
+        inner = _reader(next(each for each in arguments if each is not type(None)), where)
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return _read_list(arguments[0], where, limit.maximum if limit else _MAX_ITEMS)
+    if origin is tuple:
+        return _read_items(arguments, where)
+    if origin is dict:
+        return _read_map(arguments[1], where)
     if hasattr(annotation, "from_json"):
+        return _read_json(annotation, where)
+    if is_dataclass(annotation):
+        return _read_object(typing.cast("type[Any]", annotation), where)
+    if annotation is int:
+        return _read_number(limit or Limit(_MAX_NUMBER), where)
+    if annotation is str:
+        return _read_text(limit.maximum if limit else _MAX_TEXT, where)
+    if annotation is float:
+        return _read_if(_is_seconds, where)
+    return _read_if(lambda value: annotation is bool and isinstance(value, bool), where)
+
+
+def _wrong(value: Any, where: str) -> MalformedMessageError:
+    return MalformedMessageError(f"{where}: {value!r:.{_SHOWN}}")
+
+
+def _read_list(annotation: Any, where: str, maximum: int) -> Reader:
+    item = _reader(annotation, where)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise _wrong(value, where)
+        if len(value) > maximum:
+            raise MalformedMessageError(f"{where}: {len(value)} items")
+        return tuple([item(each) for each in value])
+
+    return read
+
+
+def _read_items(annotations: Sequence[Any], where: str) -> Reader:
+    items = [_reader(each, where) for each in annotations]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise _wrong(value, where)
+        if len(value) != len(items):
+            raise MalformedMessageError(f"{where}: {len(value)} items")
+        return tuple([item(each) for item, each in zip(items, value, strict=True)])
+
+    return read
+
+
+def _read_map(annotation: Any, where: str) -> Reader:
+    if annotation is str:  # variables of a forked worker may be longer than `_MAX_TEXT`
+        annotation = Annotated[str, Limit(_MAX_NUMBER)]
+    item = _reader(annotation, where)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _wrong(value, where)
+        return {key: item(each) for key, each in value.items()}
+
+    return read
+
+
+def _read_json(kind: Any, where: str) -> Reader:
+    def read(value: Any) -> Any:
         try:
-            return annotation.from_json(value)
+            return kind.from_json(value)
         except ValueError as error:
             raise MalformedMessageError(f"{where}: {error}") from error
-    if is_dataclass(annotation):
-        return _read(value, typing.cast("type[Any]", annotation), where)
-    if _is_right(value, annotation, limit):
-        return value
-    raise MalformedMessageError(f"{where}: {value!r:.{_SHOWN}}")
+
+    return read
 
 
-def _is_right(value: Any, annotation: Any, limit: Limit | None) -> bool:
-    if annotation is bool:
-        return isinstance(value, bool)
-    if annotation is int:
-        bounds = limit or Limit(_MAX_NUMBER)
-        return type(value) is int and bounds.minimum <= value <= bounds.maximum
-    if annotation is float:
-        number = type(value) in (int, float) and math.isfinite(value)
-        return number and 0 <= value < _MAX_SECONDS
-    maximum = limit.maximum if limit else _MAX_TEXT
-    return annotation is str and isinstance(value, str) and len(value) <= maximum
+def _read_object(kind: type[Any], where: str) -> Reader:
+    annotations = typing.get_type_hints(kind, include_extras=True)
+    readers = {
+        field.name: _reader(annotations[field.name], f"{where}.{field.name}")
+        for field in fields(kind)
+    }
+    required = [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise MalformedMessageError(f"{where}: not an object")
+        for name in required:
+            if name not in value:
+                raise MalformedMessageError(f"{where}: no {name}")
+        return kind(**{name: read(value[name]) for name, read in readers.items() if name in value})
+
+    return read
+
+
+def _read_number(limit: Limit, where: str) -> Reader:
+    low, high = limit.minimum, limit.maximum
+
+    def read(value: Any) -> Any:
+        if type(value) is int and low <= value <= high:
+            return value
+        raise _wrong(value, where)
+
+    return read
+
+
+def _read_text(maximum: int, where: str) -> Reader:
+    def read(value: Any) -> Any:
+        if isinstance(value, str) and len(value) <= maximum:
+            return value
+        raise _wrong(value, where)
+
+    return read
+
+
+def _read_if(is_right: Callable[[Any], bool], where: str) -> Reader:
+    def read(value: Any) -> Any:
+        if is_right(value):
+            return value
+        raise _wrong(value, where)
+
+    return read
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value < _MAX_SECONDS

@@ -80,6 +80,12 @@ def running() -> dict[int, list[str]]:
     return {pid: fields for pid in pids if (fields := stat_fields(pid)) is not None}
 
 
+def parent(pid: int) -> int:
+    """Return the pid of a process's parent; 0 if the process has ended."""
+    fields = stat_fields(pid)
+    return 0 if fields is None else int(fields[1])
+
+
 def start_ticks(pid: int) -> int | None:
     """Return a process's start time in clock ticks since boot; None if it has ended.
 

@@ -25,12 +25,12 @@ from clusterjob.node import contract, program
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.logs import ends, log_files
-from clusterjob.node.logs.events import now
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
+from clusterjob.node.preflight import measuring_process
 from clusterjob.node.program import Program
-from clusterjob.node.system import processes
-from clusterjob.node.verdict import FailureKind, JobState
+from clusterjob.node.system import processes, signals
+from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import (
     early_variables,
     hook_directory,
@@ -64,9 +64,10 @@ class Forkserver:
         job_dir: the directory for logs and for this node's end record.
         job_id: the job's id.
         attempt: the number of the job's attempt, from 0.
-        node_rank: this node's index, for the end record.
+        node_rank: the number of this node.
         stdin: the descriptor that becomes the first worker's stdin; None for an empty stdin. The
             stdin of all other workers is empty.
+        agent_parent: the pid of the process that starts the agent again; None without one.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Forkserver:
         attempt: int,
         node_rank: int,
         stdin: int | None,
+        agent_parent: int | None = None,
     ) -> None:
         self._control = control
         self._options = options
@@ -87,10 +89,11 @@ class Forkserver:
         self._node_rank = node_rank
         self._stdin = stdin
         self._agent_pid = os.getppid()
+        self._agent_parent = agent_parent
         self._fork = False
         self._running: dict[int, worker_process.RunningWorker] = {}  # by pid
         self._status_probe = StatusProbe()
-        self._table = WorkerTable()
+        self._table = WorkerTable(node_rank, attempt)
         self._store: int | None = None
         self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
         # The pipe of this round's workers; None if the job cannot be preempted.
@@ -150,7 +153,7 @@ class Forkserver:
                 if answers is not None:
                     self._send(answers)
         if self._agent_gone:
-            self._record_end()
+            self._end_node()
         return None
 
     def _preload_torch(self) -> str | None:
@@ -193,23 +196,30 @@ class Forkserver:
             data, descriptors = b"", []
         if not data:
             self._agent_gone = self._quit = True
-            if self._agent_group == self._agent_pid:
-                # The agent leads the group: kill the background processes of its setup lines.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._agent_group, signal.SIGKILL)
             self._selector.unregister(self._control.fileno())
             self._begin_stop(_ORPHANED_GRACE)
             return None
         message = messages.decode(messages.FROM_AGENT, data)
         if isinstance(message, messages.StartRound):
             return self._start(message.world, message.variables, descriptors)
-        self._handlers[type(message)](message)
+        if isinstance(message, messages.StartMeasuring):
+            measuring_process.start(
+                descriptors[0],
+                log_files.node_directory(self._job_dir, self._node_rank),
+                message.variables,
+                close=[self._control.fileno(), self._wake_read, self._wake_write],
+                fork=self._fork or "torch" not in sys.modules,
+            )
+        else:
+            self._handlers[type(message)](message)
         return None
 
     def _on_warn(self, _message: messages.WarnWorkers) -> None:
         self._warned = True
         if self._warning is not None:
             self._warning.warn()
+        if self._options.warn_signal:
+            self._signal([*self._running], signals.number_of(self._options.warn_signal))
 
     def _on_probe(self, message: messages.ProbeWorkers) -> None:
         running = self._running.values()
@@ -233,7 +243,7 @@ class Forkserver:
         self._empty_since = None
         self._status_probe.cancel()
         self._table.clear()
-        directory = log_files.node_directory(self._job_dir, world.node_rank)
+        directory = log_files.node_directory(self._job_dir, self._node_rank)
         own = [self._control.fileno(), self._wake_read, self._wake_write]
         if descriptors:
             self._store = worker_process.start_store(
@@ -270,7 +280,7 @@ class Forkserver:
             self._running[pid] = worker_process.RunningWorker(
                 pid, start.local_rank, started=time.monotonic(), err=start.err
             )
-        self._table.write(world, self._attempt, starts, running=self._running.values())
+        self._table.write(world, starts, running=self._running.values())
         return None
 
     def _starts(
@@ -314,8 +324,9 @@ class Forkserver:
     def _read_reports(self) -> None:
         local_ranks = {worker.local_rank for worker in self._running.values()}
         for message in self._reports.read():
-            # Of torchrun's workers, only the phases are known here.
-            if message.local_rank in local_ranks or isinstance(message, messages.WorkerPhase):
+            # Of torchrun's workers, only these messages arrive here.
+            ours = (messages.WorkerPhase, messages.WorkerWaits)
+            if message.local_rank in local_ranks or isinstance(message, ours):
                 self._send(message)
 
     # -- stopping ----------------------------------------------------------------------------------
@@ -369,18 +380,20 @@ class Forkserver:
         with contextlib.suppress(OSError):  # the agent has ended; the loop also sees EOF
             self._control.send(messages.encode(messages.FROM_FORKSERVER, message))
 
-    def _record_end(self) -> None:
-        why = (
+    def _end_node(self) -> None:
+        """Record the loss of the agent, unless its parent starts it again."""
+        parent = self._agent_parent
+        if parent is not None and processes.start_ticks(parent) is not None:
+            return
+        if self._agent_group == (parent or self._agent_pid):
+            # The agent, or its parent, leads the group: kill the background processes of its setup
+            # lines.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._agent_group, signal.SIGKILL)
+        ends.write_lost(
+            self._job_dir,
+            self._node_rank,
+            self._attempt,
             f"the agent of node {self._node_rank} on {scheduler.node_name()}"
-            f" (pid {self._agent_pid}) was killed"
+            f" (pid {self._agent_pid}) was killed",
         )
-        with contextlib.suppress(OSError):
-            written = ends.written(self._job_dir, self._attempt)
-            if all(end["node_rank"] != self._node_rank for end in written):
-                end = {
-                    "state": str(JobState.LOST),
-                    "reason": why,
-                    "attempt": self._attempt,
-                    "time": now(),
-                }
-                ends.write(self._job_dir, self._node_rank, end=end)

@@ -79,6 +79,17 @@ class ForkserverClient:
         with contextlib.suppress(OSError):
             self.control.send(messages.encode(messages.FROM_AGENT, message))
 
+    def start_measuring(self, message: messages.StartMeasuring, control: socket.socket) -> None:
+        """Start the measuring process; until the forkserver is ready, the kernel keeps the message.
+
+        Args:
+            message: the settings of the process.
+            control: the process's end of a socket pair; it is closed here.
+        """
+        with contextlib.suppress(OSError), control:
+            data = messages.encode(messages.FROM_AGENT, message)
+            socket.send_fds(self.control, [data], [control.fileno()])
+
     def receive(self) -> Any:
         """Return one message of the forkserver when the socket is readable; None at EOF."""
         try:

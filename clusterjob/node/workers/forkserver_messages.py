@@ -34,6 +34,17 @@ class StartRound:
 
 
 @dataclass(frozen=True)
+class StartMeasuring:
+    """Start the measuring process of the preflight; the packet carries its end of a socket pair.
+
+    Attributes:
+        variables: environment variables of the process.
+    """
+
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
 class WarnWorkers:
     """Warn the workers of this round and of all later rounds that a preemption is near."""
 
@@ -82,6 +93,7 @@ class WorkerFailing:
         exit_code: the exit code that the worker will have.
         kind: a `FailureKind`; empty if the worker cannot determine it.
         started: False if the worker was never started.
+        where: the file and line that raised the exception; empty if unknown.
     """
 
     local_rank: int
@@ -90,6 +102,7 @@ class WorkerFailing:
     exit_code: _ExitCode
     kind: str = ""
     started: bool = True
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,20 @@ class WorkerPhase:
     local_rank: int
     phase: Annotated[str, Limit(20)]
     monotonic: float
+
+
+@dataclass(frozen=True)
+class WorkerWaits:
+    """How long a worker has waited in collectives lately; `collective_waits` sends this message.
+
+    Attributes:
+        step: the mean length of a step, in seconds.
+        waited: the mean wait in a step.
+    """
+
+    local_rank: int
+    step: float
+    waited: float
 
 
 # -- from the forkserver -------------------------------------------------------------------------
@@ -184,8 +211,10 @@ class WorkersGone:
     """The answer to `StopWorkers`: no process of the workers is left."""
 
 
-FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit)
-FROM_WORKER = Codec(WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase)
+FROM_AGENT = Codec(
+    StartRound, StartMeasuring, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit
+)
+FROM_WORKER = Codec(WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits)
 FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
@@ -197,6 +226,7 @@ FROM_FORKSERVER = Codec(
     WorkerWaiting,
     WorkerAlive,
     WorkerPhase,
+    WorkerWaits,
 )
 
 

@@ -21,12 +21,14 @@ SNAPSHOT_FILE = "clusterjob_snapshot_imports.py"
 STACKS_FILE = "clusterjob_stacks.py"
 PHASES_FILE = "clusterjob_rank_phases.py"
 DUMPS_FILE = "clusterjob_flight_dumps.py"
+WAITS_FILE = "clusterjob_collective_waits.py"
 # The patches of each module, as (module of the package, its copy, function).
 _CHANGED = {
     "torch.distributed.distributed_c10d": (
         ("torch_patches", PATCHES_FILE, "keep_groups"),
         ("rank_phases", PHASES_FILE, "report_phases"),
         ("flight_dumps", DUMPS_FILE, "watch"),
+        ("collective_waits", WAITS_FILE, "measure"),
     ),
     "torch.distributed.rendezvous": (("torch_patches", PATCHES_FILE, "choose_store"),),
     "torch": (),  # its import takes seconds, which the job's phase shows

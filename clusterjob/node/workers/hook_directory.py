@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clusterjob.node.stacks import offer
-from clusterjob.node.workers import flight_dumps, hook, rank_phases, snapshot_imports, torch_patches
+from clusterjob.node.workers import (
+    collective_waits,
+    flight_dumps,
+    hook,
+    rank_phases,
+    snapshot_imports,
+    torch_patches,
+)
 
 _NAME = "python"
 # Python's site module imports sitecustomize (docs.python.org/3/library/site.html).
@@ -18,6 +25,7 @@ _FILES = {
     hook.STACKS_FILE: offer,
     hook.PHASES_FILE: rank_phases,
     hook.DUMPS_FILE: flight_dumps,
+    hook.WAITS_FILE: collective_waits,
     "sitecustomize.py": hook,
 }
 

@@ -48,14 +48,20 @@ def tell(phase: str) -> None:
     Args:
         phase: a value of `clusterjob.node.logs.phases.Phase`, or ``imported``.
     """
+    # `forkserver_messages.WorkerPhase`
+    send("WorkerPhase", phase=phase, monotonic=time.monotonic())
+
+
+def send(kind: str, **fields: Any) -> None:
+    """Write a message into the agents' report pipe; do nothing outside of a worker.
+
+    Args:
+        kind: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
+        **fields: its fields without the local rank.
+    """
     with contextlib.suppress(OSError, ValueError, KeyError):
-        # `forkserver_messages.WorkerPhase`
-        message = {
-            "type": "WorkerPhase",
-            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),  # torchrun itself has none
-            "phase": phase,
-            "monotonic": time.monotonic(),
-        }
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun itself has none
+        message = {"type": kind, "local_rank": local_rank, **fields}
         descriptor, opened = _report_pipe()
         try:
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):

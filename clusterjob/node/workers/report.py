@@ -24,7 +24,13 @@ _MAX_REST = 1 << 16  # bytes of a line without an end
 
 
 def report(
-    report_fd: int, local_rank: int, *, message: str, exit_code: int, kind: str = ""
+    report_fd: int,
+    local_rank: int,
+    *,
+    message: str,
+    exit_code: int,
+    kind: str = "",
+    where: str = "",
 ) -> None:
     """Report a failure of this worker at once: its exit may follow much later.
 
@@ -34,12 +40,14 @@ def report(
         message: the error, one line.
         exit_code: the exit code that the worker will have.
         kind: the `FailureKind`; empty if it is unknown.
+        where: the file and line of the error; empty if it is unknown.
     """
     failing = messages.WorkerFailing(
-        local_rank, time.monotonic(), message=message, exit_code=exit_code, kind=kind
+        local_rank, time.monotonic(), message=message, exit_code=exit_code, kind=kind, where=where
     )
     if len(_line(failing)) > _ATOMIC_WRITE:
-        failing = replace(failing, message=message[:_SHORT_MESSAGE])
+        short = message[:_SHORT_MESSAGE]
+        failing = replace(failing, message=short, where=where[:_SHORT_MESSAGE])
     _write(report_fd, failing)
 
 
@@ -105,6 +113,7 @@ class ReportPipe:
                     message,
                     monotonic=min(message.monotonic, time.monotonic()),
                     message=message.message[:_MAX_MESSAGE],
+                    where=message.where[:_SHORT_MESSAGE],
                     started=True,
                 )
             yield message

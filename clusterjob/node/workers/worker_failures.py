@@ -68,6 +68,7 @@ class Failures:
         signal_name: str | None,
         message: str,
         kind: FailureKind | None = None,
+        where: str = "",
     ) -> Failure:
         """Return the failure of a worker.
 
@@ -78,6 +79,7 @@ class Failures:
             signal_name: the name of that signal, or None.
             message: the error message known so far.
             kind: the kind that the worker has reported; None if it has reported none.
+            where: the file and line that it has reported; empty if it has reported none.
         """
         if self.under_torchrun:
             return self._of_torchrun(world, code, signal_name=signal_name, message=message)
@@ -85,7 +87,7 @@ class Failures:
             self.stderr_of(world, local_rank), _MAX_LINES, limit=_MAX_BYTES
         )
         last = failure_texts.without_library_warnings(lines)[-_SHOWN_LINES:]
-        meanings = failure_texts.meanings((message, *last))
+        meanings = failure_texts.meanings_of_end(message, last, kind)
         # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
         # and SIGSEGV are never such an effect.
         effect = signal_name in (None, "SIGABRT") and (
@@ -114,6 +116,7 @@ class Failures:
             kind=failure_texts.kind_of_end(
                 kind, meanings, signal_name, raised=exception is not None
             ),
+            where=where or failure_texts.place(lines),
         )
 
     def _memory_note(self, signal_name: str | None, meanings: frozenset[Meaning]) -> str:
@@ -133,7 +136,7 @@ class Failures:
         cause = torchrun.root_cause(stderr) or torchrun.TorchrunFailure(
             None, None, exit_code=code, signal=signal_name, last_lines=log_files.last_lines(stderr)
         )
-        meanings = failure_texts.meanings(cause.last_lines)
+        meanings = failure_texts.meanings_of_end("", cause.last_lines)
         message, memory, effect, raised = f"torchrun {message}", "", False, False
         if cause.rank is not None:
             memory = self._memory_note(cause.signal, meanings)
@@ -155,6 +158,7 @@ class Failures:
             last_lines=cause.last_lines,
             effect=effect,
             kind=failure_texts.kind_of_end(kind, meanings, cause.signal, raised=raised),
+            where=failure_texts.place(cause.last_lines),
         )
 
 

@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 
 
 class WorkerTable:
-    """The forkserver's table of the workers of one round."""
+    """The forkserver's table of the workers of one round.
 
-    def __init__(self) -> None:
+    Args:
+        node_rank: the number of the node.
+        attempt: the number of the job's attempt.
+    """
+
+    def __init__(self, node_rank: int, attempt: int) -> None:
+        self._node_rank = node_rank
+        self._attempt = attempt
         self._file: int | None = None
 
     def clear(self) -> None:
@@ -36,7 +43,6 @@ class WorkerTable:
     def write(
         self,
         world: World,
-        attempt: int,
         starts: Iterable[WorkerStart],
         running: Iterable[RunningWorker],
     ) -> None:
@@ -44,7 +50,6 @@ class WorkerTable:
 
         Args:
             world: the round.
-            attempt: the number of the job's attempt.
             starts: the variables of each worker; without RANK, torchrun starts the workers.
             running: the pid of each worker.
         """
@@ -58,8 +63,8 @@ class WorkerTable:
             for start in starts
         ]
         table = {
-            "node_rank": world.node_rank,
-            "attempt": attempt,
+            "node_rank": self._node_rank,
+            "attempt": self._attempt,
             "first_rank": world.first_rank,
             "nproc": world.nproc,
             "world_size": world.world_size,

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/goodput.py`: faults, machines, launchers, progress, report."""

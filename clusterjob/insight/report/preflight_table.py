@@ -1,0 +1,33 @@
+"""Turn the result of a preflight into the values of the report's heat map of hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clusterjob.insight.preflight import PreflightFound
+from clusterjob.node.preflight.heat_table import is_slow, level_of
+
+_MAX_ROWS = 200
+
+
+def rows(found: PreflightFound | None) -> dict[str, Any] | None:
+    """Return the columns, and the rows with text, level and mark of each cell; None without any."""
+    if found is None or not found.table.rows:
+        return None
+    hosts = sorted(found.table.rows, key=lambda row: min(cell or 9 for cell in (*row[1], 9.0)))
+    return {
+        "columns": [(column.name, column.quantity) for column in found.table.columns],
+        "rows": [
+            (
+                name,
+                [
+                    ("–" if cell is None else f"{cell:.2f}", level_of(cell), is_slow(cell))
+                    for cell in cells
+                ],
+            )
+            for name, cells in hosts[:_MAX_ROWS]
+        ],
+        "more": found.table.hosts - min(len(hosts), _MAX_ROWS),
+        "slow": found.slow,
+        "findings": found.findings,
+    }

@@ -1,0 +1,204 @@
+"""The connection of one agent to the coordinator: join, exchange messages, join again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.agent.joining import Joining
+from clusterjob.node.agent.local_coordinator import LocalCoordinator
+from clusterjob.node.agent.parent import AgentParent
+from clusterjob.node.agent.stop_messages import StopMessages
+from clusterjob.node.rendezvous import messages, succession
+from clusterjob.node.rendezvous.coordinator_link import LocalLink, RemoteLink
+from clusterjob.node.rendezvous.coordinator_state import Succession
+from clusterjob.node.rendezvous.stop_requests import StopRequests
+from clusterjob.node.rendezvous.succession import Earlier
+from clusterjob.node.system.crashes import Crashes
+
+# Seconds to look for the coordinator before another node takes its place: if it was killed, as it
+# may come back, and if it is silent.
+_RETURN_SECONDS, _SEARCH_SECONDS = 3.0, 1.0
+_AGAIN_SECONDS = 5.0  # more seconds for each time that no other node has joined this one
+
+
+class Connection:
+    """The connection of one agent to the coordinator, which may run in this process.
+
+    Args:
+        hello: the first message of this agent.
+        job_dir: the job's directory, as this node sees it.
+        joining: the ways to a coordinator on another node.
+        coordinator: the coordinator, if it runs in this process.
+        requests, stops: the stop requests that reach this agent, and the messages about them.
+        crashes: the errors of background tasks.
+        parent: keeps notes for the next agent of this node; None without restarts.
+        polls: whether the coordinator's agent looks for cancel requests in the job's directory.
+        on_cancel: called when this agent has asked the coordinator to cancel the job.
+    """
+
+    def __init__(
+        self,
+        hello: messages.Hello,
+        job_dir: Path,
+        joining: Joining,
+        coordinator: LocalCoordinator,
+        requests: StopRequests,
+        stops: StopMessages,
+        crashes: Crashes,
+        parent: AgentParent | None,
+        *,
+        polls: bool,
+        on_cancel: Callable[[], None],
+    ) -> None:
+        self._hello = hello
+        self._job_dir = job_dir
+        self._joining = joining
+        self._coordinator = coordinator
+        self._requests = requests
+        self._stops = stops
+        self._crashes = crashes
+        self._parent = parent
+        self._polls = polls
+        self._on_cancel = on_cancel
+        self._link: LocalLink | RemoteLink | None = None
+        self._alone = 0  # how often this agent has become the coordinator since the last round
+
+    async def join(self) -> bool:
+        """Join the coordinator, or be it; return False if the job is cancelled first, or over."""
+        earlier = self._earlier()
+        if earlier is not None:
+            # Another node may have become the coordinator since this node's last agent ended.
+            self._hello = replace(self._hello, again=True)
+            look = self._joining.look(self._hello, earlier.state.addresses)
+            if not await self._until_cancelled(look) and not self._requests.cancelled.done():
+                self._coordinate(earlier)
+        elif self._hello.node_rank == 0:
+            self._coordinate(None)
+        else:
+            await self._until_cancelled(self._joining.join(self._hello))
+        return self._link is not None
+
+    def _earlier(self) -> Earlier | None:
+        """Return the coordinator that ran in this node's last agent; None if there was none."""
+        parent = self._parent if self._parent is not None and self._parent.starts else None
+        coordinated = self._hello.node_rank == 0 if parent is None else parent.kept("coordinates")
+        if not coordinated:
+            return None
+        why = f"the agent of node {self._hello.node_rank} was started again"
+        return succession.from_disk(
+            self._job_dir, self._hello.attempt, why=why if parent is None else parent.why
+        )
+
+    async def join_again(self, lost: messages.ConnectionLost) -> bool:
+        """Join the next coordinator, or become it; return False if the job is cancelled, or over.
+
+        Raises:
+            RendezvousError: there was none in time.
+        """
+        self._joining.lose()
+        # An agent that was killed comes back after a second.
+        after = _RETURN_SECONDS if lost.ended else _SEARCH_SECONDS
+        after += self._alone * _AGAIN_SECONDS
+        if not self._joining.may_coordinate(ended=lost.ended):
+            after = math.inf
+        if not await self._until_cancelled(self._joining.join(self._hello, after=after)):
+            earlier = self._joining.earlier(lost.why, ended=lost.ended)
+            if earlier is None or self._requests.cancelled.done() or self._joining.has_ended():
+                return False
+            self._coordinate(earlier)
+            self._alone += 1
+        self._stops.repeat()  # another process may be the coordinator now
+        return True
+
+    def send(self, message: Any) -> bool:
+        """Send a message to the coordinator; return False without a connection."""
+        if self._link is None:
+            return False
+        self._link.send(message)
+        return True
+
+    async def next_order(self) -> Any:
+        """Return the coordinator's next message; None after a stop request was passed on.
+
+        Raises:
+            Exception: the error of a background task, or of the coordinator in this process.
+        """
+        assert self._link is not None
+        ordering = asyncio.ensure_future(self._link.orders.get())
+        waiting = {ordering, self._crashes.first, *self._stops.unsent()}
+        if self._coordinator.task is not None:
+            waiting.add(self._coordinator.task)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._crashes.first.done():
+            raise self._crashes.first.result()
+        if ordering.done():
+            return ordering.result()
+        ordering.cancel()
+        if (lost := self._coordinator.lost()) is not None:
+            return lost
+        self._send_stop_requests()
+        return None
+
+    def note_successors(self, order: Succession) -> None:
+        """Record which nodes may take the coordinator's place."""
+        self._keep("successors", self._joining.note(order))
+
+    def note_round(self) -> None:
+        """Record that a round has begun: a search for the coordinator was successful."""
+        self._joining.found()
+        self._alone = 0
+
+    async def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._link is not None:
+            link, self._link = self._link, None
+            await link.close()
+
+    def _coordinate(self, earlier: Earlier | None) -> None:
+        """Become the coordinator: at the start of the job, or in the place of an earlier one."""
+        self._keep("coordinates", True)
+        self._keep("joined", True)
+        self._link = self._coordinator.start(self._hello, earlier)
+        self._hello = replace(self._hello, again=True)
+        if self._polls:
+            self._requests.poll_job_dir()  # the coordinator informs the other nodes
+        # The coordinator handles requests that arrived during the imports before it starts workers.
+        self._send_stop_requests()
+        self._coordinator.run()
+
+    def _send_stop_requests(self) -> None:
+        for message in self._stops.new():
+            self.send(message)
+            if isinstance(message, messages.Cancel):
+                self._on_cancel()
+
+    async def _until_cancelled(self, connect: Coroutine[Any, Any, RemoteLink | None]) -> bool:
+        """Wait for the link to the coordinator; return False if the job is cancelled first."""
+        connecting = asyncio.create_task(connect)
+        either: set[asyncio.Future[Any]] = {
+            connecting,
+            self._requests.cancelled,
+            self._crashes.first,
+        }
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._crashes.first.done():
+            connecting.cancel()
+            raise self._crashes.first.result()
+        if not connecting.done():
+            connecting.cancel()
+        elif (link := connecting.result()) is not None:
+            self._link, self._hello = link, replace(self._hello, again=True)
+            self._keep("joined", True)
+            self._keep("coordinates", False)
+            for task in link.tasks:
+                self._crashes.watch(task)
+        return self._link is not None
+
+    def _keep(self, name: str, value: Any) -> None:
+        if self._parent is not None:
+            self._parent.keep(name, value)

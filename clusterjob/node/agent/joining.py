@@ -1,0 +1,165 @@
+"""Join the coordinator on another node, and join it again after a loss."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.agent.reconnecting import Search, reconnect
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs import ends
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import coordinator_link, messages
+from clusterjob.node.rendezvous.coordinator_link import RemoteLink
+from clusterjob.node.rendezvous.coordinator_state import Succession
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.succession import Earlier
+
+_LOOK_SECONDS = 0.5  # seconds for a coordinator that runs to answer
+_TURN_SECONDS = 3.0  # seconds for each successor to become the coordinator
+Joins = Coroutine[Any, Any, "RemoteLink | None"]
+
+
+class Joining:
+    """The ways of one agent to the coordinator.
+
+    Args:
+        topology: this node.
+        options: the timeouts.
+        job: the job's identity and secret.
+        job_dir: the job's directory, as this node sees it.
+        leave: returns the job's cancellation; None before it.
+        print_line: prints one line for the user.
+        addresses: where the next coordinator may listen; None if that is unknown.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        options: LaunchOptions,
+        job: JobIdentity,
+        job_dir: Path,
+        leave: Callable[[], messages.Cancel | None],
+        print_line: Callable[[str], None],
+        addresses: Sequence[str] | None = None,
+    ) -> None:
+        self._topology = topology
+        self._options = options
+        self._job = job
+        self._job_dir = job_dir
+        self._leave = leave
+        self._print_line = print_line
+        self._succession: Succession | None = None
+        self._received_at = 0.0
+        self._deadline: float | None = None
+        self._addresses = list(addresses or ())
+
+    def note(self, message: Succession) -> list[str]:
+        """Record who may take the coordinator's place; return their addresses."""
+        self._succession, self._received_at = message, time.monotonic()
+        self._addresses = [each.address for each in message.successors]
+        return self._addresses
+
+    def lose(self) -> None:
+        """Record that the coordinator is lost, unless the search for it goes on."""
+        if self._deadline is not None:
+            return
+        wait = self._options.return_timeout
+        if self._options.spares or self._options.min_nodes is not None:
+            wait = max(wait, self._options.join_timeout)  # the job can go on without this node
+        self._deadline = time.monotonic() + wait
+
+    def found(self) -> None:
+        """Record that a coordinator has begun a round with this node."""
+        self._deadline = None
+
+    def may_coordinate(self, *, ended: bool) -> bool:
+        """Return whether more than half of the nodes could be with this one.
+
+        Args:
+            ended: whether the coordinator's process has certainly ended.
+        """
+        state = self._succession.state if self._succession else None
+        return state is not None and (ended or 2 * (state.members - 1) > state.members)
+
+    def join(self, hello: messages.Hello, *, after: float = math.inf) -> Joins:
+        """Join for the first time, or again if this node has joined before.
+
+        Args:
+            hello: the first message.
+            after: seconds after which the first successor becomes the coordinator itself; infinity
+                if this agent may not.
+        """
+        if hello.again:
+            turn = time.monotonic() + after + self._position() * _TURN_SECONDS
+            return self._reconnect(hello, turn)
+        return coordinator_link.connect(
+            self._topology,
+            self._options,
+            job=self._job,
+            hello=hello,
+            print_line=self._print_line,
+            refusal=self._node_0_refusal,
+            leave=self._leave,
+        )
+
+    def look(self, hello: messages.Hello, addresses: Sequence[str]) -> Joins:
+        """Join if another node has become the coordinator already.
+
+        Args:
+            hello: the first message.
+            addresses: where it may listen.
+        """
+        self._addresses = list(addresses)
+        return self._reconnect(hello, time.monotonic() + _LOOK_SECONDS)
+
+    def _reconnect(self, hello: messages.Hello, turn: float) -> Joins:
+        self.lose()
+        search = Search(
+            [self._topology.master_addr, *self._addresses],
+            deadline=self._deadline or turn,
+            turn=turn,
+        )
+        return reconnect(
+            search,
+            self._options,
+            job=self._job,
+            hello=hello,
+            leave=self._leave,
+            ended=self.has_ended,
+        )
+
+    def has_ended(self) -> bool:
+        """Return whether the verdict of this attempt is in the shared job directory."""
+        return ends.has_result(self._job_dir, self._job.attempt)
+
+    def earlier(self, why: str, *, ended: bool) -> Earlier | None:
+        """Return the lost coordinator, whose place this agent takes; None if it may not.
+
+        Args:
+            why: how it was lost.
+            ended: whether its process has certainly ended.
+        """
+        known = self._succession
+        if known is None or known.state is None:
+            return None
+        state = known.state
+        moved = state.node != self._topology.node_rank
+        return Earlier(
+            state, known.rounds, why=why, ended=ended, moved=moved, received_at=self._received_at
+        )
+
+    def _position(self) -> float:
+        """Return how many nodes come before this one; infinity if it is no successor."""
+        known = self._succession
+        nodes = [each.node for each in known.successors] if known and known.state else []
+        own = self._topology.node_rank
+        return nodes.index(own) if own in nodes else math.inf
+
+    def _node_0_refusal(self) -> str:
+        """Return why node 0 cannot start, from the shared job directory; empty if it may start."""
+        refusals = ends.refusals(self._job_dir, self._job.attempt)
+        return next((failure.message for failure in refusals if failure.node_rank == 0), "")

@@ -1,0 +1,105 @@
+"""Look for the coordinator after it was lost, or after this node's agent was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from clusterjob.errors import RendezvousError
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import coordinator_link, messages
+from clusterjob.node.rendezvous.coordinator_link import RemoteLink
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.protocol import HANDSHAKE_SECONDS, Channel
+
+# Seconds between two rounds of attempts: the first pause and the longest.
+_FIRST_PAUSE, _MAX_PAUSE = 0.02, 0.3
+_CHECK_INTERVAL = 0.3  # seconds between two checks for the job's verdict
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search for the coordinator; times are of the monotonic clock.
+
+    Attributes:
+        addresses: where it may listen.
+        deadline: when to give up.
+        turn: when this agent becomes the coordinator itself; infinity if it may not.
+    """
+
+    addresses: Sequence[str]
+    deadline: float
+    turn: float = math.inf
+
+
+async def reconnect(
+    search: Search,
+    options: LaunchOptions,
+    job: JobIdentity,
+    hello: messages.Hello,
+    leave: Callable[[], messages.Cancel | None],
+    ended: Callable[[], bool],
+) -> RemoteLink | None:
+    """Join again; return the link, or None if the job has ended or it is this agent's turn.
+
+    Args:
+        search: where and how long to look.
+        options: the heartbeat interval and the lease, in seconds.
+        job: the job's identity, with the candidate ports.
+        hello: the first message of this agent.
+        leave: returns the job's cancellation; None before it.
+        ended: returns whether the job's verdict is recorded.
+
+    Raises:
+        RendezvousError: no coordinator has admitted this agent in time.
+    """
+    begin, errors = time.monotonic(), {"": "no answer"}
+
+    async def join_at(address: str) -> Channel:
+        pause = _FIRST_PAUSE
+        while True:
+            for port in job.ports:
+                try:
+                    return await coordinator_link.attempt(
+                        address,
+                        port,
+                        job=job,
+                        hello=hello,
+                        leave=leave,
+                        proof_seconds=HANDSHAKE_SECONDS,
+                        welcome_seconds=max(HANDSHAKE_SECONDS, options.lease),
+                    )
+                except coordinator_link.ATTEMPT_ERRORS as error:
+                    errors[""] = coordinator_link.reason(error)
+                    if isinstance(error, asyncio.TimeoutError):
+                        break  # the machine is gone: the other ports would not answer either
+                except RendezvousError as error:  # it has not noticed the end of the last link yet
+                    errors[""] = error.message
+            await asyncio.sleep(pause)
+            pause = min(_MAX_PAUSE, pause * 1.5)
+
+    attempts = [
+        asyncio.create_task(join_at(address)) for address in dict.fromkeys(search.addresses)
+    ]
+    try:
+        while not ended():
+            moment = time.monotonic()
+            if moment >= search.turn:
+                return None
+            if moment >= search.deadline:
+                raise RendezvousError(
+                    f"no coordinator came back within {moment - begin:.0f} s: {errors['']}"
+                )
+            left = min(_CHECK_INTERVAL, search.turn - moment, search.deadline - moment)
+            done, _ = await asyncio.wait(
+                attempts, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            for attempt in done:
+                return RemoteLink(attempt.result(), options)
+        return None
+    finally:
+        for attempt in attempts:
+            attempt.cancel()

@@ -1,0 +1,170 @@
+"""The nodes of a job: which are alive, lost or avoided, and which run the next round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from clusterjob.errors import RendezvousError
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import messages, outcome
+from clusterjob.node.rendezvous.membership import Membership, Peer
+from clusterjob.node.rendezvous.node_selection import NodeSelection
+from clusterjob.node.rendezvous.node_wait import NodeWait
+from clusterjob.node.rendezvous.succession import Earlier
+from clusterjob.node.system.sanitize import sanitize
+from clusterjob.node.verdict import Failure, FailureKind
+
+
+class MinorityError(RendezvousError):
+    """More than half of the nodes of a job may run without this coordinator."""
+
+
+class Nodes:
+    """The nodes of a job.
+
+    If the network splits a job, only one part may go on: the part with more than half of the nodes
+    that were alive in the last round; of two halves, the one with that round's coordinator. A node
+    whose agent has certainly ended does not count.
+
+    Args:
+        membership: the agents that have joined.
+        options: the number of spare nodes, and the smallest number of nodes.
+        nnodes: the number of all nodes of the job.
+        own: the coordinator's node.
+        events: the job's events.
+        print_line: prints one line for the user.
+
+    Attributes:
+        selection: chooses the nodes of the next round.
+        members: the number of nodes that were alive when the last round began; 0 before the first.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        options: LaunchOptions,
+        nnodes: int,
+        own: int,
+        events: EventLog,
+        print_line: Callable[[str], None],
+    ) -> None:
+        self._membership = membership
+        self._options = options
+        self._nnodes = nnodes
+        self._own = own
+        self._events = events
+        self._print_line = print_line
+        wanted = max(1, nnodes - options.spares)
+        self.selection = NodeSelection(wanted, least=min(options.min_nodes or wanted, wanted))
+        self.members = 0
+        self._moved = self._took_over = False
+        self._ended: set[int] = set()  # nodes whose agent has ended since the last round began
+        self._losses: Counter[int] = Counter()
+
+    def take_over(self, earlier: Earlier) -> None:
+        """Go on after an earlier coordinator."""
+        self.members, self._moved = earlier.state.members, earlier.moved
+        self._took_over = True
+        self.selection.wanted = max(1, earlier.state.wanted)
+        self.selection.nodes = list(earlier.state.nodes)
+        self.selection.avoided = list(earlier.state.avoided)
+        if earlier.moved and earlier.ended:
+            self._ended.add(earlier.state.node)
+
+    def is_alone(self) -> bool:
+        """Return whether the other nodes may be with another coordinator.
+
+        Two agents may go on as the coordinator at once: one whose predecessor was killed, and a
+        successor.
+        """
+        few = len(self.selection.choose(self._membership.usable())) < self.selection.least
+        return not self.has_majority() or (self._took_over and few)
+
+    def has_majority(self) -> bool:
+        """Return whether no other part of a split job can go on."""
+        if not self.members:
+            return True
+        twice = 2 * len(self._membership.usable())
+        others = self.members - len(self._ended)
+        return twice > others or (twice == others and not self._moved)
+
+    def wait(self, *, first: bool) -> NodeWait:
+        """Return the wait for the nodes of the next round."""
+        return NodeWait(
+            self._membership,
+            self.selection,
+            options=self._options,
+            nnodes=self._nnodes,
+            first=first,
+            majority=self.has_majority,
+            alone=self.is_alone,
+            events=self._events,
+            print_line=self._print_line,
+        )
+
+    def choose(self) -> list[int]:
+        """Begin a round; return its nodes in the order of their ranks."""
+        usable = self._membership.usable()
+        self.members, self._moved, self._took_over = len(usable), False, False
+        self._ended.clear()
+        self.selection.nodes = self.selection.choose(usable)
+        return self.selection.nodes
+
+    def lose(
+        self, peer: Peer, message: messages.CoordinatorLost | messages.ConnectionLost
+    ) -> Failure:
+        """Record that an agent is lost, or has lost the coordinator; return the failure."""
+        why = sanitize(message.why)
+        failure = outcome.node_loss(
+            peer,
+            self._membership.peers[self._own],
+            why=why,
+            by_agent=isinstance(message, messages.CoordinatorLost),
+            stalled=self._membership.stalls.recent(self._options.lease),
+        )
+        self._membership.lose(peer, failure)
+        self._losses[peer.node_rank] += 1
+        if isinstance(message, messages.ConnectionLost) and message.ended:
+            self._ended.add(peer.node_rank)
+        self._events.add("lost", node_rank=peer.node_rank, host=peer.host, why=why)
+        return failure
+
+    def avoid(self, failure: Failure) -> None:
+        """Leave the node of a failure out of the next rounds, if there are enough others.
+
+        A lost node may come back once.
+        """
+        node = failure.node_rank
+        lost = failure.kind is FailureKind.NODE_LOST
+        if not lost or self._losses[node] > 1:
+            self.selection.avoid(node)
+
+    def replace(self, slow: Mapping[int, str]) -> bool:
+        """Leave slow nodes out of the rounds; return whether there are enough others.
+
+        Args:
+            slow: the reason for each slow node.
+        """
+        for node, why in slow.items():
+            self.selection.avoid(node)
+            host = self._membership.peers[node].host
+            kind = FailureKind.LAUNCH
+            self.note_avoided(Failure.of_node(node, host, message=why, kind=kind))
+        return not slow.keys() & set(self.selection.choose(self._membership.usable()))
+
+    def note_avoided(self, failure: Failure) -> None:
+        """Record that later jobs should avoid the host of a failure; this part of the job goes on.
+
+        If only the agent was killed, its host is not to blame.
+        """
+        node = failure.node_rank
+        if failure.kind is not FailureKind.NODE_LOST or node not in self._ended:
+            self._events.add(
+                "avoid",
+                node_rank=node,
+                host=failure.host,
+                kind=failure.kind.value,
+                why=failure.message,
+            )

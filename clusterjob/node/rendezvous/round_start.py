@@ -1,0 +1,115 @@
+"""Wait for the nodes of a round, and measure them before the first one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.logs import ends
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import outcome
+from clusterjob.node.rendezvous.membership import Membership
+from clusterjob.node.rendezvous.nodes import MinorityError, Nodes
+from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.preemption import Preemption
+from clusterjob.node.rendezvous.preflight_run import Preflight
+
+_INTERVAL = 0.25  # seconds between two checks of the nodes for which a round waits
+_NOT_STARTED = "before its workers had started"
+
+
+class RoundStart:
+    """The time before each round.
+
+    Args:
+        options: --preflight.
+        job_dir: the job's directory, in which nodes write why they cannot start.
+        attempt: the number of the job's attempt, from 0.
+        membership: the agents.
+        nodes: chooses the nodes of each round.
+        preemption: the job's preemption warning.
+        preflight: measures the nodes.
+        handle: handles a message; returns an outcome if it ends the job.
+        handle_waiting: handles all messages that wait, in the same way.
+
+    Attributes:
+        waits: whether no round runs.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        job_dir: Path,
+        attempt: int,
+        membership: Membership,
+        nodes: Nodes,
+        preemption: Preemption,
+        preflight: Preflight,
+        handle: Callable[[int, Any], Outcome | None],
+        handle_waiting: Callable[[], Outcome | None],
+    ) -> None:
+        self._options = options
+        self._job_dir = job_dir
+        self._attempt = attempt
+        self._membership = membership
+        self._nodes = nodes
+        self._preemption = preemption
+        self._preflight = preflight
+        self._handle = handle
+        self._handle_waiting = handle_waiting
+        self.waits = True
+
+    async def first(self) -> Outcome | None:
+        """Wait for the nodes of the first round, and measure them; return an outcome if it fails.
+
+        Spare nodes take the place of slow ones.
+        """
+        end = await self.next(after=None)
+        if end is not None or self._options.preflight == "off":
+            return end
+        end = await self._preflight.run(self._membership.usable())
+        if end is not None or self._nodes.replace(self._preflight.result.slow):
+            return end
+        return self._preflight.refusal()
+
+    async def next(self, after: Outcome | None) -> Outcome | None:
+        """Wait for the nodes of the next round; return an outcome if it cannot begin.
+
+        Args:
+            after: the outcome of the last round; None before the first.
+
+        Raises:
+            MinorityError: more than half of the nodes may run without this coordinator.
+        """
+        self.waits = True
+        wait = self._nodes.wait(first=after is None)
+        checked = time.monotonic()
+        while not wait.over():
+            left = checked + _INTERVAL - time.monotonic()
+            message = await self._membership.next_message(left)
+            end = self._handle(*message) if message is not None else None
+            end = end or self._handle_waiting()  # look at all nodes once, not for each message
+            if end is not None or self._membership.refusals:
+                return self._refused() or end
+            if time.monotonic() - checked < _INTERVAL:
+                continue
+            checked = time.monotonic()
+            if wait.is_alone():
+                raise MinorityError("the other nodes may still run without this one")
+            if checked > self._preemption.due:
+                return outcome.preempted(self._preemption.explain(_NOT_STARTED))
+            end = self._refused() or outcome.too_few(wait.failure(), after)
+            if end is not None:
+                return end
+        # Start no worker if the job was cancelled when the last agent joined.
+        end = self._handle_waiting()
+        if end is None and after is None and self._preemption.reason:
+            return outcome.preempted(self._preemption.explain(_NOT_STARTED))
+        return end
+
+    def _refused(self) -> Outcome | None:
+        """Return the failure of a node that was refused or could not start its agent, else None."""
+        refused = self._membership.refusals or ends.refusals(self._job_dir, self._attempt)
+        return outcome.failed(refused[0]) if refused else None

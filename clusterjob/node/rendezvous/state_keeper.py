@@ -1,0 +1,103 @@
+"""Keep the state with which another process can go on as the coordinator."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from clusterjob.node.environments import scheduler
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous import coordinator_state, succession
+from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succession
+from clusterjob.node.rendezvous.history import History
+from clusterjob.node.rendezvous.membership import Membership, Peer
+from clusterjob.node.rendezvous.nodes import Nodes
+from clusterjob.node.rendezvous.time_limit import TimeLimit
+from clusterjob.node.system import processes
+
+_MAX_ROUNDS = 100  # of many rounds, the latest are sent
+
+
+class StateKeeper:
+    """Write the coordinator's state to the disk, and send it to its successors.
+
+    Without restarts it does nothing.
+
+    Args:
+        topology: the coordinator's node.
+        options: the maximum number of restarts.
+        job_dir: the job's directory.
+        membership, nodes, history, time_limit: parts of the coordinator.
+        moves: how often the coordinator has moved.
+        shift: seconds from this machine's monotonic clock to the clock of the job's events.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        options: LaunchOptions,
+        job_dir: Path,
+        membership: Membership,
+        nodes: Nodes,
+        history: History,
+        time_limit: TimeLimit,
+        *,
+        moves: int,
+        shift: float,
+    ) -> None:
+        self._topology = topology
+        self._used = options.max_restarts > 0
+        self._job_dir = job_dir
+        self._membership = membership
+        self._nodes = nodes
+        self._history = history
+        self._time_limit = time_limit
+        self._moves = moves
+        self._shift = shift
+        self._state: CoordinatorState | None = None
+
+    def keep(self, restarts: int, started_at: str | None) -> None:
+        """Keep the state of a round that has begun.
+
+        Args:
+            restarts: the number of the round.
+            started_at: when the first workers were started; None before.
+        """
+        if not self._used or started_at is None:
+            return
+        moment, due = time.monotonic(), self._time_limit.due
+        order = succession.successors(self._membership.peers, self._topology.node_rank)
+        self._state = CoordinatorState(
+            self._history.attempt,
+            restarts,
+            started_at=started_at,
+            seconds_left=None if math.isinf(due) else due - moment,
+            limit_runs=self._time_limit.runs,
+            node=self._topology.node_rank,
+            host=scheduler.node_name(),
+            moves=self._moves,
+            members=self._nodes.members,
+            wanted=self._nodes.selection.wanted,
+            nodes=tuple(self._nodes.selection.nodes),
+            avoided=tuple(self._nodes.selection.avoided),
+            addresses=tuple(each.address for each in order),
+            clock=moment + self._shift,
+            made_at=moment,
+            boot_id=processes.boot_id(),
+        )
+        coordinator_state.write(self._job_dir, self._state)
+        self.send(list(self._membership.peers.values()))
+
+    def send(self, peers: list[Peer]) -> None:
+        """Tell agents who may take the coordinator's place."""
+        if self._state is None or not succession.may_move(self._topology):
+            return
+        own = self._topology.node_rank
+        order = succession.successors(self._membership.peers, own)
+        heirs = {each.node for each in order}
+        full = Succession(order, self._state, tuple(self._history.rounds[-_MAX_ROUNDS:]))
+        brief = Succession(order)  # one message: it is encoded once for all agents
+        for peer in peers:
+            peer.send(full if peer.node_rank in heirs else brief)

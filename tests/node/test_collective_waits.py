@@ -1,0 +1,114 @@
+"""Workers measure how long they wait in collectives, with the real torch and gloo."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from procs import WITH_TORCH, Job
+
+MakeJob = Callable[..., Job]
+
+# Rank `slow` is late in each step by 40 ms. What would be sent to the agent is printed.
+TRAIN = """
+    import json, os, sys, time
+    import torch, torch.distributed as dist
+    from torch import nn
+
+    how, slow = sys.argv[1], int(sys.argv[2])
+    names = ("clusterjob.node.workers.collective_waits", "clusterjob_collective_waits")
+    measured = next(filter(None, map(sys.modules.get, names)))
+    measured.INTERVAL = 0.5
+    found = []
+    measured._tell = lambda step, waited: found.append((step, waited))
+    dist.init_process_group("gloo")
+    layers = [nn.Linear(32, 32), nn.BatchNorm1d(32)] if how == "buffers" else [nn.Linear(32, 32)]
+    model = nn.Sequential(*layers)
+    if how != "python":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(60):
+        time.sleep(0.04 if dist.get_rank() == slow else 0.0)
+        optimizer.zero_grad()
+        model(torch.ones(4, 32)).sum().backward()
+        if how == "python":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+    print(json.dumps(found[-1]))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "slow", "start"),
+    [("ddp", 1, "fork"), ("buffers", 0, "fork"), ("python", 1, "exec")],
+    ids=["DDP", "DDP with buffers of a slow rank 0", "all_reduce in Python, by exec"],
+)
+def test_wait_of_slow_rank_is_shorter_by_its_lateness(
+    make_job: MakeJob, how: str, slow: int, start: str
+) -> None:
+    job = make_job()
+    words = ("--start", start, "--nproc-per-node", "2", job.script(TRAIN), how, str(slow))
+    job.start(0, *words, python=WITH_TORCH)
+    assert job.wait() == [0], job.stderr(job.agents[0])
+    step, waited = zip(*(json.loads(job.log(0, f"rank{rank}.out")) for rank in (0, 1)), strict=True)
+    late = waited[1 - slow] - waited[slow]
+    assert 0.03 < late <= max(step)
+
+
+@pytest.mark.slow
+def test_compiled_model_gets_no_warning_about_the_measurement(make_job: MakeJob) -> None:
+    job = make_job()
+    script = job.script("""
+        import torch, torch.distributed as dist
+        from torch import nn
+        dist.init_process_group("gloo")
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model = nn.parallel.DistributedDataParallel(layers)
+        compiled = torch.compile(model, backend="eager")
+        optimizer = torch.optim.Adam(model.parameters())
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(3):
+            compiled(torch.ones(4, 4)).sum().backward()
+            step()
+        dist.destroy_process_group()
+    """)
+    job.start(0, "--nproc-per-node", "2", script, python=WITH_TORCH)
+    assert job.wait(150) == [0]
+    assert "Dynamo does not know" not in job.log(0, "rank0.err")
+
+
+def test_no_metrics_leaves_torch_as_it_is(make_job: MakeJob) -> None:
+    job = make_job()
+    script = job.script("""
+        import torch.distributed as dist
+        from torch.optim import optimizer
+        dist.init_process_group("gloo")
+        print(hasattr(dist.Work.wait, "__wrapped__"), hasattr(dist._broadcast_coalesced,
+              "__wrapped__"), len(optimizer._global_optimizer_post_hooks))
+        dist.destroy_process_group()
+    """)
+    for words in ((), ("--no-metrics",)):
+        job = make_job()
+        job.start(0, *words, script, python=WITH_TORCH)
+        assert job.wait() == [0]
+        wanted = "False False 0\n" if words else "True True 1\n"
+        assert job.log(0, "rank0.out") == wanted
+
+
+def test_forged_waits_are_ignored(make_job: MakeJob) -> None:
+    job = make_job()
+    script = job.script("""
+        import json, os, time
+        pipe = int(os.environ["CLUSTERJOB_REPORT_FD"].partition(":")[0])
+        for rank, step, waited in ((0, 1e300, 0), (0, "x", 0), (9, 1, 0), (0, -1, 0), (1, 1, 5)):
+            line = {"type": "WorkerWaits", "local_rank": rank, "step": step, "waited": waited}
+            os.write(pipe, json.dumps(line).encode() + b"\\n")
+        os.write(pipe, b'{"type": "WorkerWaits", "local_rank": 0, "step": NaN, "waited": 0}\\n')
+        time.sleep(0.5)
+    """)
+    job.start(0, "--nproc-per-node", "2", script)
+    assert job.wait() == [0]
+    assert not job.events("straggling")

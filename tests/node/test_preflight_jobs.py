@@ -1,0 +1,156 @@
+"""Whole jobs with --preflight: real agents, forkservers and measuring processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import slow_hosts
+from namespaces import machines
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, command_line, wait_until
+
+from clusterjob.insight.preflight import read_preflight
+from clusterjob.insight.report import preflight_table
+
+MakeJob = Callable[..., Job]
+
+
+def preflight_event(job: Job) -> dict[str, Any]:
+    [event] = job.events("preflight")
+    return event
+
+
+def measuring_processes(job: Job) -> list[int]:
+    """Return the children of the forkservers, before the workers start."""
+    return [pid for agent in job.agents for pid in below(job.forkserver_of(agent))]
+
+
+def wait_for_measuring(job: Job) -> list[int]:
+    wait_until(lambda: job.events("measuring"), TEST_TIMEOUT, "the preflight")
+    return wait_until(
+        lambda: (found := measuring_processes(job)) and len(found) == job.nnodes and found,
+        TEST_TIMEOUT,
+        "the measuring processes",
+    )
+
+
+def test_preflight_without_torch_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.start_all("--preflight=warn", job.script('print("up")'))
+    assert job.wait() == [0, 0]
+    event = preflight_event(job)
+    assert event["seconds"] <= 20.5
+    names = [column[0] for column in event["table"]["columns"]]
+    assert names == ["matrix multiply", "memory", "disk write", "disk read"]
+    assert all(column[2] > 0 for column in event["table"]["columns"])
+    assert len(event["table"]["rows"]) == 2
+    text = job.stderr(job.agents[0])
+    assert "preflight: 2 nodes in" in text
+    assert "matrix multiply" in text
+    found = read_preflight(job.dir)
+    assert found is not None
+    shown = preflight_table.rows(found)
+    assert shown is not None
+    assert len(shown["rows"]) == 2
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
+def test_preflight_with_torch_measures_all_reduce(make_job: MakeJob, start: str) -> None:
+    job = make_job(2)
+    job.start_all(
+        "--preflight=warn", "--start", start, job.script('print("up")'), python=WITH_TORCH
+    )
+    assert job.wait(4 * TEST_TIMEOUT) == [0, 0]
+    event = preflight_event(job)
+    assert event["seconds"] <= 20.5
+    amounts = {column[0]: column[2] for column in event["table"]["columns"]}
+    assert amounts["all-reduce"] > 0
+    assert not [line for line in event["findings"] if "could not be measured" in line]
+
+
+def test_cancel_ends_the_preflight(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.start_all("--preflight", job.script('print("up")'))
+    pids = wait_for_measuring(job)
+    job.agents[0].send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    assert job.wait() == [143, 143] or job.result["state"] == "CANCELLED"
+    assert time.monotonic() - begin < 10
+    assert job.result["state"] == "CANCELLED"
+    assert not job.events("started")
+    assert not [pid for pid in pids if command_line(pid)]
+
+
+def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.start_all("--preflight", job.script('print("up")'))
+    wait_for_measuring(job)
+    [pid] = below(job.forkserver_of(job.agents[1]))
+    os.kill(pid, signal.SIGKILL)
+    assert job.wait() == [1, 1]
+    result = job.result
+    assert (result["state"], result["failure"]["kind"]) == ("FAILED", "launch")
+    assert result["failure"]["node_rank"] == 1
+    assert "the measuring process: it has ended" in result["reason"]
+    assert not job.events("started")
+
+
+def test_killed_measuring_process_is_only_named_with_warn(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.start_all("--preflight=warn", job.script('print("up")'))
+    wait_for_measuring(job)
+    [pid] = below(job.forkserver_of(job.agents[1]))
+    os.kill(pid, signal.SIGKILL)
+    assert job.wait() == [0, 0]
+    assert "the measuring process: it has ended" in job.events("preflight")[0]["slow"][0]
+
+
+def test_measuring_processes_end_before_the_workers_and_leave_no_file(make_job: MakeJob) -> None:
+    job = make_job(1)
+    before = set(os.listdir(job.dir))
+    script = job.script(
+        """
+        import os, pathlib, time
+        time.sleep(1)
+        parent = os.getppid()
+        children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        print(len(children))
+        """
+    )
+    job.start_all("--preflight", script)
+    assert job.wait() == [0]
+    assert job.log(0, "rank0.out") == "1\n"
+    assert not [name for name in set(os.listdir(job.dir)) - before if name.startswith("tmp")]
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.parametrize("way", slow_hosts.WAYS)
+def test_one_slow_host_of_five_is_named_and_no_other(way: str, tmp_path: Path) -> None:
+    if why := slow_hosts.skip_reason():
+        pytest.skip(why)
+    with machines(slow_hosts.HOSTS) as hosts:
+        for number in range(3):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            event = slow_hosts.run(hosts, directory, way)
+            named = [text.split(":")[0] for text in event["slow"]]
+            assert named == ([] if way == "clean" else [f"host gpu{slow_hosts.SLOW}"]), event
+            assert event["seconds"] <= 20.5
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_job_on_slow_host_is_refused(tmp_path: Path) -> None:
+    if why := slow_hosts.skip_reason():
+        pytest.skip(why)
+    with machines(3) as hosts, slow_hosts.slow_cpu() as group:
+        job = slow_hosts.preflight(hosts, tmp_path, "--preflight", group=group, slow=2)
+        assert job.wait(2 * TEST_TIMEOUT) == [1, 1, 1]
+    assert job.result["failure"]["host"] == "gpu2"
+    assert "preflight: host gpu2: " in job.result["reason"]

@@ -1,0 +1,171 @@
+"""Spare nodes replace lost ones; an elastic job goes on with fewer or more nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Collection
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from procs import TEST_TIMEOUT, Job, below, kill_all, wait_until
+
+from clusterjob.node.logs.events import read_events
+from clusterjob.node.rendezvous.node_selection import NodeSelection
+
+MakeJob = Callable[..., Job]
+# Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
+PLACES = """
+    import json, os, pathlib, time
+    names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    seen = {name: int(os.environ[name]) for name in names} | {"pid": os.getpid()}
+    name = os.environ["TORCHELASTIC_RESTART_COUNT"] + "." + os.environ["RANK"]
+    pathlib.Path("new." + name).write_text(json.dumps(seen))
+    os.rename("new." + name, name)
+    print("restart", name, flush=True)
+    while not pathlib.Path("enough").exists():
+        time.sleep(0.05)
+"""
+
+
+def place(job: Job, restart: int, rank: int) -> tuple[int, int, int]:
+    """Return the world size, node rank and number of nodes that a worker saw."""
+    seen = json.loads(job.path(f"{restart}.{rank}").read_text())
+    return seen["WORLD_SIZE"], seen["GROUP_RANK"], seen["GROUP_WORLD_SIZE"]
+
+
+def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
+    job = make_job(3)
+    script = job.script(PLACES)
+    job.start_all("--spares", "1", "--max-restarts", "1", "--nproc-per-node", "2", script)
+    job.wait_for("0.0", "0.1", "0.2", "0.3")
+    forkserver = job.forkserver_of(job.agents[0])
+    assert not (job.dir / "logs" / "node2" / "rank2.out").exists()
+    job.agents[1].send_signal(signal.SIGKILL)
+    job.wait_for("1.0", "1.1", "1.2", "1.3")
+    assert job.forkserver_of(job.agents[0]) == forkserver
+    job.path("enough").touch()
+    assert job.wait() == [0, -signal.SIGKILL, 0]
+    assert [place(job, 1, rank) for rank in range(4)] == [(4, 0, 2)] * 2 + [(4, 1, 2)] * 2
+    assert job.log(2, "rank2.restart1.out") == "restart 1.2\n"
+    assert [event["nodes"] for event in job.events("started")] == [[0, 1], [0, 2]]
+    assert job.result["restarts"] == 1
+
+
+def test_loss_of_idle_spare_does_not_disturb_the_workers(make_job: MakeJob) -> None:
+    job = make_job(3)
+    job.start_all("--spares", "1", "--max-restarts", "1", job.script(PLACES))
+    job.wait_for("0.0", "0.1")
+    job.agents[2].send_signal(signal.SIGKILL)
+    wait_until(lambda: job.events("lost"), TEST_TIMEOUT)
+    job.path("enough").touch()
+    assert job.wait() == [0, 0, -signal.SIGKILL]
+    assert job.result["restarts"] == 0
+    assert "node 2" in job.stderr(job.agents[0]) + job.stdout(job.agents[0])
+
+
+def test_elastic_job_shrinks_and_grows_when_the_node_returns(make_job: MakeJob) -> None:
+    job = make_job(3)
+    arguments = ("--min-nodes", "2", "--max-restarts", "2", job.script(PLACES))
+    job.start_all(*arguments)
+    job.wait_for("0.0", "0.1", "0.2")
+    job.agents[1].send_signal(signal.SIGKILL)
+    job.wait_for("1.0", "1.1")
+    assert [place(job, 1, rank) for rank in range(2)] == [(2, 0, 2), (2, 1, 2)]
+    job.start(1, *arguments)
+    wait_until(lambda: len(job.events("joined")) == 4, TEST_TIMEOUT)
+    os.kill(json.loads(job.path("1.0").read_text())["pid"], signal.SIGKILL)
+    job.wait_for("2.0", "2.1", "2.2")
+    job.path("enough").touch()
+    assert job.wait() == [0, -signal.SIGKILL, 0, 0]
+    assert [event["nodes"] for event in job.events("started")] == [[0, 1, 2], [0, 2], [0, 2, 1]]
+
+
+def test_elastic_job_starts_without_a_node_that_does_not_come(make_job: MakeJob) -> None:
+    job = make_job(3)
+    for node in (0, 2):
+        job.start(node, "--min-nodes", "2", job.script(PLACES))
+    job.wait_for("0.0", "0.1")
+    job.path("enough").touch()
+    assert job.wait() == [0, 0]
+    assert place(job, 0, 1) == (2, 1, 2)
+    assert job.log(2, "rank1.out") == "restart 0.1\n"
+
+
+@pytest.mark.slow
+def test_job_ends_when_too_few_nodes_are_left(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.start_all("--max-restarts", "3", job.script(PLACES))
+    job.wait_for("0.0", "0.1")
+    job.agents[1].send_signal(signal.SIGKILL)
+    assert job.wait() == [1, -signal.SIGKILL]
+    failure = job.result["failure"]
+    assert (failure["kind"], failure["node_rank"]) == ("node_lost", 1)
+    assert "was lost: its connection was closed; 1 of 2 nodes are left" in failure["message"]
+
+
+NODES = st.integers(0, 7)
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.lists(NODES, unique=True), st.lists(NODES, max_size=6)
+)
+def test_selection_keeps_places_and_avoids_nodes(
+    wanted: int, least: int, usable: Collection[int], avoided: list[int]
+) -> None:
+    selection = NodeSelection(wanted, least=min(least, wanted))
+    for node in avoided:
+        selection.avoid(node)
+    chosen = selection.choose(usable)
+    good = set(usable) - set(avoided)
+    assert len(set(chosen)) == len(chosen) <= wanted
+    assert set(chosen) <= set(usable)
+    assert len(chosen) == min(wanted, max(len(good), min(len(usable), selection.least)))
+    assert len(set(chosen) & good) == min(wanted, len(good))
+    if len(chosen) == wanted:  # every node that stays usable keeps its place
+        for position, node in enumerate(chosen):
+            assert node == position or position not in good
+
+
+def kill_node(job: Job, number: int) -> None:
+    """Kill all processes of a node at once, as when its machine loses power."""
+    kill_all([job.agents[number].pid, *below(job.agents[number].pid)])
+
+
+def test_another_node_coordinates_after_loss_of_node_0(make_job: MakeJob) -> None:
+    job = make_job(3)
+    job.start_all("--spares", "1", "--max-restarts", "2", job.script(PLACES))
+    job.wait_for("0.0", "0.1")
+    kill_node(job, 0)
+    job.wait_for("1.0", "1.1")
+    job.path("enough").touch()
+    assert job.wait() == [-signal.SIGKILL, 0, 0]
+    assert [place(job, 1, rank) for rank in range(2)] == [(2, 0, 2), (2, 1, 2)]
+    assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
+    moved = list(read_events(job.dir / "events.1.node1.jsonl"))
+    started = [event for event in moved if event["event"] == "started"]
+    assert [event["nodes"] for event in started] == [[2, 1]]
+    first = job.events("started")[0]
+    assert first["monotonic"] < started[0]["monotonic"] < first["monotonic"] + TEST_TIMEOUT
+
+
+def test_node_0_that_is_started_again_joins_the_coordinator_that_has_moved(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3)
+    arguments = ("--spares", "1", "--max-restarts", "2", job.script(PLACES))
+    job.start_all(*arguments)
+    job.wait_for("0.0", "0.1")
+    kill_node(job, 0)
+    job.wait_for("1.0", "1.1")
+    job.start(0, *arguments)
+    moved = job.dir / "events.1.node1.jsonl"
+    wait_until(
+        lambda: [event for event in read_events(moved) if event.get("node_rank") == 0][1:],
+        TEST_TIMEOUT,
+    )
+    job.path("enough").touch()
+    assert job.wait() == [-signal.SIGKILL, 0, 0, 0]
+    assert job.result["restarts"] == 1

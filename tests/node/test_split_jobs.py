@@ -1,0 +1,103 @@
+"""The network splits a job: the larger part goes on, and the other nodes come back to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import namespaces
+import pytest
+from namespaces import Machine
+from procs import PLAIN, TEST_TIMEOUT, Job, wait_until
+
+from clusterjob.node.logs.events import read_job_events
+
+MakeJob = Callable[..., Job]
+WORKER = """
+    import os, pathlib, time
+    number = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    pathlib.Path(f"{number}.{os.environ['RANK']}").touch()
+    while not pathlib.Path("enough").exists():
+        time.sleep(0.05)
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(namespaces.skip_reason()), reason=namespaces.skip_reason() or "-"),
+]
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Machine]]:
+    with namespaces.machines(3) as made:
+        yield made
+
+
+def start(job: Job, hosts: list[Machine]) -> None:
+    """Start a job on two hosts and a spare one; each has its own job directory."""
+    script = job.script(WORKER)
+    for node, host in enumerate(hosts):
+        job.start(
+            node,
+            *("--spares", "1", "--max-restarts", "3", "--heartbeat", "0.5", "--lease", "3", script),
+            python=tuple(host.command(*PLAIN)),
+            env={
+                "CLUSTERJOB_MASTER_ADDR": hosts[0].address,
+                "CLUSTERJOB_JOB_DIR": str(job.directory / f"host{node}"),
+            },
+        )
+    job.wait_for("0.0", "0.1")
+
+
+def link(host: Machine, state: str) -> None:
+    """Set the interface of a host up or down."""
+    subprocess.run(host.command("ip", "link", "set", "eth0", state), check=True)
+
+
+def events(job: Job, node: int, name: str) -> list[dict[str, Any]]:
+    """Return the events of a coordinator on a host."""
+    directory = job.directory / f"host{node}"
+    return [event for event in read_job_events(directory) if event["event"] == name]
+
+
+def result(job: Job, node: int) -> dict[str, Any]:
+    path: Path = job.directory / f"host{node}" / "result.json"
+    return json.loads(path.read_text())
+
+
+def test_job_goes_on_without_node_0_which_returns_as_spare(
+    make_job: MakeJob, hosts: list[Machine]
+) -> None:
+    job = make_job(3)
+    start(job, hosts)
+    link(hosts[0], "down")
+    job.wait_for("1.0", "1.1", timeout=TEST_TIMEOUT)
+    link(hosts[0], "up")
+    wait_until(lambda: 0 in [each["node_rank"] for each in events(job, 1, "joined")], TEST_TIMEOUT)
+    job.path("enough").touch()
+    assert job.wait() == [0, 0, 0]
+    assert [event["nodes"] for event in events(job, 1, "started")] == [[2, 1]]
+    assert (result(job, 1)["state"], result(job, 1)["restarts"]) == ("SUCCEEDED", 1)
+    assert [each["kind"] for each in result(job, 1)["attempts"]] == ["node_lost", ""]
+    assert not (job.directory / "host0" / "result.json").exists()
+
+
+def test_successor_that_was_cut_off_returns_as_spare(
+    make_job: MakeJob, hosts: list[Machine]
+) -> None:
+    job = make_job(3)
+    start(job, hosts)
+    link(hosts[1], "down")
+    job.wait_for("1.0", "1.1")
+    # Alone, node 1 takes the place of the coordinator, and starts no workers.
+    wait_until(lambda: "coordinates the job now" in job.stderr(job.agents[1]), TEST_TIMEOUT)
+    link(hosts[1], "up")
+    wait_until(lambda: len(events(job, 0, "joined")) == 4, TEST_TIMEOUT)
+    job.path("enough").touch()
+    assert job.wait() == [0, 0, 0]
+    assert [event["nodes"] for event in events(job, 0, "started")] == [[0, 1], [0, 2]]
+    assert events(job, 1, "started") == []
+    assert result(job, 0)["restarts"] == 1

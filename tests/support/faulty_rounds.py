@@ -1,0 +1,59 @@
+"""The faults of faulty_train.py, and the kind of failure that each must be.
+
+The script runs on two nodes with one worker each. --retry starts the next round after each fault,
+so one job shows all of them in its ``attempts``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.verdict import FailureKind
+
+SCRIPT = Path(__file__).with_name("faulty_train.py")
+# The faults in the order of the rounds: name, kind, and the rank to blame; None for either rank.
+FAULTS: tuple[tuple[str, str, int | None], ...] = (
+    ("exception", "code", 1),
+    ("handled_errors", "code", 1),
+    ("own_excepthook", "code", 1),
+    ("syntax", "code", 1),
+    ("missing_module", "import", 1),
+    ("arguments", "exit_code", 1),
+    ("host_memory", "oom_host", 1),
+    ("tensor_memory", "oom_host", 1),
+    ("device_memory", "oom_device", 1),
+    ("device", "device", 1),
+    ("device_abort", "device", 1),
+    ("network", "network", None),
+    ("missing_rank", "rendezvous", 1),
+    ("missing_rank_of_torch", "rendezvous", None),
+    ("early_exit", "early_exit", 1),
+    ("terminated", "terminated", 1),
+    ("segmentation", "signal", 1),
+    ("killed", "signal", 1),
+    ("exit_code", "exit_code", 1),
+    ("hang", "hang", 1),
+    ("lost_agent", "node_lost", None),  # of node 1; it ends the job, for no other node is left
+)
+ARGUMENT = ",".join(name for name, _, _ in FAULTS)
+OPTIONS = {
+    "nodes": 2,
+    "nproc_per_node": 1,
+    "hang_timeout": "6s",
+    "retry": [f"{kind}:9" for kind in FailureKind],
+}
+
+
+def check(job: dict[str, Any]) -> None:
+    """Check the kinds and the blame in ``status --json`` of a job of the script."""
+    wrong = []
+    for number, (name, kind, rank) in enumerate(FAULTS):
+        each = job["attempts"][number] if number < len(job["attempts"]) else {}
+        blamed = rank is None or (each.get("rank"), each.get("node")) == (rank, rank)
+        if each.get("kind") != kind or not blamed:
+            wrong.append(f"{name}: {each}")
+    assert not wrong, "\n".join(wrong)
+    assert len(job["attempts"]) == len(FAULTS)
+    assert [each["restart"] for each in job["attempts"]] == list(range(len(FAULTS)))
+    assert (job["failure"]["kind"], job["failure"]["node_rank"]) == ("node_lost", 1)

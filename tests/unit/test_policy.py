@@ -1,0 +1,270 @@
+"""The kind of a failure decides whether the workers are started again, and where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterjob.errors import SpecError
+from clusterjob.node.logs import rounds
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.logs.job_dir import EVENTS
+from clusterjob.node.options import LaunchOptions, parse
+from clusterjob.node.program import Program
+from clusterjob.node.rendezvous import outcome
+from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.policy import RULES, Decision, Policy
+from clusterjob.node.retries import Retry
+from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict, bounded
+
+FAILURE = Failure(
+    1, 1, node_rank=2, host="gpu7", exit_code=1, signal=None, message="RuntimeError: boom"
+)
+
+
+def policy(max_restarts: int, *retry: str, earlier: tuple[RoundEnd, ...] = ()) -> Policy:
+    options = LaunchOptions(Program("script", "t.py"), max_restarts=max_restarts, retry=retry)
+    return Policy(options, earlier)
+
+
+def failed(kind: FailureKind, message: str = "RuntimeError: boom", **more: Any) -> Outcome:
+    return outcome.failed(replace(FAILURE, kind=kind, message=message, **more))
+
+
+def round_end(kind: str, attempt: int = 0, restart: int = 0, **more: Any) -> RoundEnd:
+    place = {"host": "gpu7", "node": 2, "rank": 1, "started_at": "t0", "ended_at": "t1"}
+    return RoundEnd(attempt, restart, kind, **(place | more))
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_no_failure_is_retried_without_max_restarts_and_retry(kind: FailureKind) -> None:
+    assert policy(0).decide(failed(kind)) == Decision(retry=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    sorted(
+        set(FailureKind) - {FailureKind.IMPORT, FailureKind.OOM_HOST} - {FailureKind.OOM_DEVICE}
+    ),
+)
+def test_first_failure_of_other_kinds_is_retried(kind: FailureKind) -> None:
+    decision = policy(1).decide(failed(kind))
+    assert decision.retry
+    assert decision.avoid == (kind.value in ("device", "network", "node_lost", "launch"))
+    assert decision.charged == (kind is not FailureKind.PREEMPTED)
+
+
+@pytest.mark.parametrize("kind", ["import", "oom_host", "oom_device"])
+def test_failure_that_would_repeat_is_not_retried(kind: str) -> None:
+    decision = policy(3).decide(failed(FailureKind(kind)))
+    assert not decision.retry
+    assert decision.why == RULES[FailureKind(kind)].why
+
+
+def test_host_is_not_avoided_for_failure_that_only_names_a_lost_peer() -> None:
+    assert policy(1).decide(failed(FailureKind.NETWORK, effect=True)) == Decision(
+        retry=True, charged=True
+    )
+
+
+def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
+    own = policy(5)
+    assert own.decide(failed(FailureKind.CODE, "ValueError: 7 at 0xAF", where="train.py:12")).retry
+    again = failed(
+        FailureKind.CODE, "ValueError: 8 at 0x1 (exited with code 1)", where="train.py:12"
+    )
+    decision = own.decide(again)
+    assert not decision.retry
+    assert decision.why == "the same error at train.py:12 in two attempts: it would fail again"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"where": "train.py:13"},
+        {"message": "TypeError: 7", "where": "train.py:12"},
+        {"message": "ValueError: other", "where": "train.py:12"},
+        {"kind": FailureKind.SIGNAL, "where": "train.py:12"},
+    ],
+)
+def test_another_error_is_retried(second: dict[str, Any]) -> None:
+    own = policy(5)
+    first = {"kind": FailureKind.CODE, "message": "ValueError: 7", "where": "train.py:12"}
+    assert own.decide(failed(**first)).retry
+    assert own.decide(failed(**(first | second))).retry
+
+
+def test_error_of_unknown_line_is_retried_as_often_as_allowed() -> None:
+    own = policy(2)
+    found = [own.decide(failed(FailureKind.CODE)).retry for _ in range(3)]
+    assert found == [True, True, False]
+
+
+@pytest.mark.parametrize(("rank", "retried"), [(1, False), (None, True)])
+def test_program_that_cannot_start_ends_the_job_and_lost_forkserver_does_not(
+    rank: int | None, retried: bool
+) -> None:
+    own = policy(5)
+    launch = failed(FailureKind.LAUNCH, "cannot start ./train: Permission denied", rank=rank)
+    assert own.decide(launch).retry
+    assert own.decide(launch).retry is retried
+
+
+def test_same_error_in_earlier_attempt_of_job_is_not_retried() -> None:
+    earlier = round_end("code", message="ValueError: boom", where="train.py:12")
+    own = policy(5, earlier=(earlier, round_end("preempted")))
+    assert not own.decide(failed(FailureKind.CODE, "ValueError: boom", where="train.py:12")).retry
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("code", {"message": "SyntaxError: invalid syntax (train.py, line 3)"}),
+        ("code", {"message": "IndentationError: unexpected indent (train.py, line 3)"}),
+        ("exit_code", {"exit_code": 2, "last_lines": ("usage: t.py [-h]", "t.py: error: no")}),
+        ("exit_code", {"exit_code": 2, "last_lines": ("Usage: t.py [OPTIONS]", "", "Error: no")}),
+    ],
+)
+def test_certain_bug_is_not_retried_at_once(kind: str, more: dict[str, Any]) -> None:
+    decision = policy(3).decide(failed(FailureKind(kind), **more))
+    assert not decision.retry
+    assert decision.why.endswith("it would fail again")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"exit_code": 3, "last_lines": ("usage: t.py [-h]",)},
+        {"exit_code": 2, "last_lines": ("the usage is 80 %",)},
+    ],
+)
+def test_other_exit_code_is_retried(more: dict[str, Any]) -> None:
+    assert policy(1).decide(failed(FailureKind.EXIT_CODE, **more)).retry
+
+
+def test_retry_has_its_own_count_for_its_kind() -> None:
+    own = policy(1, "device:2", "code:0", "import:1")
+    assert own.most == 4
+    device = [own.decide(failed(FailureKind.DEVICE)) for _ in range(3)]
+    assert [each.retry for each in device] == [True, True, False]
+    assert device[0] == Decision(retry=True, avoid=True)
+    assert not own.decide(failed(FailureKind.CODE)).retry
+    assert own.decide(failed(FailureKind.IMPORT)).retry
+    signals = [own.decide(failed(FailureKind.SIGNAL)).retry for _ in range(2)]
+    assert signals == [True, False]  # --max-restarts was not used up
+
+
+def test_retry_repeats_even_the_same_error() -> None:
+    own = policy(0, "code:2")
+    again = [own.decide(failed(FailureKind.CODE, where="train.py:12")).retry for _ in range(3)]
+    assert again == [True, True, False]
+
+
+@pytest.mark.parametrize(("max_restarts", "restarts"), [(0, 1), (3, 3)])
+def test_retry_without_number_means_max_restarts(max_restarts: int, restarts: int) -> None:
+    own = policy(max_restarts, "hang")
+    found = [own.decide(failed(FailureKind.HANG)).retry for _ in range(5)]
+    assert sum(found) == restarts
+
+
+def test_count_of_retry_includes_earlier_attempts() -> None:
+    own = policy(0, "oom_host:2:mem*1.5", earlier=(round_end("oom_host"),))
+    oom = failed(FailureKind.OOM_HOST)
+    assert own.decide(oom) == Decision(retry=False, more_memory=1.5)
+    assert own.decide(oom) == Decision(retry=False)
+
+
+def test_end_without_failure_is_not_retried() -> None:
+    ends = (
+        Outcome(JobState.SUCCEEDED),
+        Outcome(JobState.PREEMPTED, reason="SIGUSR1"),
+        outcome.out_of_time(3.0),
+        outcome.cancelled("Ctrl-C", interrupt=True),
+    )
+    own = policy(9, "preempted:9")
+    assert [own.decide(end).retry for end in ends] == [False] * 4
+
+
+def test_retry_is_read_from_text() -> None:
+    assert Retry.parse("hang") == Retry(FailureKind.HANG)
+    assert Retry.parse("device:5") == Retry(FailureKind.DEVICE, 5)
+    assert Retry.parse("oom_host:2:mem*1.5") == Retry(FailureKind.OOM_HOST, 2, memory=1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("devise", "did you mean device?"),
+        ("x", "the kinds are code, import, oom_host"),
+        ("code:-1", ""),
+        ("code:many", ""),
+        ("device:1:mem*2", ""),
+        ("oom_host:1:mem*0.5", ""),
+        ("", "the kinds are"),
+    ],
+)
+def test_wrong_retry_is_refused(text: str, hint: str) -> None:
+    with pytest.raises(SpecError) as found:
+        Retry.parse(text)
+    assert found.value.message.startswith(f"{text!r}: ")
+    assert hint in found.value.hint
+
+
+def test_retry_travels_on_the_command_line_of_a_node() -> None:
+    options = parse(["--retry", "device:5,code:0", "--retry", "hang", "t.py"])
+    assert options.retry == ("device:5", "code:0", "hang")
+    assert parse(options.arguments()) == options
+    assert parse(["t.py"]).retry == ()
+
+
+def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
+    ends = [
+        outcome.round_end(failed(FailureKind.DEVICE, where="t.py:3"), 0, 0, started_at="t0"),
+        outcome.round_end(outcome.out_of_time(3.0), 0, 1, started_at="t1"),
+        outcome.round_end(Outcome(JobState.SUCCEEDED), 0, 2, started_at="t2"),
+    ]
+    assert [each.kind for each in ends] == ["device", "time_limit", ""]
+    assert (ends[0].host, ends[0].node, ends[0].rank) == ("gpu7", 2, 1)
+    verdict = Verdict(JobState.SUCCEEDED, 0, attempts=tuple(ends))
+    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    log = EventLog(tmp_path / EVENTS)
+    for end in ends:
+        log.add("started", attempt=0, restart=end.restart)
+        fields = {key: value for key, value in vars(end).items() if key != "ended_at"}
+        log.add(rounds.ENDED, **fields)
+    found = rounds.ended(tmp_path, running=False)
+    assert [replace(each, ended_at=None) for each in found] == [
+        replace(each, ended_at=None) for each in ends
+    ]
+
+
+def test_round_without_end_was_lost_when_another_attempt_begins(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS)
+    log.add("started", attempt=0, restart=0)
+    assert rounds.ended(tmp_path, running=True) == ()
+    (lost,) = rounds.ended(tmp_path, running=False)
+    assert (lost.attempt, lost.kind, lost.node, lost.ended_at) == (0, "node_lost", 0, None)
+    log.add("listening", nnodes=1)
+    assert rounds.ended(tmp_path, running=True) == (lost,)
+
+
+def test_forged_events_are_no_rounds(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS)
+    log.add("started", attempt="x", restart=None)
+    log.add(rounds.ENDED, attempt=0, restart=[], kind=3)
+    assert rounds.ended(tmp_path, running=False) == ()
+
+
+def test_many_rounds_are_shortened_to_first_and_latest() -> None:
+    many = [round_end("signal", restart=number) for number in range(100)]
+    kept = [each.restart for each in bounded(many)]
+    assert kept == [*range(10), *range(70, 100)]
+    assert bounded(many[:40]) == tuple(many[:40])
+
+
+def test_every_kind_has_a_rule() -> None:
+    assert set(RULES) == set(FailureKind)

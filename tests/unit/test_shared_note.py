@@ -1,0 +1,103 @@
+"""Notes in shared memory: the progress of the console and the sums of samples are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from clusterjob.node.logs.log_files import Timeline, node_directory
+from clusterjob.node.logs.log_protocol import Writer
+from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.usage import Usage
+from clusterjob.node.system.shared_note import SharedNote
+
+
+def test_note_outlives_the_child_that_wrote_it() -> None:
+    note = SharedNote(1000)
+    assert note.read() == {}
+    for value in range(3):
+        child = os.fork()
+        if child == 0:
+            note.write({"value": value, "before": note.read().get("value")})
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert note.read() == {"value": value, "before": value - 1 if value else None}
+
+
+def test_value_that_was_half_written_leaves_the_one_before() -> None:
+    note = SharedNote(1000)
+    for value in range(5):
+        note.write({"value": value})
+        whole = bytes(note._memory[:])
+        note.write({"value": "next", "long": "x" * 100})
+        torn = bytes(note._memory[:])
+        changed = [place for place in range(len(whole)) if whole[place] != torn[place]]
+        for cut in changed[:: len(changed) // 20]:  # the first bytes of the next value are there
+            note._memory[:] = torn[:cut] + whole[cut:]
+            assert note.read() == {"value": value}
+        note._memory[:] = whole
+
+
+def test_value_that_is_too_long_is_not_written() -> None:
+    note = SharedNote(100)
+    note.write({"value": 1})
+    note.write({"value": "x" * 100})
+    assert note.read() == {"value": 1}
+
+
+def test_reader_continues_at_the_positions_of_another(tmp_path: Path) -> None:
+    directory = node_directory(tmp_path, 0)
+    directory.mkdir(parents=True)
+    log = directory / "rank0.out"
+    log.write_bytes(b"one\ntwo\nunfin")
+    Timeline(directory).note()
+    first = LogReader(tmp_path, node=0)
+    assert [line.text for line in first.read()] == ["one", "two"]
+    positions = json.loads(json.dumps(first.positions()))
+    with log.open("ab") as stream:
+        stream.write(b"ished\nfour\n")
+    Timeline(directory).note()  # that of the next agent, which begins again
+    second = LogReader(tmp_path, node=0)
+    second.continue_at(positions)
+    assert [line.text for line in second.finish()] == ["unfinished", "four"]
+
+
+def test_numbers_of_lines_go_on() -> None:
+    first = Writer()
+    first.message("a\nb")
+    assert Writer(first.next).message("c") == "3 clusterjob: c\n"
+
+
+def test_sums_of_samples_go_on_in_another_process() -> None:
+    facts = NodeFacts(0, "h", attempt=0, cores=2, memory=100)
+
+    def sample(at: float) -> Sample:
+        worker = WorkerSample(cpu=90.0, rss=5, pss=None, read=1.0, written=2.0, threads=1)
+        return Sample(
+            at,
+            at,
+            restart=0,
+            quiet=0.0,
+            cpu=50.0,
+            memory=7,
+            load=1.0,
+            received=3.0,
+            sent=1.0,
+            read=0.0,
+            written=0.0,
+            workers={0: worker},
+            gpus=(GpuSample(use=30.0, memory=9),),
+        )
+
+    whole, first, second = Usage(0.0), Usage(0.0), Usage(0.0)
+    for at in (5.0, 10.0):
+        whole.add(facts, sample(at))
+        first.add(facts, sample(at))
+    second.restore(facts, json.loads(json.dumps(first.state())))
+    assert second.to_json() == first.to_json()
+    for usage in (whole, second):
+        usage.add(facts, sample(15.0))
+    assert second.to_json() == whole.to_json()

@@ -1,0 +1,440 @@
+"""Waits in collectives: how they are measured, and which rank is named as a straggler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzzing import JSON, fuzz
+from hypothesis import strategies as st
+
+from clusterjob.backends.base import Status
+from clusterjob.backends.job_progress import progress
+from clusterjob.cli.top_columns import rank_columns
+from clusterjob.insight import sample_files
+from clusterjob.insight import stragglers as insight
+from clusterjob.insight.live_node import RankNow
+from clusterjob.node.agent.node_waits import NodeWaits
+from clusterjob.node.contract import World
+from clusterjob.node.logs import straggler_events
+from clusterjob.node.logs.events import EventLog, read_events
+from clusterjob.node.logs.log_files import node_directory
+from clusterjob.node.logs.straggler_events import Straggler
+from clusterjob.node.metrics import stragglers
+from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.stragglers import Lateness, Wait
+from clusterjob.node.metrics.writer import SegmentWriter
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.membership import Peer
+from clusterjob.node.rendezvous.rank_map import RankMap
+from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
+from clusterjob.node.verdict import JobState
+from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers.collective_waits import Waits
+
+Sent = list[tuple[float, float]]
+WORKER = WorkerSample(99.0, 1024, pss=None, read=0.0, written=0.0, threads=4)
+SAMPLE = Sample(
+    1.7e9, 5.0, restart=0, quiet=0.0, cpu=99.0, memory=1, load=1.0, received=0.0, sent=0.0,
+    read=0.0, written=0.0,
+)  # fmt: skip
+
+
+class Clock:
+    """The monotonic clock of the tests."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", made.monotonic)
+        yield made
+
+
+# -- the measurement in a worker -------------------------------------------------------------------
+
+
+def steps(waits: Waits, clock: Clock, count: int, *, step: float, waited: float) -> None:
+    for _ in range(count):
+        clock.now += step
+        waits.add_wait(waited)
+        waits.end_step()
+
+
+def make_waits(sent: Sent, *, on_host: bool = True) -> Waits:
+    return Waits(lambda step, waited: sent.append((step, waited)), on_host=lambda: on_host)
+
+
+def test_mean_step_and_wait_are_sent_every_5_s(clock: Clock) -> None:
+    sent: Sent = []
+    steps(make_waits(sent), clock, 210, step=0.1, waited=0.025)
+    assert sent == [(pytest.approx(0.1), pytest.approx(0.025))] * 4
+
+
+def test_first_steps_and_rare_long_waits_do_not_count(clock: Clock) -> None:
+    sent: Sent = []
+    waits = make_waits(sent)
+    steps(waits, clock, 3, step=30.0, waited=29.0)
+    for _ in range(6):
+        steps(waits, clock, 49, step=0.1, waited=0.01)
+        steps(waits, clock, 1, step=2.0, waited=1.9)  # the others wait for a checkpoint
+    assert sent
+    assert all(one == (pytest.approx(0.1), pytest.approx(0.01)) for one in sent)
+
+
+def test_several_optimizers_are_one_step_and_a_job_without_collectives_has_none(
+    clock: Clock,
+) -> None:
+    sent: Sent = []
+    waits = make_waits(sent)
+    for _ in range(200):
+        clock.now += 0.1
+        waits.add_wait(0.05)
+        waits.end_step()
+        clock.now += 0.1
+        waits.end_step()
+    assert sent[-1] == (pytest.approx(0.2), pytest.approx(0.05))
+    alone: Sent = []
+    other = make_waits(alone)
+    for _ in range(200):
+        clock.now += 0.1
+        other.end_step()
+    assert not alone
+
+
+def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(clock: Clock) -> None:
+    sent: Sent = []
+    waits = make_waits(sent, on_host=False)
+    for number in range(300):
+        clock.now += 0.1
+        waits.add_iteration(0.04 if number % 7 == 0 else None)
+        waits.end_step()
+    assert sent[-1] == (pytest.approx(0.1), pytest.approx(0.04))
+
+
+def test_waits_are_unknown_if_a_collective_does_not_keep_its_thread(clock: Clock) -> None:
+    sent: Sent = []
+    steps(make_waits(sent, on_host=False), clock, 200, step=0.1, waited=0.0)
+    assert not sent
+
+
+# -- the rule --------------------------------------------------------------------------------------
+
+
+def late_in(waits: dict[int, Wait]) -> dict[int, Lateness]:
+    found = stragglers.compare(waits)
+    return {rank: each for rank, each in found.items() if each.reaches(stragglers.SHARE)}
+
+
+def even(count: int, step: float = 0.5, waited: float = 0.05) -> dict[int, Wait]:
+    return {rank: Wait(step, waited) for rank in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("late", "count"),
+    [([3], 4), ([0], 2), ([2, 3], 4), ([7], 1024), (list(range(8, 16)), 64)],
+    ids=["one", "of two", "a node of two", "one of many", "a node of many"],
+)
+def test_ranks_that_wait_less_than_half_of_the_ranks_are_late(late: list[int], count: int) -> None:
+    waits = even(count, waited=0.45) | {rank: Wait(0.5, 0.05) for rank in late}
+    found = late_in(waits)
+    assert sorted(found) == late
+    assert found[late[0]] == Lateness(pytest.approx(0.4), step=0.5)
+    assert found[late[0]].share == pytest.approx(0.8)
+
+
+def test_no_rank_of_a_balanced_job_is_late() -> None:
+    chance = random.Random(7)
+    for count in (2, 3, 4, 64):
+        waits = {rank: Wait(0.5, 0.2 + chance.uniform(-0.02, 0.02)) for rank in range(count)}
+        assert not late_in(waits)
+    assert not late_in({})
+    assert not late_in({0: Wait(0.5, 0.0)})
+    assert not late_in(even(4, step=0.0, waited=0.0))
+    # 1 ms of 5 ms is too short to tell.
+    assert not late_in(even(4, 0.005, 0.0015) | {1: Wait(0.005, 0.0005)})
+
+
+def test_few_ranks_that_wait_long_do_not_make_the_others_late() -> None:
+    # Rank 0 collects what the others compute.
+    assert not late_in(even(8, waited=0.01) | {0: Wait(0.5, 0.49)})
+
+
+def test_rank_with_another_step_does_not_take_part() -> None:
+    assert not late_in(even(4, waited=0.4) | {3: Wait(60.0, 0.0)})
+
+
+NUMBER = st.floats(0, 1e9, allow_nan=False, allow_infinity=False)
+
+
+@fuzz(pairs=st.lists(st.tuples(NUMBER, NUMBER), max_size=12))
+def test_any_numbers_give_shares_between_0_and_1(pairs: list[tuple[float, float]]) -> None:
+    found = late_in({rank: Wait(*pair) for rank, pair in enumerate(pairs)})
+    assert len(found) <= len(pairs) / 2
+    for lateness in found.values():
+        assert 0 < lateness.waited <= lateness.step * (1 + 1e-9)
+        assert stragglers.SHARE <= lateness.share <= 1 + 1e-9
+
+
+@fuzz(lie=st.tuples(NUMBER, NUMBER), liar=st.integers(0, 7))
+def test_one_rank_that_lies_makes_no_other_rank_late(lie: tuple[float, float], liar: int) -> None:
+    assert set(late_in(even(8) | {liar: Wait(*lie)})) <= {liar}
+
+
+# -- from the agents to the events -----------------------------------------------------------------
+
+
+def make_peers() -> list[Peer]:
+    return [
+        Peer(node, f"gpu{node}", pid=1, nproc=2, send=lambda _: None, heard_at=0.0)
+        for node in range(2)
+    ]
+
+
+class Watched:
+    """A watch of 2 nodes x 2 ranks, and its events."""
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self.directory = directory
+        self._clock = clock
+        self._peers = make_peers()
+        self._watch = StragglerWatch(
+            0, RankMap({0: 0, 1: 2}, 4), EventLog(directory / "events.jsonl")
+        )
+
+    def measure(self, times: int, *waited: float, restart: int = 0) -> None:
+        """Send the waits of all ranks in steps of 0.5 s."""
+        for _ in range(times):
+            self._clock.now += 5.0
+            for peer in self._peers:
+                first = 2 * peer.node_rank
+                ranks = tuple(
+                    messages.RankWait(local, 0.5, waited[first + local]) for local in (0, 1)
+                )
+                self._watch.receive(peer, messages.RankWaits(restart, ranks))
+
+    def forge(self, *ranks: messages.RankWait) -> None:
+        self._watch.receive(self._peers[0], messages.RankWaits(0, ranks))
+
+    def events(self) -> list[tuple[str, int]]:
+        found = read_events(self.directory / "events.jsonl")
+        return [(event["event"], event["rank"]) for event in found]
+
+
+@pytest.fixture
+def watched(tmp_path: Path, clock: Clock) -> Watched:
+    return Watched(tmp_path, clock)
+
+
+def test_rank_that_stays_late_gets_one_event_in_10_minutes(watched: Watched) -> None:
+    watched.measure(2, 0.4, 0.4, 0.4, 0.0)
+    assert not watched.events()
+    watched.measure(100, 0.4, 0.4, 0.4, 0.0)
+    assert watched.events() == [("straggling", 3)]
+    watched.measure(30, 0.4, 0.4, 0.4, 0.0)
+    assert watched.events() == [("straggling", 3)] * 2
+    watched.measure(1, 0.05, 0.05, 0.05, 0.05)
+    watched.measure(1, 0.4, 0.4, 0.4, 0.0)
+    watched.measure(10, 0.05, 0.05, 0.05, 0.05)
+    assert watched.events()[2:] == [("caught_up", 3)]
+    for _ in range(5):  # it comes and goes
+        watched.measure(4, 0.4, 0.4, 0.4, 0.0)
+        watched.measure(4, 0.05, 0.05, 0.05, 0.05)
+    assert len(watched.events()) == 3
+
+
+def test_all_ranks_of_a_slow_node_are_stragglers(watched: Watched) -> None:
+    watched.measure(5, 0.4, 0.4, 0.0, 0.0)
+    assert watched.events() == [("straggling", 2), ("straggling", 3)]
+    now = progress(watched.directory).stragglers
+    assert straggler_events.text(now) == (
+        "ranks 2-3 (node 1, gpu1): the others wait 0.40 s of each 0.50 s step for them"
+    )
+
+
+def test_rank_that_is_late_once_or_now_and_then_gets_no_event(watched: Watched) -> None:
+    for _ in range(20):
+        watched.measure(2, 0.4, 0.4, 0.4, 0.0)
+        watched.measure(1, 0.05, 0.05, 0.05, 0.05)
+    assert not watched.events()
+
+
+def test_waits_of_another_round_and_of_impossible_ranks_are_ignored(watched: Watched) -> None:
+    watched.measure(9, 0.4, 0.4, 0.4, 0.0, restart=1)
+    for _ in range(9):
+        watched.forge(messages.RankWait(3, 0.5, 0.0), messages.RankWait(4000, 0.5, 0.5))
+    assert not watched.events()
+
+
+@fuzz(
+    many=st.lists(
+        st.lists(st.tuples(st.integers(0, 4095), NUMBER, NUMBER), max_size=4), max_size=30
+    )
+)
+def test_hostile_agent_names_no_rank_of_another_node(
+    many: list[list[tuple[int, float, float]]], tmp_path: Path, clock: Clock
+) -> None:
+    (tmp_path / "events.jsonl").unlink(missing_ok=True)
+    watched = Watched(tmp_path, clock)
+    for forged in many:
+        watched.measure(1, 0.05, 0.05, 0.05, 0.05)
+        watched.forge(*(messages.RankWait(*each) for each in forged))
+    assert {rank for _, rank in watched.events()} <= {0, 1}
+
+
+def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Clock) -> None:
+    peers = [
+        Peer(node, f"gpu{node}", pid=1, nproc=8, send=lambda _: None, heard_at=0.0)
+        for node in range(1024)
+    ]
+    ranks_of = RankMap({node: 8 * node for node in range(1024)}, 8192)
+    watch = StragglerWatch(0, ranks_of, EventLog(tmp_path / "events.jsonl"))
+    for _ in range(4):
+        clock.now += stragglers.interval(len(peers))
+        for peer in peers:
+            ranks = tuple(
+                messages.RankWait(local, 0.5, 0.0 if (peer.node_rank, local) == (700, 3) else 0.2)
+                for local in range(8)
+            )
+            watch.receive(peer, messages.RankWaits(0, ranks))
+    assert [event["rank"] for event in read_events(tmp_path / "events.jsonl")] == [5603]
+    assert stragglers.interval(1024) < 6
+    assert stragglers.interval(10_000) == 50.0
+
+
+def test_top_marks_straggler_and_shows_share_of_its_waits() -> None:
+    columns = {column.title: column for column in rank_columns({1}, {2, 1})}
+    ranks = [RankNow(rank, 0, "gpu0", waits=rank * 10.0) for rank in range(3)]
+    assert [columns["WAIT%"].text(rank) for rank in ranks] == ["0", "10", "20"]
+    assert [columns["RANK"].style(rank) for rank in ranks] == ["", "bold red", "bold yellow"]
+
+
+def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(clock: Clock) -> None:
+    sent: list[Any] = []
+    waits = NodeWaits(lambda message: sent.append(message) or True)
+    waits.receive(forkserver_messages.WorkerWaits(0, 0.5, 0.1))  # no round yet
+    waits.begin_round(
+        World(
+            0,
+            "127.0.0.1",
+            master_port=1,
+            agent_store=True,
+            node_rank=1,
+            nnodes=2,
+            nproc=2,
+            first_rank=4,
+            world_size=6,
+        )
+    )
+    for local_rank in (0, 1, 2, 4095):
+        waits.receive(forkserver_messages.WorkerWaits(local_rank, 0.5, 0.1))
+    waits.flush()
+    waits.flush()
+    rank_waits = tuple(messages.RankWait(local_rank, 0.5, 0.1) for local_rank in (0, 1))
+    assert sent == [messages.RankWaits(0, rank_waits)]
+    assert waits.newest() == {4: Wait(0.5, 0.1), 5: Wait(0.5, 0.1)}
+    waits.receive(forkserver_messages.WorkerWaits(1, 0.5, 0.2))
+    waits.flush()
+    assert len(sent) == 1
+    clock.now += 5.0
+    waits.flush()
+    assert sent[1:] == [messages.RankWaits(0, (messages.RankWait(1, 0.5, 0.2),))]
+    clock.now += 60.0
+    assert not waits.newest()
+
+
+# -- events that are read --------------------------------------------------------------------------
+
+
+def straggler(rank: int, node: int, waited: float = 0.42, host: str = "gpu1") -> Straggler:
+    return Straggler(rank, node, host, waited=waited, step=0.55)
+
+
+def test_line_names_rank_and_how_long_the_others_wait() -> None:
+    assert straggler_events.text([straggler(3, 0)]) == (
+        "rank 3 (node 0, gpu1): the others wait 0.42 s of each 0.55 s step for it"
+    )
+    several = [straggler(1, 0, 0.05), *(straggler(rank, rank, 0.5) for rank in range(2, 7))]
+    text = straggler_events.text(several)
+    assert text.startswith("rank 6 (node 6, gpu1): the others wait 0.50 s of each 0.55 s step")
+    assert text.endswith("; 3 more nodes")
+    assert straggler_events.text([]) == ""
+
+
+def test_status_has_stragglers_until_they_have_caught_up_or_the_round_ends(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.add("started", world_size=4, restart=0)
+    for rank in (3, 1):
+        log.add("straggling", restart=0, **straggler(rank, rank // 2).to_event())
+    found = progress(tmp_path).status(JobState.RUNNING).stragglers
+    assert found == (straggler(1, 0), straggler(3, 1))
+    assert found[0].to_json() == {
+        "rank": 1, "node": 0, "host": "gpu1", "waited_s": 0.42, "step_s": 0.55, "share": 0.764,
+    }  # fmt: skip
+    log.add("caught_up", rank=1)
+    assert progress(tmp_path).stragglers == (straggler(3, 1),)
+    log.add("stop", why="boom")
+    assert progress(tmp_path).stragglers == ()
+    assert straggler_events.of_job(tmp_path) == (straggler(1, 0), straggler(3, 1))
+    log.add("started", world_size=4, restart=1)
+    assert straggler_events.of_job(tmp_path) == ()
+
+
+def test_status_shows_newest_numbers_of_samples_and_keeps_those_of_the_event_without_samples(
+    tmp_path: Path,
+) -> None:
+    now = Status(JobState.RUNNING, stragglers=(straggler(3, 1, 0.05),))
+    assert insight.now(tmp_path, now) == now.stragglers
+    assert insight.now(tmp_path, Status(JobState.RUNNING)) == ()
+    for node in (0, 1):
+        node_directory(tmp_path, node).mkdir(parents=True)
+        facts = NodeFacts(node, f"gpu{node}", attempt=0, cores=8, memory=1 << 30)
+        writer = SegmentWriter(tmp_path, facts, 5.0)
+        workers = {
+            rank: replace(WORKER, step=500.0, waited=100.0 if rank == 3 else 400.0)
+            for rank in (2 * node, 2 * node + 1)
+        }
+        writer.add(replace(SAMPLE, workers=workers))
+        writer.close()
+    [found] = insight.now(tmp_path, now)
+    assert (found.rank, found.waited, found.step) == (3, pytest.approx(0.3), 0.5)
+
+
+def test_samples_of_older_versions_have_no_waits() -> None:
+    line = (
+        b"[1.7e9,5,0,0,100,1,1,0,0,0,0,[[0,99.5,1024,null,0,0,4],[1,99.5,1,null,0,0,4,50,20]],[]]"
+    )
+    sample = sample_files.parse(line)
+    assert isinstance(sample, Sample)
+    assert [worker.waits for worker in sample.workers.values()] == [None, 40.0]
+
+
+@fuzz(
+    event=st.fixed_dictionaries(
+        dict.fromkeys(("rank", "node_rank", "host", "waited_s", "step_s"), JSON | NUMBER)
+    )
+)
+def test_any_event_gives_a_harmless_line_or_none(event: dict[str, Any]) -> None:
+    found = straggler_events.read(event)
+    if found is not None:
+        assert straggler_events.text([found]).isprintable()
+        assert 0 <= found.to_json()["share"] <= 1
+
+
+def test_host_with_control_characters_is_harmless_in_the_line() -> None:
+    event = straggler(3, 0, host="\x1b[2Jx\n" * 200).to_event()
+    found = straggler_events.read(event)
+    assert found is not None
+    assert straggler_events.text([found]).isprintable()
+    assert len(found.host) < 1000
