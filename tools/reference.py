@@ -105,6 +105,7 @@ _KINDS = {
     FailureKind.OOM_HOST: "the memory of the host is used up",
     FailureKind.OOM_DEVICE: "the memory of a GPU is used up",
     FailureKind.DEVICE: "a CUDA, ECC or XID error",
+    FailureKind.DISK: "a disk of the host is full or broken",
     FailureKind.NETWORK: "the connection to another rank is lost",
     FailureKind.NODE_LOST: "the agent of a node has ended or sends no message",
     FailureKind.PROCESS_LOST: "the forkserver of a node, or torch's store, was killed",

@@ -54,7 +54,7 @@ def check_ranks(record: Record, ranks: Iterable[int] | None, world_size: int | N
 def world_size(record: Record) -> int | None:
     """Return the largest number of ranks; None if each node sets its own number of workers."""
     job = record.job
-    return None if job.nproc_is_default else job.working_nodes * job.nproc_per_node
+    return None if job.nproc_is_default else (record.nodes - job.spares) * job.nproc_per_node
 
 
 def nodes_with_workers(record: Record) -> list[int]:
@@ -63,7 +63,7 @@ def nodes_with_workers(record: Record) -> list[int]:
     In a job with spare nodes, or one that shrinks and grows, they differ from round to round.
     """
     job = record.job
-    nodes = list(range(job.working_nodes))
+    nodes = list(range(record.nodes - job.spares))
     if not job.spares and job.min_nodes is None:
         return nodes
     for event in read_job_events(record.job_dir):

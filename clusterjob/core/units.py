@@ -6,7 +6,6 @@ import re
 import signal
 
 from clusterjob.errors import SpecError
-from clusterjob.node.system import signals
 
 _NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 _SIZE = re.compile(rf"({_NUMBER})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -77,6 +76,8 @@ def parse_signal(text: str) -> str:
     Raises:
         SpecError: there is no such signal.
     """
+    from clusterjob.node.system import signals  # only for --warn-signal
+
     try:
         return signal.Signals(signals.number_of(str(text))).name
     except ValueError as error:

@@ -55,6 +55,7 @@ class FailureKind(str, Enum):
     IMPORT = "import"  # a module cannot be imported
     OOM_HOST = "oom_host"  # the host's memory is used up
     OOM_DEVICE = "oom_device"  # a GPU's memory is used up
+    DISK = "disk"  # a disk of the host is full or broken
     DEVICE = "device"  # a CUDA, ECC or XID error
     NETWORK = "network"  # the connection to another worker is gone
     RENDEZVOUS = "rendezvous"  # other ranks did not join

@@ -602,7 +602,7 @@ def test_killed_coordinator_leaves_no_result_and_both_nodes_lost(
     # Only the coordinator writes it; a missing result never counts as success.
     assert not (job.dir / "result.json").exists()
     assert [job.node_end(node)["state"] for node in (0, 1)] == ["LOST", "LOST"]
-    assert "lost node 0" in job.node_end(1)["reason"]
+    assert "lost the coordinator" in job.node_end(1)["reason"]
     assert "LOST" in job.stderr(job.agents[1])
 
 

@@ -171,7 +171,7 @@ def test_agent_that_loses_the_coordinator_saves_its_own_stacks(make_job: MakeJob
         os.kill(job.agents[0].pid, signal.SIGCONT)
     data = saved(job, node=1)
     assert ranks(data) == [2, 3]
-    assert data["why"].startswith("node 1 lost node 0: ")
+    assert data["why"].startswith("node 1 lost the coordinator: ")
     end = json.loads((job.dir / "ends" / "node1.json").read_text())
     assert (end["state"], end["evidence"]) == ("LOST", "logs/node1/stacks.txt")
     assert job.wait()[0] == 1

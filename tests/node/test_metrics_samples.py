@@ -70,9 +70,10 @@ def test_worker_use_is_that_of_the_kernel(running: Processes, tmp_path: Path) ->
         + SLEEP
     )
     writer = running.start(
-        f"""{UP}
+        f"""
 import os, time
 with open({str(file)!r}, "wb") as stream:
+    {UP}
     while True:
         stream.write(bytes(1 << 20)); stream.flush(); os.fsync(stream.fileno()); time.sleep(.05)
 """

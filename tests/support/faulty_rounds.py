@@ -25,6 +25,7 @@ FAULTS: tuple[tuple[str, str, int | None], ...] = (
     ("device_memory", "oom_device", 1),
     ("device", "device", 1),
     ("device_abort", "device", 1),
+    ("full_disk", "disk", 1),
     ("network", "network", None),
     ("missing_rank", "rendezvous", 1),
     ("missing_rank_of_torch", "rendezvous", None),

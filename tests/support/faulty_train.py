@@ -77,6 +77,11 @@ def device() -> None:
     )
 
 
+def full_disk() -> None:
+    with open("/dev/full", "w") as stream:
+        stream.write("a checkpoint")
+
+
 def device_abort() -> None:
     text = (
         "terminate called after throwing an instance of 'c10::AcceleratorError'\n"

@@ -54,7 +54,7 @@ def test_no_failure_is_retried_without_max_restarts_and_retry(kind: FailureKind)
 def test_first_failure_of_other_kinds_is_retried(kind: FailureKind) -> None:
     decision = policy(1).decide(failed(kind))
     assert decision.retry
-    assert decision.avoid == (kind.value in ("device", "network", "node_lost", "launch"))
+    assert decision.avoid == (kind.value in ("device", "disk", "network", "node_lost", "launch"))
     assert decision.charged == (kind is not FailureKind.PREEMPTED)
 
 

@@ -102,7 +102,7 @@ def test_sweeper_gets_return_values_and_error_of_failed_job(app: Path) -> None:
 
 def test_wrong_setting_is_an_error_before_any_job(app: Path) -> None:
     done = multirun(app, "lr=1,2", "hydra.launcher.nodes=many", code=1)
-    assert "could not be converted to Integer" in done.stderr
+    assert "'many' is not a whole number" in done.stderr
     done = multirun(app, "lr=1,2", "hydra.launcher.cluster=absent", code=1)
     assert "there is no cluster 'absent'" in done.stderr
     limits = ("hydra.launcher.max_running=1", "hydra.launcher.wait=false")

@@ -23,6 +23,7 @@ class Meaning(enum.Enum):
     NO_GPU_FOR_NCCL = enum.auto()
     OOM_DEVICE = enum.auto()
     DEVICE = enum.auto()
+    DISK = enum.auto()
     OOM_HOST = enum.auto()
     IMPORT = enum.auto()
     IN_TORCH_DISTRIBUTED = enum.auto()  # the failure is inside torch.distributed
@@ -121,6 +122,14 @@ _RULES = (
         "Python's MemoryError and OSError, c10/core/impl/alloc_cpu.cpp, torch/csrc/DataLoader.cpp",
     ),
     (
+        Meaning.DISK,
+        (
+            r"No space left on device|\[Errno 5\] Input/output error"
+            r"|\[Errno 30\] Read-only file system|PytorchStreamWriter failed writing file"
+        ),
+        "errno(3), through Python; caffe2/serialize/inline_container.cc",
+    ),
+    (
         Meaning.IMPORT,
         r"^(?:\[rank\d+\]: ?)?(?:ImportError|ModuleNotFoundError): ",
         "Python",
@@ -153,13 +162,16 @@ _KINDS = {
     Meaning.PEER_LOST: FailureKind.NETWORK,
     Meaning.OOM_DEVICE: FailureKind.OOM_DEVICE,
     Meaning.DEVICE: FailureKind.DEVICE,
+    Meaning.DISK: FailureKind.DISK,
     Meaning.OOM_HOST: FailureKind.OOM_HOST,
     Meaning.IMPORT: FailureKind.IMPORT,
 }
 
 
 # Only the error that ended the worker has these meanings, not an earlier error in its output.
-_OF_LAST_ERROR = frozenset({Meaning.OOM_DEVICE, Meaning.DEVICE, Meaning.OOM_HOST, Meaning.IMPORT})
+_OF_LAST_ERROR = frozenset({
+    Meaning.OOM_DEVICE, Meaning.DEVICE, Meaning.DISK, Meaning.OOM_HOST, Meaning.IMPORT,
+})  # fmt: skip
 
 
 def meanings_of_end(

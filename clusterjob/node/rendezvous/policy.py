@@ -40,6 +40,7 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.OOM_HOST: Rule(restarts=False, why="the memory is too small for this job"),
     FailureKind.OOM_DEVICE: Rule(restarts=False, why="the GPU's memory is too small for this job"),
     FailureKind.DEVICE: Rule(avoid=True),
+    FailureKind.DISK: Rule(avoid=True),
     FailureKind.NETWORK: Rule(avoid=True),
     FailureKind.NODE_LOST: Rule(avoid=True),
     FailureKind.PROCESS_LOST: Rule(),

@@ -28,9 +28,9 @@ _MAX_FILES = 100_000  # maximum entries of the checkpoint directory to look at
 _WALK_TIMEOUT = 3.0  # seconds at the end of an attempt: a shared disk may hang
 # Failures after which another attempt may succeed.
 _PASSING = frozenset({
-    FailureKind.DEVICE, FailureKind.HANG, FailureKind.NETWORK, FailureKind.NODE_LOST,
-    FailureKind.PREEMPTED, FailureKind.PROCESS_LOST, FailureKind.RENDEZVOUS, FailureKind.SIGNAL,
-    FailureKind.TERMINATED,
+    FailureKind.DEVICE, FailureKind.DISK, FailureKind.HANG, FailureKind.NETWORK,
+    FailureKind.NODE_LOST, FailureKind.PREEMPTED, FailureKind.PROCESS_LOST,
+    FailureKind.RENDEZVOUS, FailureKind.SIGNAL, FailureKind.TERMINATED,
 })  # fmt: skip
 
 
