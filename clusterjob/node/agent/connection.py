@@ -100,7 +100,6 @@ class Connection:
         Raises:
             RendezvousError: there was none in time.
         """
-        self._joining.lose()
         # An agent that was killed comes back after a second.
         after = _RETURN_SECONDS if lost.ended else _SEARCH_SECONDS
         after += self._alone * _AGAIN_SECONDS

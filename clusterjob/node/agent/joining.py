@@ -54,7 +54,7 @@ class Joining:
         self._print_line = print_line
         self._succession: Succession | None = None
         self._received_at = 0.0
-        self._deadline: float | None = None
+        self._deadline: float | None = None  # of the search that goes on
         self._addresses = list(addresses or ())
 
     def note(self, message: Succession) -> list[str]:
@@ -62,15 +62,6 @@ class Joining:
         self._succession, self._received_at = message, time.monotonic()
         self._addresses = [each.address for each in message.successors]
         return self._addresses
-
-    def lose(self) -> None:
-        """Record that the coordinator is lost, unless the search for it goes on."""
-        if self._deadline is not None:
-            return
-        wait = self._options.return_timeout
-        if self._options.spares or self._options.min_nodes is not None:
-            wait = max(wait, self._options.join_timeout)  # the job can go on without this node
-        self._deadline = time.monotonic() + wait
 
     def found(self) -> None:
         """Record that a coordinator has begun a round with this node."""
@@ -117,11 +108,13 @@ class Joining:
         return self._reconnect(hello, time.monotonic() + _LOOK_SECONDS)
 
     def _reconnect(self, hello: messages.Hello, turn: float) -> Joins:
-        self.lose()
+        if self._deadline is None:
+            wait = self._options.return_timeout
+            if self._options.spares or self._options.min_nodes is not None:
+                wait = max(wait, self._options.join_timeout)  # the job can go on without this node
+            self._deadline = time.monotonic() + wait
         search = Search(
-            [self._topology.master_addr, *self._addresses],
-            deadline=self._deadline or turn,
-            turn=turn,
+            [self._topology.master_addr, *self._addresses], deadline=self._deadline, turn=turn
         )
         return reconnect(
             search,

@@ -56,9 +56,10 @@ async def reconnect(
     Raises:
         RendezvousError: no coordinator has admitted this agent in time.
     """
-    begin, errors = time.monotonic(), {"": "no answer"}
+    begin, why = time.monotonic(), "no answer"
 
     async def join_at(address: str) -> Channel:
+        nonlocal why
         pause = _FIRST_PAUSE
         while True:
             for port in job.ports:
@@ -73,11 +74,11 @@ async def reconnect(
                         welcome_seconds=max(HANDSHAKE_SECONDS, options.lease),
                     )
                 except coordinator_link.ATTEMPT_ERRORS as error:
-                    errors[""] = coordinator_link.reason(error)
+                    why = coordinator_link.reason(error)
                     if isinstance(error, asyncio.TimeoutError):
                         break  # the machine is gone: the other ports would not answer either
                 except RendezvousError as error:  # it has not noticed the end of the last link yet
-                    errors[""] = error.message
+                    why = error.message
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE, pause * 1.5)
 
@@ -91,7 +92,7 @@ async def reconnect(
                 return None
             if moment >= search.deadline:
                 raise RendezvousError(
-                    f"no coordinator came back within {moment - begin:.0f} s: {errors['']}"
+                    f"no coordinator came back within {moment - begin:.0f} s: {why}"
                 )
             left = min(_CHECK_INTERVAL, search.turn - moment, search.deadline - moment)
             done, _ = await asyncio.wait(

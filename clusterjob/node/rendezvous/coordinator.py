@@ -151,7 +151,7 @@ class Coordinator:
         # `Round.handlers` has the functions for the other messages.
         self._handlers: dict[type, Callable[[Peer, Any], Outcome | None]] = {
             messages.KillNow: lambda _peer, _kill: None,
-            messages.Hello: lambda peer, _hello: self._state.send([peer]),
+            messages.Hello: lambda peer, _hello: self._state.send(peer),
             messages.Running: self._on_running,
             messages.StartedByExec: self._on_started_by_exec,
             messages.Cancel: self._on_cancel,

@@ -10,7 +10,7 @@ from clusterjob.node.environments import scheduler
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import coordinator_state, succession
-from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succession
+from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succession, Successor
 from clusterjob.node.rendezvous.history import History
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.nodes import Nodes
@@ -88,14 +88,17 @@ class StateKeeper:
             boot_id=processes.boot_id(),
         )
         coordinator_state.write(self._job_dir, self._state)
-        self.send(list(self._membership.peers.values()))
+        self._send(list(self._membership.peers.values()), order)
 
-    def send(self, peers: list[Peer]) -> None:
-        """Tell agents who may take the coordinator's place."""
-        if self._state is None or not succession.may_move(self._topology):
-            return
+    def send(self, peer: Peer) -> None:
+        """Tell an agent that has joined during a round who may take the coordinator's place."""
         own = self._topology.node_rank
-        order = succession.successors(self._membership.peers, own)
+        if self._state is not None:
+            self._send([peer], succession.successors(self._membership.peers, own))
+
+    def _send(self, peers: list[Peer], order: tuple[Successor, ...]) -> None:
+        if not succession.may_move(self._topology):
+            return
         heirs = {each.node for each in order}
         full = Succession(order, self._state, tuple(self._history.rounds[-_MAX_ROUNDS:]))
         brief = Succession(order)  # one message: it is encoded once for all agents
