@@ -99,8 +99,22 @@ async def reconnect(
                 attempts, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )
             for attempt in done:
+                attempts.remove(attempt)
                 return RemoteLink(attempt.result(), options)
         return None
     finally:
-        for attempt in attempts:
+        await _stop(attempts)
+
+
+async def _stop(attempts: Sequence[asyncio.Task[Channel]]) -> None:
+    """End all attempts: one that went on would join a coordinator that starts in this process.
+
+    Before Python 3.12, asyncio.wait_for loses a cancellation that arrives with its result.
+    """
+    while running := [attempt for attempt in attempts if not attempt.done()]:
+        for attempt in running:
             attempt.cancel()
+        await asyncio.wait(running, timeout=_FIRST_PAUSE)
+    for attempt in attempts:
+        if not attempt.cancelled() and attempt.exception() is None:
+            await attempt.result().close()
