@@ -122,13 +122,14 @@ _KINDS = {
 
 def kinds() -> str:
     """Return the table of the kinds of failures, and what follows each."""
-    head = "| kind | meaning | restarted | on the same node | counts for `--max-restarts` |"
-    lines = [head, "| --- " * 5 + "|"]
+    head = "| kind | meaning | restarted | on the same node | counts | queued again |"
+    lines = [head, "| --- " * 6 + "|"]
     for kind, rule in RULES.items():
         cells = ["no", "", ""]
         if rule.restarts:
             cells = ["until the same error comes twice" if rule.once else "yes"]
             cells += ["no" if rule.avoid else "yes", "yes" if rule.charged else "no"]
+        cells.append("yes" if rule.requeue else "no")
         lines.append(f"| `{kind}` | {_KINDS[kind]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

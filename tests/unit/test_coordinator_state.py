@@ -78,14 +78,16 @@ def test_deadline_stays_on_this_machine_and_is_moved_on_another() -> None:
         {"addresses": [5]},
         {"moves": 1.5},
         {"seconds_left": "1"},
+        {"seconds_left": -1.0},
         {"seconds_left": math.nan},
         {"made_at": 1e12},
         {"boot_id": None},
     ],
 )
 def test_damaged_state_is_ignored(tmp_path: Path, change: dict[str, Any]) -> None:
-    data = state(1e6).to_json() | change
-    (tmp_path / COORDINATOR).write_text(json.dumps(data))
+    coordinator_state.write(tmp_path, state(1e6))
+    data = json.loads((tmp_path / COORDINATOR).read_text())
+    (tmp_path / COORDINATOR).write_text(json.dumps(data | change))
     assert coordinator_state.read(tmp_path, 2) is None
 
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.system import files, processes
-from clusterjob.node.system.codec import Limit
+from clusterjob.node.system.codec import Codec, Limit, MalformedMessageError
 from clusterjob.node.verdict import RoundEnd
 
-_MAX_NUMBER = 2**31 - 1
-_MAX_SECONDS = 1e9
-_MAX_TEXT = 300  # characters
-_MAX_NODES = 1 << 14
 # One of them must be alive. A message to each agent names them all.
 MAX_SUCCESSORS = 8
+_Node = Annotated[int, Limit((1 << 24) - 1)]
+_Nodes = Annotated[tuple[_Node, ...], Limit(1 << 14)]
+_Text = Annotated[str, Limit(300)]
 
 
 @dataclass(frozen=True)
@@ -47,20 +45,20 @@ class CoordinatorState:
 
     attempt: int
     restarts: int
-    started_at: str
+    started_at: _Text
     seconds_left: float | None
     limit_runs: bool
-    node: int
-    host: str
+    node: _Node
+    host: _Text
     moves: int
     members: int
     wanted: int
-    nodes: tuple[int, ...]
-    avoided: tuple[int, ...]
-    addresses: tuple[str, ...]
+    nodes: _Nodes
+    avoided: _Nodes
+    addresses: Annotated[tuple[_Text, ...], Limit(MAX_SUCCESSORS)]
     clock: float
     made_at: float
-    boot_id: str
+    boot_id: _Text
 
     @property
     def deadline(self) -> float:
@@ -73,46 +71,13 @@ class CoordinatorState:
         same = self.boot_id == processes.boot_id()
         return (self.made_at if same else time.monotonic()) + self.seconds_left
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> CoordinatorState:
-        """Return the state that `to_json` wrote; ignore unknown keys.
-
-        Raises:
-            ValueError: a key is missing or has a wrong value.
-        """
-        if not isinstance(data, Mapping):
-            raise ValueError("not an object")  # noqa: TRY004 - one exception type
-        left = data.get("seconds_left")
-        return cls(
-            _count(data, "attempt"),
-            _count(data, "restarts"),
-            started_at=_text(data, "started_at"),
-            seconds_left=None if left is None else _seconds(data, "seconds_left"),
-            limit_runs=data.get("limit_runs") is True,
-            node=_count(data, "node"),
-            host=_text(data, "host"),
-            moves=_count(data, "moves"),
-            members=_count(data, "members"),
-            wanted=_count(data, "wanted"),
-            nodes=_counts(data, "nodes"),
-            avoided=_counts(data, "avoided"),
-            addresses=_texts(data, "addresses"),
-            clock=_seconds(data, "clock"),
-            made_at=_seconds(data, "made_at"),
-            boot_id=_text(data, "boot_id"),
-        )
-
 
 @dataclass(frozen=True)
 class Successor:
     """A node that may become the coordinator."""
 
-    node: Annotated[int, Limit((1 << 24) - 1)]
-    address: Annotated[str, Limit(300)]
+    node: _Node
+    address: _Text
 
 
 @dataclass(frozen=True)
@@ -129,10 +94,13 @@ class Succession:
     rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
 
 
+_CODEC = Codec(CoordinatorState)
+
+
 def write(job_dir: Path, state: CoordinatorState) -> None:
     """Write the state; an error such as a full disk leaves the state of an earlier round."""
     with contextlib.suppress(OSError):
-        files.write_json(job_dir / COORDINATOR, state.to_json())
+        files.write_json(job_dir / COORDINATOR, _CODEC.encode(state))
 
 
 def remove(job_dir: Path) -> None:
@@ -144,42 +112,7 @@ def remove(job_dir: Path) -> None:
 def read(job_dir: Path, attempt: int) -> CoordinatorState | None:
     """Return the state of this attempt; None if no round of it was started."""
     try:
-        state = CoordinatorState.from_json(files.read_json(job_dir / COORDINATOR))
-    except (OSError, ValueError):
+        state = _CODEC.decode(files.read_json(job_dir / COORDINATOR))
+    except (OSError, MalformedMessageError):
         return None
     return state if state.attempt == attempt else None
-
-
-def _count(data: Mapping[str, Any], name: str) -> int:
-    value = data.get(name)
-    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise ValueError(f"{name} is not a count")
-    return value
-
-
-def _counts(data: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    values = data.get(name)
-    if not isinstance(values, (list, tuple)) or len(values) > _MAX_NODES:
-        raise ValueError(f"{name} is not a list of nodes")
-    return tuple(_count({name: value}, name) for value in values)
-
-
-def _texts(data: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    values = data.get(name)
-    if not isinstance(values, (list, tuple)) or len(values) > MAX_SUCCESSORS:
-        raise ValueError(f"{name} is not a short list")
-    return tuple(_text({name: value}, name) for value in values)
-
-
-def _seconds(data: Mapping[str, Any], name: str) -> float:
-    value = data.get(name)
-    if not isinstance(value, (int, float)) or not abs(value) <= _MAX_SECONDS:
-        raise ValueError(f"{name} is not a number of seconds")
-    return float(value)
-
-
-def _text(data: Mapping[str, Any], name: str) -> str:
-    value = data.get(name)
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise ValueError(f"{name} is not a short text")
-    return value

@@ -22,6 +22,7 @@ class Rule:
         avoid: whether the next round leaves out the node that failed.
         charged: whether the restart counts for --max-restarts.
         once: whether the same error in a second round ends the job.
+        requeue: whether --until-done queues the job again after the last restart.
         why: why there is no restart; empty for a kind with restarts.
     """
 
@@ -29,27 +30,34 @@ class Rule:
     avoid: bool = False
     charged: bool = True
     once: bool = False
+    requeue: bool = True
     why: str = ""
 
 
 _AGAIN = "it would fail again"
+
+
+def _none(why: str) -> Rule:
+    return Rule(restarts=False, requeue=False, why=why)
+
+
 # docs/reference.md shows this table; a test compares them.
 RULES: dict[FailureKind, Rule] = {
-    FailureKind.CODE: Rule(once=True),
-    FailureKind.IMPORT: Rule(restarts=False, why=f"a module cannot be imported: {_AGAIN}"),
-    FailureKind.OOM_HOST: Rule(restarts=False, why="the memory is too small for this job"),
-    FailureKind.OOM_DEVICE: Rule(restarts=False, why="the GPU's memory is too small for this job"),
+    FailureKind.CODE: Rule(once=True, requeue=False),
+    FailureKind.IMPORT: _none(f"a module cannot be imported: {_AGAIN}"),
+    FailureKind.OOM_HOST: _none("the memory is too small for this job"),
+    FailureKind.OOM_DEVICE: _none("the GPU's memory is too small for this job"),
     FailureKind.DEVICE: Rule(avoid=True),
     FailureKind.DISK: Rule(avoid=True),
     FailureKind.NETWORK: Rule(avoid=True),
     FailureKind.NODE_LOST: Rule(avoid=True),
     FailureKind.PROCESS_LOST: Rule(),
-    FailureKind.LAUNCH: Rule(avoid=True, once=True),
+    FailureKind.LAUNCH: Rule(avoid=True, once=True, requeue=False),
     FailureKind.RENDEZVOUS: Rule(),
-    FailureKind.EARLY_EXIT: Rule(),
+    FailureKind.EARLY_EXIT: Rule(requeue=False),
     FailureKind.TERMINATED: Rule(),
     FailureKind.SIGNAL: Rule(),
-    FailureKind.EXIT_CODE: Rule(),
+    FailureKind.EXIT_CODE: Rule(requeue=False),
     FailureKind.HANG: Rule(),
     FailureKind.PREEMPTED: Rule(charged=False),
 }

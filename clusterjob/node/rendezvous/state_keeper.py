@@ -73,7 +73,7 @@ class StateKeeper:
             self._history.attempt,
             restarts,
             started_at=started_at,
-            seconds_left=None if math.isinf(due) else due - moment,
+            seconds_left=None if math.isinf(due) else max(0.0, due - moment),
             limit_runs=self._time_limit.runs,
             node=self._topology.node_rank,
             host=scheduler.node_name(),

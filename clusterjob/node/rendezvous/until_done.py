@@ -19,19 +19,14 @@ from pathlib import Path
 
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous.policy import RULES
 from clusterjob.node.system import files
-from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, FailureKind, JobState, Verdict
+from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, JobState, Verdict
 
 MAX_IDLE = 2  # attempts in a row without progress that end the job
 SHORT_ATTEMPT = 60.0  # seconds; a shorter attempt makes no progress, without a checkpoint directory
 _MAX_FILES = 100_000  # maximum entries of the checkpoint directory to look at
 _WALK_TIMEOUT = 3.0  # seconds at the end of an attempt: a shared disk may hang
-# Failures after which another attempt may succeed.
-_PASSING = frozenset({
-    FailureKind.DEVICE, FailureKind.DISK, FailureKind.HANG, FailureKind.NETWORK,
-    FailureKind.NODE_LOST, FailureKind.PREEMPTED, FailureKind.PROCESS_LOST,
-    FailureKind.RENDEZVOUS, FailureKind.SIGNAL, FailureKind.TERMINATED,
-})  # fmt: skip
 
 
 class UntilDone:
@@ -159,7 +154,7 @@ def _may_continue(verdict: Verdict, *, signalled: bool) -> bool:
             also exit code 0.
     """
     if verdict.state is JobState.FAILED and verdict.failure is not None:
-        return signalled or verdict.failure.kind in _PASSING
+        return signalled or RULES[verdict.failure.kind].requeue
     return verdict.state is JobState.PREEMPTED or (
         signalled and verdict.state is JobState.SUCCEEDED
     )
