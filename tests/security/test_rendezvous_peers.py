@@ -268,7 +268,7 @@ def test_success_of_worker_that_node_does_not_have_counts_for_no_rank(
         asyncio.wait_for(join_and_send(job, coordinator_port(job), once_started=sent), TEST_TIMEOUT)
     )
     assert job.wait() == [0]
-    assert not job.events("stragglers")
+    assert not job.events("unfinished")
 
 
 def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) -> None:

@@ -76,7 +76,7 @@ class MissingRanks:
         return stuck
 
 
-class Stragglers:
+class Unfinished:
     """The workers of one round that still run 10 s after the others succeeded; they may hang.
 
     Args:

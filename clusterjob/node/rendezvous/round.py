@@ -16,7 +16,7 @@ from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.hang_detection import HangDetection
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.rendezvous.missing_ranks import MissingRanks, Stragglers
+from clusterjob.node.rendezvous.missing_ranks import MissingRanks, Unfinished
 from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.rank_counter import RankCounter
 from clusterjob.node.rendezvous.rank_map import RankMap
@@ -52,7 +52,7 @@ class Round:
         nodes: the nodes that run workers.
         ranks: the ranks of each node.
         root_cause: the failures of the round.
-        stragglers: the workers that still run after the others succeeded.
+        unfinished: the workers that still run after the others succeeded.
         evidence: the stacks that are saved before the round is stopped.
         hang: detects that the workers hang.
         undone: the nodes whose workers have not all ended.
@@ -81,7 +81,7 @@ class Round:
         self.nodes = frozenset(node for node, world in worlds.items() if world.nproc)
         self.ranks = RankMap.of(worlds)
         self.root_cause = RootCause()
-        self.stragglers = Stragglers(self.ranks)
+        self.unfinished = Unfinished(self.ranks)
         self._missing_ranks = MissingRanks(self.ranks)
         self.evidence = Evidence(
             evidence_files.Round(job.job_id, job.attempt, restart, node_rank=own),
@@ -140,10 +140,10 @@ class Round:
         ended = Counter(node_rank for node_rank, _ in self._ended)
         return {rank for rank in self.undone if ended[rank] < peers[rank].nproc}
 
-    def name_stragglers(self) -> None:
+    def name_unfinished(self) -> None:
         """Write the workers that still run into the events, and their stacks into their logs."""
-        text, by_node = self.stragglers.name()
-        self._events.add("stragglers", text=text)
+        text, by_node = self.unfinished.name()
+        self._events.add("unfinished", text=text)
         for node_rank, ranks in by_node.items():
             probe = messages.ProbeRanks(tuple(ranks[:_MAX_SHOWN]), final=False, note=text)
             self._membership.peers[node_rank].send(probe)
@@ -182,7 +182,7 @@ class Round:
 
     def _on_succeeded(self, peer: Peer, message: messages.Succeeded) -> None:
         if peer.node_rank in self.nodes and message.local_rank < peer.nproc:
-            self.stragglers.ended(peer.node_rank, message.local_rank)
+            self.unfinished.ended(peer.node_rank, message.local_rank)
             self._ended.add((peer.node_rank, message.local_rank))
 
     def _on_failing(self, peer: Peer, message: messages.Failing) -> None:

@@ -60,7 +60,7 @@ class RoundWatch:
                 self._preemption.suspects_due,
                 self._preemption.due,
                 self._time_limit.due,
-                current.stragglers.due,
+                current.unfinished.due,
                 current.hang.due,
             )
             end = None
@@ -84,8 +84,8 @@ class RoundWatch:
     def _handle_due(self) -> Outcome | None:
         """Handle a deadline that has passed; return an outcome if it ends the round."""
         moment, current = time.monotonic(), self._round
-        if current.stragglers.due <= moment:
-            current.name_stragglers()
+        if current.unfinished.due <= moment:
+            current.name_unfinished()
         self._preemption.release(current.root_cause, moment)
         root = current.root()
         if (
