@@ -114,7 +114,7 @@ def one_run(
 ) -> tuple[Result, Progress, float]:
     """Run one launcher; return the result, the progress and the time of its start."""
     with disks.mounted(Path(f"{directory}-disk")) as disk:
-        progress = Progress(disk.directory / "model.pt")
+        progress = Progress(disk.directory / "checkpoints")
         with launcher_of(name, options, directory, progress.path) as launcher:
             begin = time.time()
             result = run(

@@ -1,4 +1,4 @@
-"""Watch a job's checkpoint: the steps that are saved, and a hash of the weights at each."""
+"""Watch a job's checkpoints: the steps that are saved, and a hash of the weights at each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ POLL_SECONDS = 0.1
 
 
 class Progress:
-    """The progress of one job, from the checkpoint that it writes.
+    """The progress of one job, from the checkpoints that it writes.
 
     Args:
-        path: the checkpoint.
+        path: the directory of `ctx.checkpoint`.
 
     Attributes:
         steps: the step of the latest checkpoint.
@@ -30,19 +30,19 @@ class Progress:
         self.steps = 0
         self.seen: list[tuple[float, int]] = []
         self.weights: dict[int, str] = {}
-        self._changed = 0.0
+        self._latest = ""
 
     def poll(self) -> None:
-        """Read the checkpoint if it is new."""
+        """Read the latest checkpoint if it is new."""
         try:
-            changed = self.path.stat().st_mtime
-            if changed == self._changed:
+            latest = max(self.path.glob("*.step*"), default=None)
+            if latest is None or latest.name == self._latest:
                 return
-            state = torch.load(self.path, map_location="cpu", weights_only=True)
+            state = torch.load(latest / "state.pt", map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError):
             return
-        self._changed = changed
-        step = int(state["step"])
+        self._latest = latest.name
+        step = int(latest.name.partition(".step")[2])
         if step > self.steps:
             self.steps, self.moved_at = step, time.monotonic()
             self.seen.append((self.moved_at - self.begin, step))

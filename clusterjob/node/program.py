@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterjob.errors import ClusterJobError
@@ -28,6 +29,7 @@ _LAUNCHER_FILES = (
     "<frozen importlib._bootstrap_external>",
 )
 
+_MAX_SOURCE = 1 << 20  # bytes
 # Words of torchrun's --nproc-per-node: one worker per GPU, per core, or per GPU and without GPUs
 # per core.
 WORKER_WORDS = ("gpu", "cpu", "auto")
@@ -66,6 +68,22 @@ class Program:
         if self.kind == "command":
             return [self.target, *self.args]
         return [python, *(["-m"] if self.kind == "module" else []), self.target, *self.args]
+
+    @property
+    def file(self) -> Path:
+        """The main file of a script, or of a module in the current directory."""
+        if self.kind == "script":
+            return Path(self.target)
+        path = Path(*self.target.split("."))
+        return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+
+    def source(self) -> bytes:
+        """Return the first 1 MB of the main file; nothing if it cannot be read, or only once."""
+        with contextlib.suppress(OSError, ValueError):
+            if self.file.is_file():  # not a pipe
+                with self.file.open("rb") as stream:
+                    return stream.read(_MAX_SOURCE)
+        return b""
 
     def launch_arguments(self) -> list[str]:
         """Return the arguments of `clusterjob launch` for this program, the inverse of parsing."""

@@ -18,6 +18,7 @@ class Meaning(enum.Enum):
 
     PEER_LOST = enum.auto()  # the connection to another worker is lost
     RANKS_MISSING = enum.auto()  # other ranks did not join
+    PEER_FAILED = enum.auto()  # another worker has an error, and this one raises its own
     TERMINATED = enum.auto()  # SIGTERM ended a process that the worker needs
     CHILD_KILLED = enum.auto()  # SIGKILL may have ended a process that the worker needs
     NO_GPU_FOR_NCCL = enum.auto()
@@ -64,6 +65,11 @@ _RULES = (
         Meaning.RANKS_MISSING,
         r"\bRanksMissingError: ",
         "clusterjob.errors, in the traceback of a worker that has no report pipe",
+    ),
+    (
+        Meaning.PEER_FAILED,
+        r"\bCheckpointError: .*: another process failed",
+        "clusterjob.worker.checkpoint",
     ),
     (
         Meaning.PEER_LOST,
@@ -170,6 +176,7 @@ _KINDS = {
 
 # Only the error that ended the worker has these meanings, not an earlier error in its output.
 _OF_LAST_ERROR = frozenset({
+    Meaning.PEER_FAILED,
     Meaning.OOM_DEVICE, Meaning.DEVICE, Meaning.DISK, Meaning.OOM_HOST, Meaning.IMPORT,
 })  # fmt: skip
 
@@ -231,8 +238,8 @@ def kind_of_end(
 
 
 def is_effect(found: frozenset[Meaning]) -> bool:
-    """Return whether the worker failed only because another worker has ended or is missing."""
-    return bool(found & {Meaning.PEER_LOST, Meaning.RANKS_MISSING})
+    """Return whether the worker failed only because another one failed, ended or is missing."""
+    return bool(found & {Meaning.PEER_LOST, Meaning.RANKS_MISSING, Meaning.PEER_FAILED})
 
 
 def in_collective(lines: Sequence[str]) -> bool:

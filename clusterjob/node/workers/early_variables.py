@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +30,6 @@ _READ_LATER = re.compile(
 )
 # `_apply` makes torch read these variables again.
 _READ_AGAIN = ("TORCH_DISTRIBUTED_DEBUG", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_MAX_BYTES = 1 << 20  # maximum bytes of a script to parse
 
 
 def matters(name: str) -> bool:
@@ -57,17 +55,13 @@ def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
         or only variables that a forked worker can still apply.
     """
     try:
-        path = _file_of(program)
-        if not path.is_file():
-            return None  # a pipe can be read only once
-        with path.open("rb") as stream:
-            source = stream.read(_MAX_BYTES)
+        source = program.source()
         if b"environ" not in source and b"putenv" not in source:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             statements = ast.parse(source).body
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # the worker shows the error
     for statement in _flat(statements):
         if _imports_torch(statement):
@@ -75,17 +69,10 @@ def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
         for name in _changed_by(statement, environ):
             if matters(name) and name not in _READ_AGAIN:
                 return (
-                    f"{path.name} line {statement.lineno} sets {name},"
+                    f"{program.file.name} line {statement.lineno} sets {name},"
                     " which torch reads while it is imported"
                 )
     return None
-
-
-def _file_of(program: Program) -> Path:
-    if program.kind == "script":
-        return Path(program.target)
-    path = Path(*program.target.split("."))
-    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _flat(statements: Iterable[ast.AST]) -> Iterator[ast.stmt]:

@@ -165,7 +165,8 @@ class Forkserver:
         why = None
         if options.start == "auto":
             why = early_variables.set_in(options.program, os.environ)
-        why = why or preload.preload_torch()
+        training = preload.trains(options.program)
+        why = why or preload.preload_torch(training=training)
         self._fork = why is None
         return why
 

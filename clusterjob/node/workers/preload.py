@@ -1,17 +1,24 @@
 """Preload torch once per node, before the forkserver forks the workers.
 
-`torchrun` imports torch in the launcher and again in every worker; clusterjob imports it once. A
-fork is safe only in a process with one thread and no CUDA context. Otherwise the workers are
+`torchrun` imports torch in the launcher and again in every worker; clusterjob imports it once. For
+a script that trains, it also imports torch._dynamo, which torch's optimizers import when they are
+first used: it takes a second of every worker.
+
+A fork is safe only in a process with one thread and no CUDA context. Otherwise the workers are
 started by exec, and one output line gives the reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import sys
 import time
+from typing import Any
 
+from clusterjob.node.program import Program
 from clusterjob.node.workers import early_variables, hook
 
 _THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined thread
@@ -19,8 +26,25 @@ _THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined threa
 _TORCH_CONSTANT_SEED = 67280421310721
 
 
-def preload_torch() -> str | None:
+# A script with one of these words uses an optimizer; one with a variable that torch._dynamo reads
+# while it is imported may set it before.
+_TRAINS = re.compile(
+    rb"\boptim\b|\.backward\(|Trainer\b|Accelerator\b|\blightning\b|torch\.compile"
+)
+_READ_BY_DYNAMO = re.compile(rb"TORCHDYNAMO_|TORCHINDUCTOR_|TORCH_COMPILE_")
+
+
+def trains(program: Program) -> bool:
+    """Return whether a program probably imports torch._dynamo, which can be preloaded then."""
+    source = program.source()
+    return _TRAINS.search(source) is not None and _READ_BY_DYNAMO.search(source) is None
+
+
+def preload_torch(*, training: bool = False) -> str | None:
     """Import torch and make this process ready to be forked.
+
+    Args:
+        training: whether to import what torch's optimizers import.
 
     Returns:
         None if workers can be forked, else the reason why they must be started by exec. An
@@ -45,11 +69,25 @@ def preload_torch() -> str | None:
         from clusterjob.worker import group
 
         group.load_functional()
+        if training:
+            # The worker shows the error of a broken installation; torch 1 has no such module.
+            with contextlib.suppress(Exception):
+                import torch._dynamo
+        if torch.backends.cuda.is_built() and _fork_breaks_cuda(torch):
+            return "importing torch called CUDA"
     threads = _count_threads_after_fork()
     if threads > 1:
         return f"{threads} threads run after the import of torch"
     gc.freeze()
     return None
+
+
+def _fork_breaks_cuda(torch: Any) -> bool:
+    """Return whether a forked worker cannot use CUDA: this process has counted the GPUs."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(child, 0)[1] != 0
 
 
 def has_torch() -> bool:
