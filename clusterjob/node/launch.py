@@ -151,7 +151,13 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
             console=console,
             notifier=_notifier(
-                notifications, topology, job=job, job_dir=job_dir, console=console, parent=parent
+                notifications,
+                topology,
+                options,
+                job=job,
+                job_dir=job_dir,
+                console=console,
+                parent=parent,
             ),
             parent=parent,
         )
@@ -215,23 +221,30 @@ def _worker_count(wanted: int | str, gpus: int) -> int:
 def _notifier(
     settings: str,
     topology: Topology,
+    options: LaunchOptions,
     job: JobIdentity,
     job_dir: Path,
     console: Console,
     parent: AgentParent | None,
 ) -> Notifier | None:
-    """Return node 0's notifier; None on another node or without --notify."""
-    if not settings or topology.node_rank:
+    """Return the notifier of a node that may coordinate; None on others or without --notify."""
+    if not settings:
         return None
     from clusterjob.node.notifications.notifier import Notifier
+    from clusterjob.node.rendezvous import succession
 
+    moves = options.max_restarts > 0 and succession.may_move(topology)
+    if topology.node_rank and not moves:
+        return None
     return Notifier(
         settings,
         job_id=job.job_id,
         job_dir=job_dir,
         attempt=job.attempt,
+        node=topology.node_rank,
         print_line=console.print,
         agent_parent=parent.pid if parent is not None else None,
+        moves=moves,
     )
 
 

@@ -21,6 +21,7 @@ from procs import TEST_TIMEOUT, Job, alive, all_pids, command_line, wait_until
 from servers import Hook, silent, webhook
 
 from clusterjob.core.notifications import NotifyPlace, packed
+from clusterjob.node.logs.events import read_job_events
 
 MakeJob = Callable[..., Job]
 # The first round fails on rank 1.
@@ -92,6 +93,33 @@ def test_killed_agent_of_node_0_that_starts_again_notifies_of_a_restart(
     job.path("go").touch()
     assert job.wait() == [0]
     assert hook.states[3:] == ["SUCCEEDED"]
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_coordinator_that_has_moved_notifies_instead_of_node_0(
+    make_job: MakeJob, hook: Hook, *, returns: bool
+) -> None:
+    job = make_job(3)
+    options = ("--spares", "1", "--max-restarts", "2", "--start", "exec", job.script(WAITS))
+    env = settings(hook.url, on="start end failure requeue")
+    job.start_all(*options, env=env)
+    assert sent(hook, 1) == ["RUNNING"]
+    job.agents[0].send_signal(signal.SIGKILL)  # the parent of node 0's agent, whose sender lives on
+    assert sent(hook, 2)[1] == "RESTARTING, restart 1 of 2"
+    if returns:
+        job.start(0, *options, env=env)
+        wait_until(lambda: _has_returned(job), TEST_TIMEOUT)
+    job.path("go").touch()
+    assert job.wait() == [-signal.SIGKILL, 0, 0, *[0] * returns]
+    assert hook.states[2:] == ["SUCCEEDED"]
+
+
+def _has_returned(job: Job) -> bool:
+    events = read_job_events(job.dir)
+    return (
+        len([each for each in events if each.get("event") == "joined" and not each["node_rank"]])
+        > 1
+    )
 
 
 def test_failure_is_notified_with_rank_host_and_exit_code(make_job: MakeJob, hook: Hook) -> None:

@@ -53,7 +53,7 @@ class Agent:
         job_dir: the job's directory, as this node sees it.
         forkserver: the forkserver, which was forked before.
         console: prints the agent's messages and the workers' output.
-        notifier: sends notifications; None without --notify, and on other nodes.
+        notifier: sends notifications if the coordinator is here; None without --notify.
         parent: starts this agent again if it is killed; None without restarts.
     """
 
@@ -168,9 +168,8 @@ class Agent:
             polls=self._supervisor is not None,
             on_cancel=self._on_cancel,
         )
-        if self._notifier is not None:
-            self._workers.sender = await self._notifier.start(again=self._replaces)
-            self._keep("sender", self._workers.sender)
+        if self._topology.node_rank == 0:
+            await self._start_notifier()
         await self._metrics.serve()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
@@ -187,7 +186,10 @@ class Agent:
             following.cancel()
         self._ended = True
         if self._notifier is not None:
-            self._notifier.ended(verdict)
+            if self._reports_end(verdict):
+                self._notifier.ended(verdict)
+            else:
+                self._notifier.leave()
         await self._coordinator.close()
         self._workers.stop_ordered = True
         self._preflight.close()
@@ -214,10 +216,27 @@ class Agent:
             await self._notifier.close(hurry=self._requests.kill_now)
             processes.kill_descendants()
 
+    async def _start_notifier(self) -> None:
+        """Start the sender of notifications, unless it runs."""
+        if self._notifier is not None and self._workers.sender is None:
+            again = self._replaces or self._topology.node_rank > 0
+            self._workers.sender = await self._notifier.start(again=again)
+            self._keep("sender", self._workers.sender)
+
+    def _reports_end(self, verdict: Verdict) -> bool:
+        """Return whether this node notifies of the end of the job."""
+        if self.coordinates or self._topology.node_rank:
+            return self.coordinates
+        if verdict.state is JobState.LOST:  # the other nodes go on if they are the larger part
+            return self._topology.nnodes <= 2
+        return self._connection is None or not self._connection.follows
+
     async def _serve(self, connection: Connection) -> Verdict:
         if not await connection.join():
             ended = self._without_coordinator()
             return ended or self._end.verdict(JobState.LOST, "the job has ended without this node")
+        if self.coordinates:
+            await self._start_notifier()
         handlers: dict[type, Callable[[Any], None]] = {
             messages.Start: self._start_round,
             messages.StartWithStore: self._start_round,
@@ -262,6 +281,8 @@ class Agent:
                 await asyncio.wait_for(self._workers.gone.wait(), _GONE_SECONDS)
             try:
                 if await connection.join_again(lost):
+                    if self.coordinates:
+                        await self._start_notifier()
                     return None
             except RendezvousError as error:
                 reason += f"; {error.message}"

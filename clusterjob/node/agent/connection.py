@@ -114,6 +114,11 @@ class Connection:
         self._stops.repeat()  # another process may be the coordinator now
         return True
 
+    @property
+    def follows(self) -> bool:
+        """Whether the coordinator is on another node."""
+        return isinstance(self._link, RemoteLink)
+
     def send(self, message: Any) -> bool:
         """Send a message to the coordinator; return False without a connection."""
         if self._link is None:

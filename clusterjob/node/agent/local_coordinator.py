@@ -32,7 +32,7 @@ class LocalCoordinator:
         job_dir: the job's directory, as this node sees it.
         print_line: prints one line for the user.
         watch: reports the error of a background task.
-        notifier: sends notifications; None without --notify, and on other nodes than node 0.
+        notifier: sends notifications; None without --notify.
     """
 
     def __init__(

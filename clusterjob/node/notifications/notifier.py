@@ -1,4 +1,7 @@
-"""The agent's side of notifications: start the sender, report events to it, wait for it."""
+"""The agent's side of notifications: start the sender, report events to it, wait for it.
+
+The node with the coordinator notifies: node 0 at first.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,10 @@ class Notifier:
         job_id: the job's id.
         job_dir: the job's directory, as this node sees it.
         attempt: the number of the job's attempt, from 0.
+        node: this node's number.
         print_line: prints one line for the user.
         agent_parent: the pid of the process that starts the agent again; None without one.
+        moves: whether another node goes on with a job that runs if this one is lost.
     """
 
     def __init__(
@@ -49,12 +54,16 @@ class Notifier:
         job_id: str,
         job_dir: Path,
         attempt: int,
+        node: int,
         print_line: Callable[[str], None],
         agent_parent: int | None = None,
+        *,
+        moves: bool = False,
     ) -> None:
         self._settings: dict[str, Any] = json.loads(settings) | {
             "job_dir": str(job_dir),
             "agent_parent": agent_parent,
+            "moves": moves,
         }
         self._job = {
             "job_id": job_id,
@@ -63,9 +72,11 @@ class Notifier:
         }
         self._job_dir = job_dir
         self._attempt = attempt
+        self._node = node
         self._print_line = print_line
         self._begun = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
+        self._early: list[dict[str, Any] | None] = []  # messages before the sender runs
         self._state = JobState.UNKNOWN
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -75,7 +86,8 @@ class Notifier:
         Return its pid; None if it cannot be started.
 
         Args:
-            again: whether the agent replaces one that was killed.
+            again: whether the agent replaces one that was killed, or the coordinator of another
+                node.
         """
         package = str(Path(__file__).parents[3])  # a directory, or the node zip
         paths = (package, os.environ.get("PYTHONPATH", ""))
@@ -92,13 +104,16 @@ class Notifier:
         except OSError as error:
             self._print_line(f"notify: the sender cannot be started: {error.strerror}")
             return None
-        reason = "the agent of node 0 was killed"
+        reason = f"the agent of node {self._node} was killed"
         killed = Event(FAILURE, state=str(JobState.LOST), reason=reason, final=True, **self._job)
         self._write(self._settings | {"killed": asdict(killed)})
         self._tasks.append(asyncio.create_task(self._print_notices()))
         if self._attempt and not again and not ends.preempted_before(self._job_dir, self._attempt):
             state = f"QUEUED AGAIN, attempt {self._attempt} starts"
             self._send(Event(REQUEUE, state=state, **self._job))
+        early, self._early = self._early, []
+        for message in early:
+            self._write(message)
         return self._process.pid
 
     def started(self, nnodes: int, world_size: int) -> None:
@@ -125,6 +140,14 @@ class Notifier:
         """Report the verdict."""
         self._state = verdict.state
         self._send(events.of_verdict(verdict, seconds=self._seconds(), **self._job))
+        self._close_stdin()
+
+    def leave(self) -> None:
+        """End without the verdict: another node reports it."""
+        self._write(None)
+        self._close_stdin()
+
+    def _close_stdin(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -148,8 +171,9 @@ class Notifier:
     def _send(self, event: Event) -> None:
         self._write(asdict(event))
 
-    def _write(self, message: dict[str, Any]) -> None:
+    def _write(self, message: dict[str, Any] | None) -> None:
         if self._process is None or self._process.stdin is None:
+            self._early.append(message)
             return
         with contextlib.suppress(OSError, RuntimeError):  # the sender has ended
             self._process.stdin.write(json.dumps(message).encode() + b"\n")

@@ -1,6 +1,7 @@
-"""The child process of node 0's agent that sends notifications, with retries and limits.
+"""The child process of an agent that sends notifications, with retries and limits.
 
-Its stdin has one line with the settings, then one line per event. Its stdout has one line per
+Its stdin has one line with the settings, then one line per event, or ``null`` at the end if another
+node reports the verdict. Its stdout has one line per
 message for the job's log; no line contains a URL.
 """
 
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 from clusterjob.node import contract
 from clusterjob.node.environments import scheduler
 from clusterjob.node.logs import ends
-from clusterjob.node.notifications import ARRAY_TASKS, END, FAILURE, targets
+from clusterjob.node.notifications import ARRAY_TASKS, END, FAILURE, START, targets
 from clusterjob.node.notifications.array import WholeArray
 from clusterjob.node.notifications.events import Event, short
 from clusterjob.node.system import processes
@@ -110,13 +111,20 @@ def main() -> None:
     signal.signal(signal.SIGUSR2, lambda *_: _AGAIN.set())
     first = sys.stdin.buffer.readline()  # apprise is imported only now, when the workers start
     sender = _Sender(settings)
-    ended = False
+    ended = started = False
     for line in filter(None, itertools.chain([first], sys.stdin.buffer)):
-        event = Event(**json.loads(line))
+        fields = json.loads(line)
+        if fields is None:
+            ended = True
+            break
+        event = Event(**fields)
         ended = ended or event.final
+        started = started or event.event == START
         sender.send(event)
     if not ended and not _goes_on(settings["agent_parent"]):
-        sender.send(_killed(settings))
+        killed = _killed(settings)
+        if killed.event == END or not (started and settings["moves"]):
+            sender.send(killed)
     sender.finish()
 
 
