@@ -264,6 +264,10 @@ def test_text_of_any_verdict_begins_with_state(verdict: Verdict) -> None:
             "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] "
             "Timed out waiting 3000ms for recv operation to complete"
         ),
+        (
+            "clusterjob.errors.CheckpointError: step 50 cannot be saved in out: "
+            "another process failed"
+        ),
     ],
 )
 def test_error_about_lost_peer_is_effect(line: str) -> None:
@@ -282,6 +286,7 @@ def test_error_about_lost_peer_is_effect(line: str) -> None:
         "Segmentation fault (core dumped)",
         "AssertionError",
         "loss is nan at step 5",
+        "clusterjob.errors.CheckpointError: step 50 cannot be saved in out: [Errno 28] No space",
     ],
 )
 def test_own_error_of_worker_is_not_effect(line: str) -> None:

@@ -300,6 +300,24 @@ def test_failed_save_of_rank_0_fails_on_all_ranks(tmp_path: Path) -> None:
     assert "0 step 1 cannot be saved in saved: [Errno" in ran.out
 
 
+def test_failed_save_is_blamed_on_rank_0_alone(tmp_path: Path) -> None:
+    text = """
+        import time
+        from clusterjob import bootstrap, errors
+        with bootstrap.init() as ctx:
+            open("saved", "w").close()
+            try:
+                ctx.checkpoint("saved").save({}, step=1)
+            except errors.CheckpointError:
+                time.sleep(ctx.is_main)  # the other rank reports its error first
+                raise
+        """
+    ran = launch("fork", 2, [script(tmp_path, text)], tmp_path)
+    assert ran.code == 1
+    assert "FAILED: rank 0 " in ran.err
+    assert "saved: [Errno" in ran.err.rpartition("FAILED: ")[2]
+
+
 SHARDED = """
     import sys
     import torch
