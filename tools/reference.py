@@ -122,7 +122,10 @@ _KINDS = {
 
 def kinds() -> str:
     """Return the table of the kinds of failures, and what follows each."""
-    head = "| kind | meaning | restarted | on the same node | counts | queued again |"
+    head = (
+        "| kind | meaning | restarted | on the same node | counts for `--max-restarts` "
+        "| queued again by `--until-done` |"
+    )
     lines = [head, "| --- " * 6 + "|"]
     for kind, rule in RULES.items():
         cells = ["no", "", ""]

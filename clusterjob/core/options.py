@@ -291,10 +291,10 @@ _ROWS = (
     Option("checkpoint_dir", _text, metavar="DIR", node="checkpoint_dir", group="restart",
         help="Checkpoints of --until-done; two attempts without a newer file end the job."),
     Option("notify", _notify, metavar="URL", merge=True, group="output",
-        help="Where node 0 sends notifications: a URL of apprise, or VARIABLE or @FILE that holds "
+        help="Where the job sends notifications: a URL of apprise, or VARIABLE or @FILE that holds "
         "it; never shown; repeatable (default: none)."),
     Option("notify_cmd", _lines, metavar="CMD", merge=True, group="output",
-        help="Shell command that node 0 runs for each notification, with CLUSTERJOB_NOTIFY_* "
+        help="Shell command that the job runs for each notification, with CLUSTERJOB_NOTIFY_* "
         "variables; repeatable (default: none)."),
     Option("notify_on", _words, metavar="EVENTS", group="output",
         help="Events to notify about: start, end, failure, requeue, array_tasks "

@@ -89,8 +89,8 @@ class JobSpec:
         checkpoint_dir: directory of the script's checkpoints, relative to workdir, for until_done;
             empty if it is unknown.
         warn_signal: signal that the workers get at the warning, such as SIGUSR1; empty for none.
-        notify: where node 0 sends notifications: URLs of apprise, which are never recorded.
-        notify_cmd: shell commands that node 0 runs for each notification.
+        notify: where the job sends notifications: URLs of apprise, which are never recorded.
+        notify_cmd: shell commands that the job runs for each notification.
         notify_on: events to notify about; see `clusterjob.node.notifications`.
         preflight: measure the hosts before the workers start: ``off``, ``warn`` or ``refuse``.
         hang_timeout: seconds without progress after which the job hangs; None for no detection.
