@@ -131,6 +131,8 @@ def kinds() -> str:
         cells = ["no", "", ""]
         if rule.restarts:
             cells = ["until the same error comes twice" if rule.once else "yes"]
+            if rule.pause:
+                cells = ["yes, in a row after 1, 2, 4, ... 60 s"]
             cells += ["no" if rule.avoid else "yes", "yes" if rule.charged else "no"]
         cells.append("yes" if rule.requeue else "no")
         lines.append(f"| `{kind}` | {_KINDS[kind]} | {' | '.join(cells)} |")

@@ -104,6 +104,14 @@ def test_error_of_unknown_line_is_retried_as_often_as_allowed() -> None:
     assert found == [True, True, False]
 
 
+def test_restarts_after_disk_failures_in_a_row_are_delayed_more_and_more() -> None:
+    own = policy(20)
+    full = failed(FailureKind.DISK, "OSError: [Errno 28] No space left on device")
+    assert [own.decide(full).pause for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert own.decide(failed(FailureKind.SIGNAL)).pause == 0
+    assert own.decide(full).pause == 0
+
+
 @pytest.mark.parametrize(("rank", "retried"), [(1, False), (None, True)])
 def test_program_that_cannot_start_ends_the_job_and_lost_forkserver_does_not(
     rank: int | None, retried: bool

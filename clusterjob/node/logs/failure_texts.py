@@ -30,6 +30,7 @@ class Meaning(enum.Enum):
     IN_TORCH_DISTRIBUTED = enum.auto()  # the failure is inside torch.distributed
 
 
+_FULL_DISK = "No space left on device"
 # Meaning, pattern, and the source of the text.
 _RULES = (
     (
@@ -130,7 +131,7 @@ _RULES = (
     (
         Meaning.DISK,
         (
-            r"No space left on device|\[Errno 5\] Input/output error"
+            rf"{_FULL_DISK}|\[Errno 5\] Input/output error"
             r"|\[Errno 30\] Read-only file system|PytorchStreamWriter failed writing file"
         ),
         "errno(3), through Python; caffe2/serialize/inline_container.cc",
@@ -240,6 +241,11 @@ def kind_of_end(
 def is_effect(found: frozenset[Meaning]) -> bool:
     """Return whether the worker failed only because another one failed, ended or is missing."""
     return bool(found & {Meaning.PEER_LOST, Meaning.RANKS_MISSING, Meaning.PEER_FAILED})
+
+
+def is_full_disk(message: str) -> bool:
+    """Return whether a failure's message says that a disk is full."""
+    return _FULL_DISK in message
 
 
 def in_collective(lines: Sequence[str]) -> bool:

@@ -227,7 +227,9 @@ class Coordinator:
             return end
         if decision.avoid and end.failure is not None:
             self._nodes.avoid(end.failure)
-        other = cancelled or await self._round_start.next(after=end)
+        if decision.pause:
+            self._print_line(f"the next round begins in {decision.pause:g} s: {end.reason}")
+        other = cancelled or await self._round_start.next(end, decision.pause)
         if other is not None:
             return other
         if decision.avoid and end.failure is not None:

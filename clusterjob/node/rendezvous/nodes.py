@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from clusterjob.errors import RendezvousError
+from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, outcome
@@ -157,10 +158,11 @@ class Nodes:
     def note_avoided(self, failure: Failure) -> None:
         """Record that later jobs should avoid the host of a failure; this part of the job goes on.
 
-        If only the agent was killed, its host is not to blame.
+        If only the agent was killed, its host is not to blame. A full disk may be a shared one.
         """
         node = failure.node_rank
-        if failure.kind is not FailureKind.NODE_LOST or node not in self._ended:
+        agent_killed = failure.kind is FailureKind.NODE_LOST and node in self._ended
+        if not agent_killed and not failure_texts.is_full_disk(failure.message):
             self._events.add(
                 "avoid",
                 node_rank=node,

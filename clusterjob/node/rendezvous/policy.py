@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous.outcome import Outcome
@@ -22,6 +22,7 @@ class Rule:
         avoid: whether the next round leaves out the node that failed.
         charged: whether the restart counts for --max-restarts.
         once: whether the same error in a second round ends the job.
+        pause: whether restarts in a row are delayed more and more, up to 60 s.
         requeue: whether --until-done queues the job again after the last restart.
         why: why there is no restart; empty for a kind with restarts.
     """
@@ -30,6 +31,7 @@ class Rule:
     avoid: bool = False
     charged: bool = True
     once: bool = False
+    pause: bool = False
     requeue: bool = True
     why: str = ""
 
@@ -48,7 +50,7 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.OOM_HOST: _none("the memory is too small for this job"),
     FailureKind.OOM_DEVICE: _none("the GPU's memory is too small for this job"),
     FailureKind.DEVICE: Rule(avoid=True),
-    FailureKind.DISK: Rule(avoid=True),
+    FailureKind.DISK: Rule(avoid=True, pause=True),
     FailureKind.NETWORK: Rule(avoid=True),
     FailureKind.NODE_LOST: Rule(avoid=True),
     FailureKind.PROCESS_LOST: Rule(),
@@ -62,6 +64,7 @@ RULES: dict[FailureKind, Rule] = {
     FailureKind.PREEMPTED: Rule(charged=False),
 }
 
+_LONGEST_PAUSE = 60.0  # seconds
 _SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError)\b")
 _WRONG_ARGUMENTS = 2  # the exit code of argparse and click
 _USAGE = re.compile(r"usage: ", re.IGNORECASE)
@@ -78,6 +81,7 @@ class Decision:
         avoid: whether the next round must leave out the node of the root cause.
         charged: whether the restart counts for --max-restarts.
         why: why there is no restart although some are left; empty if that is obvious.
+        pause: seconds to wait before the next round.
         more_memory: the factor of memory with which the scheduler must queue the job again; 0.0
             if it must not.
     """
@@ -86,6 +90,7 @@ class Decision:
     avoid: bool = False
     charged: bool = False
     why: str = ""
+    pause: float = 0.0
     more_memory: float = 0.0
 
 
@@ -109,6 +114,7 @@ class Policy:
         chosen = [Retry.parse(text) for text in options.retry]
         self._retries = {each.kind: each for each in chosen}
         self._kinds = Counter(each.kind for each in earlier)  # of the whole job
+        self._in_a_row = 0  # rounds that ended with a failure whose restarts are delayed
         self._charged = 0
         self._uncharged: Counter[FailureKind] = Counter()
         self._errors = {_error(each.kind, each.message, where=each.where) for each in earlier}
@@ -124,12 +130,18 @@ class Policy:
         failure = end.failure
         if failure is None:  # success, cancel, time limit, or preemption
             return Decision(retry=False)
-        decision = self._decide(failure)
+        decision, pause = self._decide(failure), self._pause(failure)
         self._kinds[failure.kind] += 1
         self._errors.add(_error(failure.kind, failure.message, where=failure.where))
-        if decision.retry:
-            self._count(failure.kind)
-        return decision
+        if not decision.retry:
+            return decision
+        self._count(failure.kind)
+        return replace(decision, pause=pause)
+
+    def _pause(self, failure: Failure) -> float:
+        """Return the seconds before the next round: a full disk would soon use all restarts."""
+        self._in_a_row = self._in_a_row + 1 if RULES[failure.kind].pause else 0
+        return min(2.0 ** (self._in_a_row - 2), _LONGEST_PAUSE) if self._in_a_row > 1 else 0.0
 
     def _count(self, kind: FailureKind) -> None:
         """Count a restart after a failure of this kind in this attempt."""

@@ -74,11 +74,12 @@ class RoundStart:
             return end
         return self._preflight.refusal()
 
-    async def next(self, after: Outcome | None) -> Outcome | None:
+    async def next(self, after: Outcome | None, pause: float = 0.0) -> Outcome | None:
         """Wait for the nodes of the next round; return an outcome if it cannot begin.
 
         Args:
             after: the outcome of the last round; None before the first.
+            pause: the least number of seconds to wait.
 
         Raises:
             MinorityError: more than half of the nodes may run without this coordinator.
@@ -86,7 +87,8 @@ class RoundStart:
         self.waits = True
         wait = self._nodes.wait(first=after is None)
         checked = time.monotonic()
-        while not wait.over():
+        earliest = checked + pause
+        while time.monotonic() < earliest or not wait.over():
             left = checked + _INTERVAL - time.monotonic()
             message = await self._membership.next_message(left)
             end = self._handle(*message) if message is not None else None
