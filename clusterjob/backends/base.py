@@ -67,7 +67,8 @@ class JobProgress:
     Attributes:
         phase: its phase.
         done, total: the nodes or ranks that have done it, and all; 0 if they are unknown.
-        detail: one line, such as why the workers are stopped; empty without one.
+        detail: one line, such as why the workers are stopped, or how many nodes are left of an
+            elastic job; empty without one.
         seconds: how long it has lasted, measured with one clock; None if it is unknown.
     """
 

@@ -151,6 +151,7 @@ class _Phases:
         self._joined: set[int] = set()
         self._nodes = 0
         self._world_size = 0
+        self._few_nodes = ""
         self._importing = False  # whether a rank imports torch
         self._began: float | None = None
 
@@ -179,6 +180,7 @@ class _Phases:
                 self.progress = JobProgress(JobPhase.NODES, len(self._joined), self._nodes)
         elif kind == "started":
             self._world_size, self._importing = _count(event, "world_size"), False
+            self._few_nodes = _few_nodes(event)
             phase = JobPhase.IMPORT if event.get("preload") is True else JobPhase.START
             self.progress = JobProgress(phase, 0, self._world_size)
         elif kind == "running":
@@ -189,7 +191,9 @@ class _Phases:
         elif kind == "ranks":
             joined, formed = _count(event, "joined"), _count(event, "formed")
             if self._world_size and formed >= self._world_size:
-                self.progress = JobProgress(JobPhase.RUNNING, formed, self._world_size)
+                self.progress = JobProgress(
+                    JobPhase.RUNNING, formed, self._world_size, detail=self._few_nodes
+                )
             else:
                 self.progress = JobProgress(JobPhase.RANKS, joined, self._world_size)
         elif kind == "stop":
@@ -202,7 +206,14 @@ class _Phases:
     def _start(self) -> None:
         if self.progress is None or self.progress.phase in (JobPhase.IMPORT, JobPhase.START):
             phase = JobPhase.IMPORT if self._importing else JobPhase.START
-            self.progress = JobProgress(phase, 0, self._world_size)
+            self.progress = JobProgress(phase, 0, self._world_size, detail=self._few_nodes)
+
+
+def _few_nodes(event: Mapping[str, Any]) -> str:
+    """Return how many nodes run a round, if an elastic job wants more; else an empty text."""
+    nodes, wanted = event.get("nodes"), _count(event, "wanted")
+    there = len(nodes) if isinstance(nodes, list) else wanted
+    return f"{there} of {wanted} nodes" if there < wanted else ""
 
 
 def _clock(event: Mapping[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""The text of a job's phase: "1 of 2 nodes joined", "importing torch", "running 3m 20s"."""
+"""The text of a job's phase, such as "1 of 2 nodes joined" or "running 3m 20s on 2 of 3 nodes"."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def phase_text(status: Status, *, has_output: bool = False) -> str:
             return f"queued: {status.reason}" if status.reason else "starting the agents"
         begun = "running" if status.started_at or has_output else "starting the agents"
         return f"{begun}: {status.reason}" if status.reason else begun
+    running = f"running on {progress.detail}" if progress.detail else "running"
     texts = {
         JobPhase.SETUP: progress.detail,
         JobPhase.NODES: "starting the agents"
         if progress.total == 1
         else _with_reason(f"{_counts(progress)} nodes joined", status.reason),
         JobPhase.IMPORT: "importing torch",
-        JobPhase.START: "running" if has_output else f"{_ranks(progress.total)} started",
+        JobPhase.START: running if has_output else f"{_ranks(progress.total)} started",
         JobPhase.RANKS: f"{_counts(progress)} ranks joined",
-        JobPhase.RUNNING: "running",
+        JobPhase.RUNNING: running,
         JobPhase.STOP: _with_reason("stopping", progress.detail),
     }
     text = texts[progress.phase]

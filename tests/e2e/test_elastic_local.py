@@ -129,6 +129,7 @@ def test_elastic_job_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> Non
     job.wait_for("up0.0", "up0.1", "up0.2")
     job.lose(2)
     job.wait_for("up1.0", "up1.1")
+    assert "on 2 of 3 nodes" in " ".join(job.ask("status").split())
     end = job.finish()
     assert (end["state"], end["nodes"], end["restarts"]) == ("SUCCEEDED", 3, 1)
     assert "[1] 1 of 2" in job.ask("logs").splitlines()

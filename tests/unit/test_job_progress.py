@@ -7,6 +7,7 @@ from typing import Any
 
 from clusterjob.backends.base import JobPhase
 from clusterjob.backends.job_progress import progress
+from clusterjob.cli.phase_text import phase_text
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.verdict import JobState
 
@@ -41,6 +42,27 @@ def test_each_event_gives_phase_counts_and_time(tmp_path: Path) -> None:
         log.add(name, **details)
         phase = progress(tmp_path).phase
         assert (phase and (str(phase.phase), phase.done, phase.total)) == wanted, name
+
+
+def test_elastic_job_without_some_nodes_says_so_while_it_runs(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+
+    def text() -> str:
+        return phase_text(progress(tmp_path).status(JobState.RUNNING), has_output=True)
+
+    started = {"preload": False, "world_size": 2, "wanted": 3}
+    log.add("started", nodes=[0, 2], **started)
+    log.add("running")
+    assert text() == "running on 2 of 3 nodes"
+    log.add("ranks", joined=2, formed=2)
+    assert text() == "running on 2 of 3 nodes"
+    log.add("started", nodes=[0, 2, 1], **started)
+    log.add("ranks", joined=3, formed=3)
+    assert text() == "running"
+    for forged in ({"nodes": 7}, {"nodes": [0], "wanted": "3"}, {"nodes": [0], "wanted": -1}):
+        log.add("started", **started | forged)
+        log.add("running")
+        assert text() == "running"
 
 
 def test_progress_names_slow_hosts_of_preflight(tmp_path: Path) -> None:

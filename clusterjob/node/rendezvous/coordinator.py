@@ -268,6 +268,7 @@ class Coordinator:
             restart=self._restarts,
             world_size=world.world_size,
             nodes=nodes,
+            wanted=self._nodes.selection.wanted,
             master_port=world.master_port,
             preload=self._options.preloads_torch,
         )
