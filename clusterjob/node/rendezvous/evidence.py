@@ -1,4 +1,4 @@
-"""Collect the stacks of all living ranks before a round is stopped, and save them."""
+"""Collect the stacks of the living ranks before a round is stopped, and save them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from clusterjob.node.system.sanitize import sanitize
 _ANSWER_SECONDS = 1.5  # seconds for a rank to answer its agent
 _DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
 _SECONDS = 1.9  # seconds for all agents to answer; the stop follows within 2 s
+# Nodes to ask after a failure, whose stop must not wait for thousands of answers.
+MOST_NODES = 128
 
 
 class Evidence:
@@ -70,19 +72,24 @@ class Evidence:
         """Whether all agents have answered."""
         return not self._unanswered
 
-    def ask(self, nodes: Collection[int], why: str, *, dumps: bool = True) -> float:
+    def ask(self, nodes: Collection[int], why: str, failed: int | None) -> float:
         """Ask agents for the stacks; return the monotonic time at which to stop waiting.
 
         Args:
             nodes: the nodes whose workers have not all ended.
             why: why the round is stopped.
-            dumps: whether to wait for the dumps of torch's flight recorder.
+            failed: the node whose failure ends the round. It and other nodes, spread over the job,
+                are asked then, without the dumps of torch's flight recorder. None to ask all.
         """
         self._why, self._asked_at = why, time.monotonic()
         peers = self._membership.peers
-        self._unanswered = {rank for rank in nodes if not peers[rank].lost}
+        alive = sorted(rank for rank in nodes if not peers[rank].lost)
+        self._unanswered = set(alive)
+        if failed is not None and len(alive) > MOST_NODES:
+            self._unanswered = {*alive[:: len(alive) // MOST_NODES + 1], failed} & set(alive)
+            self._why += f" (stacks of {len(self._unanswered)} of {len(alive)} nodes)"
         question = stack_messages.CollectStacks(
-            self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if dumps else 0.0
+            self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if failed is None else 0.0
         )
         for rank in self._unanswered:
             peers[rank].send(question)

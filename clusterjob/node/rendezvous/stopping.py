@@ -59,9 +59,10 @@ class RoundStop:
         """Wait for the stacks of the living ranks; return the outcome, with the hanging ranks."""
         evidence = self._round.evidence
         if end.stacks:
-            # A restart after a failure must not wait for dumps.
-            failed = end.failure is not None and end.failure.kind is not FailureKind.HANG
-            deadline = evidence.ask(self._round.living_nodes(), end.reason, dumps=not failed)
+            failed = None
+            if end.failure is not None and end.failure.kind is not FailureKind.HANG:
+                failed = end.failure.node_rank
+            deadline = evidence.ask(self._round.living_nodes(), end.reason, failed)
             while not (evidence.complete or self._kill_now):
                 if not await self._receive(deadline):
                     break
