@@ -79,5 +79,7 @@ def test_cuda_that_a_fork_would_break_is_found(monkeypatch: pytest.MonkeyPatch) 
     import torch
 
     assert not preload._fork_breaks_cuda(torch)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert preload._fork_breaks_cuda(torch)
+    for broken in (False, True):
+        # A function of torch for CUDA.
+        monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda broken=broken: broken, False)
+        assert preload._fork_breaks_cuda(torch) is broken

@@ -73,7 +73,7 @@ def preload_torch(*, training: bool = False) -> str | None:
             # The worker shows the error of a broken installation; torch 1 has no such module.
             with contextlib.suppress(Exception):
                 import torch._dynamo
-        if torch.backends.cuda.is_built() and _fork_breaks_cuda(torch):
+        if _fork_breaks_cuda(torch):
             return "importing torch called CUDA"
     threads = _count_threads_after_fork()
     if threads > 1:
@@ -83,10 +83,13 @@ def preload_torch(*, training: bool = False) -> str | None:
 
 
 def _fork_breaks_cuda(torch: Any) -> bool:
-    """Return whether a forked worker cannot use CUDA: this process has counted the GPUs."""
+    """Return whether a forked worker cannot use CUDA, since this process has counted the GPUs."""
+    broken = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+    if broken is None:  # a torch for the CPU
+        return False
     child = os.fork()
     if child == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
+        os._exit(int(broken()))
     return os.waitpid(child, 0)[1] != 0
 
 
