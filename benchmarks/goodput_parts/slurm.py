@@ -112,7 +112,9 @@ class Slurm:
         """Set a node down; the cluster then queues the job again."""
         name = f"nodename=n{node + 1}"
         self._cluster.run("scontrol", "update", name, "state=down", "reason=fault")
-        return lambda: self._cluster.run("scontrol", "update", name, "state=resume") and None
+        # A node that slurmctld has resumed already refuses this.
+        resume = ("scontrol", "update", name, "state=resume")
+        return lambda: self._cluster.run(*resume, check=False) and None
 
     def preempt(self) -> bool:
         """Queue the job again, as preemption with PreemptMode=REQUEUE does."""
