@@ -106,7 +106,7 @@ class Notifier:
             return None
         reason = f"the agent of node {self._node} was killed"
         killed = Event(FAILURE, state=str(JobState.LOST), reason=reason, final=True, **self._job)
-        self._write(self._settings | {"killed": asdict(killed)})
+        self._write(self._settings | {"killed": asdict(killed), "started": again})
         self._tasks.append(asyncio.create_task(self._print_notices()))
         if self._attempt and not again and not ends.preempted_before(self._job_dir, self._attempt):
             state = f"QUEUED AGAIN, attempt {self._attempt} starts"

@@ -1,8 +1,8 @@
 """The child process of an agent that sends notifications, with retries and limits.
 
 Its stdin has one line with the settings, then one line per event, or ``null`` at the end if another
-node reports the verdict. Its stdout has one line per
-message for the job's log; no line contains a URL.
+node reports the verdict. Its stdout has one line per message for the job's log; no line contains a
+URL.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR2, lambda *_: _AGAIN.set())
     first = sys.stdin.buffer.readline()  # apprise is imported only now, when the workers start
     sender = _Sender(settings)
-    ended = started = False
+    ended, started = False, settings["started"]
     for line in filter(None, itertools.chain([first], sys.stdin.buffer)):
         fields = json.loads(line)
         if fields is None:

@@ -39,16 +39,16 @@ class Rule:
 _AGAIN = "it would fail again"
 
 
-def _none(why: str) -> Rule:
+def _never(why: str) -> Rule:
     return Rule(restarts=False, requeue=False, why=why)
 
 
 # docs/reference.md shows this table; a test compares them.
 RULES: dict[FailureKind, Rule] = {
     FailureKind.CODE: Rule(once=True, requeue=False),
-    FailureKind.IMPORT: _none(f"a module cannot be imported: {_AGAIN}"),
-    FailureKind.OOM_HOST: _none("the memory is too small for this job"),
-    FailureKind.OOM_DEVICE: _none("the GPU's memory is too small for this job"),
+    FailureKind.IMPORT: _never(f"a module cannot be imported: {_AGAIN}"),
+    FailureKind.OOM_HOST: _never("the memory is too small for this job"),
+    FailureKind.OOM_DEVICE: _never("the GPU's memory is too small for this job"),
     FailureKind.DEVICE: Rule(avoid=True),
     FailureKind.DISK: Rule(avoid=True, pause=True),
     FailureKind.NETWORK: Rule(avoid=True),
