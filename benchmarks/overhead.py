@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from measuring import Failed, Row, compare, measured, option_parser, parse_options, row_of, run
-from start import first_all_reduce
+from start import until_written
 
 PARTS = ("start", "steps", "agent")
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
@@ -92,7 +92,8 @@ def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: 
     if "start" in options.parts:
         what = f"{options.ranks} ranks to the first all-reduce"
         sides = [
-            lambda o=o: first_all_reduce(job(options.ranks, o), *where) for o in (WITH, WITHOUT)
+            lambda o=o: until_written(job(options.ranks, o), "first_all_reduce.py", *where)
+            for o in (WITH, WITHOUT)
         ]
         rows.append(compare("start", what, options.runs, AT_MOST, *sides))
     if "steps" in options.parts:

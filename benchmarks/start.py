@@ -26,21 +26,26 @@ from measuring import (
     run,
 )
 
-PARTS = ("start", "help", "death")
+PARTS = ("start", "step", "help", "death")
 START_TARGETS = {8: 0.30, 16: 0.20}  # ours / torchrun's, by ranks
+# By part: the script, and what rank 0 has done when it writes the time.
+SCRIPTS = {
+    "start": ("first_all_reduce.py", "the first all-reduce"),
+    "step": ("first_step.py", "the first step"),
+}
 HELP_TARGET = 0.25  # ours / torchrun's
 DEATH_TARGET = 1.0  # seconds
 # How a worker dies, and the exit code of its job.
 DEATHS = {"raise": 1, "exit": 3, "SIGKILL": 137, "SIGSEGV": 139}
 
 
-def first_all_reduce(argv: list[str], environ: Mapping[str, str], directory: Path) -> float:
-    """Return the seconds from a command's start to rank 0's first all-reduce."""
+def until_written(
+    argv: list[str], script: str, environ: Mapping[str, str], directory: Path
+) -> float:
+    """Return the seconds from a command's start to the time that rank 0 of a script writes."""
     file = directory / "done"
     file.unlink(missing_ok=True)
-    begin, _, code, output = run(
-        [*argv, str(WORKERS / "first_all_reduce.py"), str(file)], environ, directory
-    )
+    begin, _, code, output = run([*argv, str(WORKERS / script), str(file)], environ, directory)
     if code != 0:
         raise Failed(f"{argv} ended with exit code {code}:\n{output}")
     return float(file.read_text()) - begin
@@ -75,18 +80,19 @@ def death(how: str, collective: str, environ: Mapping[str, str], directory: Path
 def measure(options: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> list[Row]:
     """Return the rows of the requested parts."""
     rows = []
-    if "start" in options.parts:
+    for part in [part for part in SCRIPTS if part in options.parts]:
+        script, what = SCRIPTS[part]
         for ranks in options.ranks:
             count = ["--nproc-per-node", str(ranks)]
             ours = [command("clusterjob"), "run", "--cluster", "local", "--nodes", "1", *count]
             sides = [
-                lambda argv=argv: first_all_reduce(argv, environ, directory)
+                lambda argv=argv, script=script: until_written(argv, script, environ, directory)
                 for argv in (ours, [command("torchrun"), *count])
             ]
             rows.append(
                 compare(
-                    "start",
-                    f"{ranks} ranks to the first all-reduce",
+                    part,
+                    f"{ranks} ranks to {what}",
                     options.runs,
                     START_TARGETS.get(ranks),
                     *sides,
@@ -115,7 +121,7 @@ def main() -> int:
         nargs="+",
         default=[8, 16],
         metavar="R",
-        help="ranks for the part start (default: 8 16)",
+        help="ranks for the parts start and step (default: 8 16)",
     )
     options = parse_options(parser, PARTS)
     if min(options.ranks) < 1:
