@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="length of the undisturbed runs (default: that of a run)",
     )
-    found.add_argument("--seed", type=int, default=15, help="seed of the faults (default: 15)")
+    # In 10 minutes, the first seed with ten faults: one of each card.
+    found.add_argument("--seed", type=int, default=5, help="seed of the faults (default: 5)")
     found.add_argument("--mean", type=float, default=60.0, help="mean seconds between two faults")
     found.add_argument("--spares", type=int, default=1, help="spare machines (default: 1)")
     found.add_argument("--hang-timeout", type=int, default=5, help="clusterjob's (default: 5)")

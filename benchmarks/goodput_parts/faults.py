@@ -20,7 +20,7 @@ class Kind(str, Enum):
     PREEMPT = "preempt"
 
 
-# How often each kind occurs, in parts of the whole: ranks fail most often.
+# How often each kind occurs among ten faults: ranks fail most often.
 WEIGHTS = {
     Kind.RANK: 3,
     Kind.AGENT: 2,
@@ -53,15 +53,17 @@ def schedule(seed: int, seconds: float, mean: float, kinds: list[Kind], nodes: i
         seed: gives the same faults each time.
         seconds: length of the run.
         mean: mean seconds between two faults; the distances have an exponential distribution.
-        kinds: the kinds that may occur.
+        kinds: the kinds that occur. They are drawn like cards, so that none is left out by chance.
         nodes: number of machines that run workers.
     """
     source = random.Random(seed)
-    weights = [WEIGHTS[kind] for kind in kinds]
+    cards: list[Kind] = []
     found = []
     at = FIRST_SECONDS
     while at < seconds:
-        (kind,) = source.choices(kinds, weights)
-        found.append(Fault(round(at, 1), kind, source.randrange(nodes)))
+        if not cards:
+            cards = [kind for kind in kinds for _ in range(WEIGHTS[kind])]
+            source.shuffle(cards)
+        found.append(Fault(round(at, 1), cards.pop(), source.randrange(nodes)))
         at += source.expovariate(1 / mean)
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from namespaces import Machine
 
-from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.events import read_job_events
 from goodput_parts.faults import Kind
 from goodput_parts.machines import Node, send
 from goodput_parts.run import RETURN_SECONDS
@@ -150,7 +150,7 @@ class Clusterjob(OnMachines):
         """Return the command of one machine."""
         argv = [sys.executable, "-m", "clusterjob", "launch"]
         argv += ["--nproc-per-node", "1", "--max-restarts", "100", "--warning", "20"]
-        argv += ["--hang-timeout", str(self._hang_timeout)]
+        argv += ["--hang-timeout", str(self._hang_timeout), "--heartbeat", "1", "--lease", "4"]
         argv += ["--spares", str(self._spares)] if self._spares else []
         variables = {
             "CLUSTERJOB_NNODES": str(len(self.nodes)),
@@ -171,9 +171,9 @@ class Clusterjob(OnMachines):
         return True
 
     def blamed(self) -> list[dict[str, Any]]:
-        """Return the restarts of events.jsonl: when, and which node was named."""
+        """Return the restarts in the job's events: when, and which node was named."""
         found = []
-        for event in read_events(self.job_dir / "events.jsonl"):
+        for event in read_job_events(self.job_dir):
             if event.get("event") in ("restart", "ended"):
                 why = str(event.get("why", event.get("reason", "")))
                 match = _NODE.search(why)
