@@ -54,21 +54,22 @@ def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
     assert job.result["restarts"] == 1
 
 
-@pytest.mark.parametrize(("error", "marked"), [("ENOSPC", []), ("EIO", [1, 2])])
-def test_broken_disk_moves_the_ranks_and_a_full_one_marks_no_host(
+@pytest.mark.parametrize(("error", "marked"), [("ENOSPC", []), ("EIO", [1])])
+def test_disk_that_fails_on_two_nodes_is_a_shared_one_and_a_full_one_marks_no_host(
     make_job: MakeJob, error: str, marked: list[int]
 ) -> None:
     job = make_job(3)
     script = job.script(f"""
         import errno, os
-        if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+        if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 3:
             raise OSError(errno.{error}, os.strerror(errno.{error}))
     """)
     job.start_all("--spares", "1", "--max-restarts", "3", script)
     assert job.wait() == [0, 0, 0]
     started, ended = job.events("started"), job.events("round_ended")
-    assert [event["nodes"] for event in started] == [[0, 1], [0, 2], [0, 1]]
-    assert [event["kind"] for event in ended] == ["disk", "disk", ""]
+    assert [event["nodes"] for event in started] == [[0, 1], [0, 2], [0, 2], [0, 2]]
+    assert [event["kind"] for event in ended] == ["disk", "disk", "disk", ""]
+    assert not job.events("waiting")  # for a node that is not avoided
     assert started[2]["monotonic"] - ended[1]["monotonic"] > 0.99
     assert [event["node_rank"] for event in job.events("avoid")] == marked
 

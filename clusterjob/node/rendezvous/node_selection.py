@@ -56,6 +56,10 @@ class NodeSelection:
             self.avoided.remove(node)
         self.avoided.append(node)
 
+    def pardon(self, nodes: Collection[int]) -> None:
+        """Use nodes like others again."""
+        self.avoided = [node for node in self.avoided if node not in nodes]
+
     def complete(self, usable: Collection[int]) -> bool:
         """Return whether the wanted number of nodes is usable, without avoided ones."""
         return len(set(usable).difference(self.avoided)) >= self.wanted

@@ -63,6 +63,7 @@ class Nodes:
         self._moved = self._took_over = False
         self._ended: set[int] = set()  # nodes whose agent has ended since the last round began
         self._losses: Counter[int] = Counter()
+        self._full_disks: set[int] = set()  # nodes on which a disk was full or broken
 
     def take_over(self, earlier: Earlier) -> None:
         """Go on after an earlier coordinator."""
@@ -135,12 +136,20 @@ class Nodes:
     def avoid(self, failure: Failure) -> None:
         """Leave the node of a failure out of the next rounds, if there are enough others.
 
-        A lost node may come back once.
+        A lost node may come back once. If a disk fails on a second node, it is a shared one.
         """
         node = failure.node_rank
+        if failure.kind is FailureKind.DISK:
+            self._full_disks.add(node)
+            if self._shares_disk():
+                self.selection.pardon(self._full_disks)
+                return
         lost = failure.kind is FailureKind.NODE_LOST
         if not lost or self._losses[node] > 1:
             self.selection.avoid(node)
+
+    def _shares_disk(self) -> bool:
+        return len(self._full_disks) > 1
 
     def replace(self, slow: Mapping[int, str]) -> bool:
         """Leave slow nodes out of the rounds; return whether there are enough others.
@@ -158,11 +167,14 @@ class Nodes:
     def note_avoided(self, failure: Failure) -> None:
         """Record that later jobs should avoid the host of a failure; this part of the job goes on.
 
-        If only the agent was killed, its host is not to blame. A full disk may be a shared one.
+        If only the agent was killed, its host is not to blame. A full disk may be a shared one, or
+        is emptied.
         """
         node = failure.node_rank
         agent_killed = failure.kind is FailureKind.NODE_LOST and node in self._ended
-        if not agent_killed and not failure_texts.is_full_disk(failure.message):
+        shared_disk = failure.kind is FailureKind.DISK and self._shares_disk()
+        full_disk = failure_texts.is_full_disk(failure.message)
+        if not (agent_killed or shared_disk or full_disk):
             self._events.add(
                 "avoid",
                 node_rank=node,
