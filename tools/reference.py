@@ -131,9 +131,10 @@ def kinds() -> str:
         cells = ["no", "", ""]
         if rule.restarts:
             cells = ["until the same error comes twice" if rule.once else "yes"]
+            cells += ["no" if rule.avoid else "yes"]
             if rule.pause:
-                cells = ["yes, in a row after 1, 2, 4, ... 60 s"]
-            cells += ["no" if rule.avoid else "yes", "yes" if rule.charged else "no"]
+                cells = ["yes, in a row after 1, 2, 4, ... 60 s", "no, unless on two nodes"]
+            cells.append("yes" if rule.charged else "no")
         cells.append("yes" if rule.requeue else "no")
         lines.append(f"| `{kind}` | {_KINDS[kind]} | {' | '.join(cells)} |")
     return "\n".join(lines)

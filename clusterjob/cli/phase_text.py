@@ -1,4 +1,4 @@
-"""The text of a job's phase, such as "1 of 2 nodes joined" or "running 3m 20s on 2 of 3 nodes"."""
+"""The text of a job's phase, such as "importing torch" or "running 3m 20s on 2 of 3 nodes"."""
 
 from __future__ import annotations
 
