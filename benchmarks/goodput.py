@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="length of the two undisturbed runs (default: that of a run)",
     )
-    # In 10 minutes, the first seed with ten faults: one of each card.
+    # In 10 minutes, the first seed with ten faults: each kind occurs as often as planned.
     found.add_argument("--seed", type=int, default=5, help="seed of the faults (default: 5)")
     found.add_argument("--mean", type=float, default=60.0, help="mean seconds between two faults")
     found.add_argument("--spares", type=int, default=1, help="spare machines (default: 1)")

@@ -53,17 +53,17 @@ def schedule(seed: int, seconds: float, mean: float, kinds: list[Kind], nodes: i
         seed: gives the same faults each time.
         seconds: length of the run.
         mean: mean seconds between two faults; the distances have an exponential distribution.
-        kinds: the kinds that occur. They are drawn like cards, so that none is left out by chance.
+        kinds: the kinds that occur. They are drawn without replacement, so that none is left out.
         nodes: number of machines that run workers.
     """
     source = random.Random(seed)
-    cards: list[Kind] = []
+    pool: list[Kind] = []
     found = []
     at = FIRST_SECONDS
     while at < seconds:
-        if not cards:
-            cards = [kind for kind in kinds for _ in range(WEIGHTS[kind])]
-            source.shuffle(cards)
-        found.append(Fault(round(at, 1), cards.pop(), source.randrange(nodes)))
+        if not pool:
+            pool = [kind for kind in kinds for _ in range(WEIGHTS[kind])]
+            source.shuffle(pool)
+        found.append(Fault(round(at, 1), pool.pop(), source.randrange(nodes)))
         at += source.expovariate(1 / mean)
     return found

@@ -1,4 +1,4 @@
-"""A plain env:// training script: all ranks take one step; rank 0 writes its end time to FILE.
+"""A plain env:// training script: rank 0 writes the time of its first step to FILE.
 
 Use: first_step.py FILE
 """
