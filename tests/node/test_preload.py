@@ -37,7 +37,7 @@ STEP = """
     import torch
     loaded = "torch._dynamo" in sys.modules
     layer = torch.nn.Linear(2, 1)
-    {optimizer}
+    step = torch.optim.Adam(layer.parameters()).step
     layer(torch.ones(1, 2)).sum().backward()
     step()
     print(json.dumps([before, loaded, "torch._dynamo" in sys.modules]))
@@ -68,8 +68,7 @@ def test_missing_file_and_module_of_an_installation_do_not_train(tmp_path: Path)
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_workers_that_train_share_one_import_of_the_compiler(make_job: MakeJob, start: str) -> None:
     job = make_job(1)
-    script = STEP.format(optimizer="step = torch.optim.Adam(layer.parameters()).step")
-    job.start_all("--nproc-per-node", "2", "--start", start, job.script(script), python=WITH_TORCH)
+    job.start_all("--nproc-per-node", "2", "--start", start, job.script(STEP), python=WITH_TORCH)
     assert job.wait() == [0]
     for rank in (0, 1):
         assert json.loads(job.log(0, f"rank{rank}.out")) == [False, start == "fork", True]

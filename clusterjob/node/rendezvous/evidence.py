@@ -86,7 +86,7 @@ class Evidence:
         alive = sorted(rank for rank in nodes if not peers[rank].lost)
         self._unanswered = set(alive)
         if failed is not None and len(alive) > MOST_NODES:
-            self._unanswered = {*alive[:: len(alive) // MOST_NODES + 1], failed} & set(alive)
+            self._unanswered &= {*alive[:: len(alive) // MOST_NODES + 1], failed}
             self._why += f" (stacks of {len(self._unanswered)} of {len(alive)} nodes)"
         question = stack_messages.CollectStacks(
             self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if failed is None else 0.0

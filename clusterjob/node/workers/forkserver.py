@@ -165,8 +165,8 @@ class Forkserver:
         why = None
         if options.start == "auto":
             why = early_variables.set_in(options.program, os.environ)
-        training = preload.trains(options.program)
-        why = why or preload.preload_torch(training=training)
+        if why is None:
+            why = preload.preload_torch(training=preload.trains(options.program))
         self._fork = why is None
         return why
 
