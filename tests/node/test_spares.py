@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT, Job, below, kill_all, wait_until
 
-from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.events import read_events, read_job_events
 from clusterjob.node.rendezvous.node_selection import NodeSelection
 
 MakeJob = Callable[..., Job]
@@ -72,6 +72,28 @@ def test_disk_that_fails_on_two_nodes_is_a_shared_one_and_a_full_one_marks_no_ho
     assert not job.events("waiting")  # for a node that is not avoided
     assert started[2]["monotonic"] - ended[1]["monotonic"] > 0.99
     assert [event["node_rank"] for event in job.events("avoid")] == marked
+
+
+def test_coordinator_that_has_moved_knows_the_disk_failures_before(make_job: MakeJob) -> None:
+    job = make_job(5)
+    script = job.script("""
+        import errno, os, time
+        failing = {"0": "1", "2": "2"}  # the rank that fails, by restart
+        if failing.get(os.environ["TORCHELASTIC_RESTART_COUNT"]) == os.environ["RANK"]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        open(os.environ["TORCHELASTIC_RESTART_COUNT"] + "." + os.environ["RANK"], "w").close()
+        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            time.sleep(0.05)
+    """)
+    job.start_all("--spares", "2", "--max-restarts", "3", script)
+    job.wait_for("1.0", "1.1", "1.2")
+    job.agents[0].send_signal(signal.SIGKILL)
+    assert job.wait()[1:] == [0, 0, 0, 0]
+    events = list(read_job_events(job.dir))
+    ended = [event["kind"] for event in events if event["event"] == "round_ended"]
+    assert ended == ["disk", "node_lost", "disk", ""]
+    marked = [event["node_rank"] for event in events if event["event"] == "avoid"]
+    assert marked == [1]  # then it is a shared disk
 
 
 def test_loss_of_idle_spare_does_not_disturb_the_workers(make_job: MakeJob) -> None:

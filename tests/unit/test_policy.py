@@ -112,6 +112,11 @@ def test_restarts_after_disk_failures_in_a_row_are_delayed_more_and_more() -> No
     assert own.decide(full).pause == 0
 
 
+def test_disk_failures_under_an_earlier_coordinator_delay_the_next_restart() -> None:
+    own = policy(20, earlier=(round_end("disk"), round_end("disk", restart=1)))
+    assert own.decide(failed(FailureKind.DISK)).pause == 2
+
+
 @pytest.mark.parametrize(("rank", "retried"), [(1, False), (None, True)])
 def test_program_that_cannot_start_ends_the_job_and_lost_forkserver_does_not(
     rank: int | None, retried: bool

@@ -72,6 +72,12 @@ class Nodes:
         self.selection.wanted = max(1, earlier.state.wanted)
         self.selection.nodes = list(earlier.state.nodes)
         self.selection.avoided = list(earlier.state.avoided)
+        self._full_disks = {
+            each.node
+            for each in earlier.rounds
+            if each.node is not None
+            and (each.attempt, each.kind) == (earlier.state.attempt, FailureKind.DISK)
+        }
         if earlier.moved and earlier.ended:
             self._ended.add(earlier.state.node)
 

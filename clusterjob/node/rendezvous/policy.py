@@ -130,21 +130,21 @@ class Policy:
         failure = end.failure
         if failure is None:  # success, cancel, time limit, or preemption
             return Decision(retry=False)
-        decision, pause = self._decide(failure), self._pause(failure)
+        decision = self._decide(failure)
         self._kinds[failure.kind] += 1
         self._errors.add(_error(failure.kind, failure.message, where=failure.where))
         if not decision.retry:
             return decision
         self._count(failure.kind)
-        return replace(decision, pause=pause)
+        return replace(decision, pause=self._pause())
 
-    def _pause(self, failure: Failure) -> float:
+    def _pause(self) -> float:
         """Return the seconds before the next round: a full disk would soon use all restarts."""
-        self._in_a_row = self._in_a_row + 1 if RULES[failure.kind].pause else 0
         return min(2.0 ** (self._in_a_row - 2), _LONGEST_PAUSE) if self._in_a_row > 1 else 0.0
 
     def _count(self, kind: FailureKind) -> None:
         """Count a restart after a failure of this kind in this attempt."""
+        self._in_a_row = self._in_a_row + 1 if RULES[kind].pause else 0
         if kind not in self._retries and RULES[kind].charged:
             self._charged += 1
         else:
