@@ -20,7 +20,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.coordinator import Coordinator
 from clusterjob.node.rendezvous.coordinator_link import LocalLink
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.system import processes
 
 PORT = int(os.environ.get("SCALE_PORT", "31999"))
@@ -56,14 +56,14 @@ async def act_as_node_0(link: LocalLink, joined: asyncio.Event) -> None:
 async def main(nnodes: int, job_dir: Path, token: bytes) -> None:
     processes.raise_open_files()
     topology = Topology(nnodes, 0, 1, "127.0.0.1", PORT, "benchmark")
-    coordinator = Coordinator(
+    node = NodeJob(
         topology,
         LaunchOptions(Program("script", "train.py")),
-        job=JobIdentity("scale", 0, token, [PORT], has_torch=True),
-        job_dir=job_dir,
+        JobIdentity("scale", 0, token, [PORT], has_torch=True),
+        job_dir,
         print_line=lambda line: print(line, file=sys.stderr, flush=True),
-        watch=lambda _task: None,
     )
+    coordinator = Coordinator(node, watch=lambda _task: None)
     running = asyncio.create_task(coordinator.run())
     while not coordinator.membership.tasks:  # it listens when these run
         await asyncio.sleep(0)

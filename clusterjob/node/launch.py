@@ -25,7 +25,7 @@ from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.rendezvous import ports
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.system import devices, private_dirs, processes, signals
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
@@ -101,7 +101,6 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     forkserver_pid, agent_end = _fork_forkserver(
         topology, options, job=job, job_dir=job_dir, stdin=stdin, parent=parent
     )
-    agent_end.setblocking(False)
     processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
     is_first = parent is None or not parent.starts  # not after an agent that was killed
@@ -118,9 +117,9 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     from clusterjob.node.logs.console import Console
     from clusterjob.node.workers.forkserver_client import ForkserverClient
 
-    reader = LogReader(job_dir, node=topology.node_rank, attempt=job.attempt)
+    shown = options.echo or numbered
     console = Console(
-        reader if options.echo or numbered else None,
+        LogReader(job_dir, node=topology.node_rank, attempt=job.attempt) if shown else None,
         numbered=numbered,
         note=parent.console if parent is not None else None,
     )
@@ -141,24 +140,14 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         console.close()
         return verdict
 
+    node = NodeJob(topology, options, job, job_dir, print_line=console.print)
     try:
         agent = Agent(
-            topology,
+            node,
             nproc,
-            options=options,
-            job=job,
-            job_dir=job_dir,
             forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
             console=console,
-            notifier=_notifier(
-                notifications,
-                topology,
-                options,
-                job=job,
-                job_dir=job_dir,
-                console=console,
-                parent=parent,
-            ),
+            notifier=_notifier(notifications, node, parent),
             parent=parent,
         )
         verdict = asyncio.run(live())
@@ -218,31 +207,24 @@ def _worker_count(wanted: int | str, gpus: int) -> int:
     return gpus if gpus and wanted != "cpu" else devices.usable_cores()
 
 
-def _notifier(
-    settings: str,
-    topology: Topology,
-    options: LaunchOptions,
-    job: JobIdentity,
-    job_dir: Path,
-    console: Console,
-    parent: AgentParent | None,
-) -> Notifier | None:
+def _notifier(settings: str, node: NodeJob, parent: AgentParent | None) -> Notifier | None:
     """Return the notifier of a node that may coordinate; None on others or without --notify."""
     if not settings:
         return None
     from clusterjob.node.notifications.notifier import Notifier
     from clusterjob.node.rendezvous import succession
 
-    moves = options.max_restarts > 0 and succession.may_move(topology)
-    if topology.node_rank and not moves:
+    own = node.topology.node_rank
+    moves = succession.may_move(node)
+    if own and not moves:
         return None
     return Notifier(
         settings,
-        job_id=job.job_id,
-        job_dir=job_dir,
-        attempt=job.attempt,
-        node=topology.node_rank,
-        print_line=console.print,
+        job_id=node.identity.job_id,
+        job_dir=node.directory,
+        attempt=node.identity.attempt,
+        node=own,
+        print_line=node.print_line,
         agent_parent=parent.pid if parent is not None else None,
         moves=moves,
     )
@@ -312,6 +294,7 @@ def _fork_forkserver(
             )
         )
     forkserver_end.close()
+    agent_end.setblocking(False)
     if stdin:  # descriptor 0 may be the user's terminal
         os.close(stdin)
     return pid, agent_end

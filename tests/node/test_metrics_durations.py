@@ -15,6 +15,7 @@ from clusterjob.node.logs.log_files import Timeline, node_directory
 from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 
 BEGIN = 1000.0
 
@@ -43,17 +44,14 @@ def metrics_of(job_dir: Path) -> NodeMetrics:
         node_rank=0, nnodes=1, nproc_per_node=2, master_addr="127.0.0.1", master_port=None,
         source="test",
     )  # fmt: skip
+    options = LaunchOptions(Program("script", "x.py"), metrics=False)
+    identity = JobIdentity("job", 1, b"token", [1], has_torch=False)
     return NodeMetrics(
-        topology,
-        LaunchOptions(Program("script", "x.py"), metrics=False),
-        job_id="job",
-        attempt=1,
-        job_dir=job_dir,
+        NodeJob(topology, options, identity, job_dir, print_line=print),
         forkserver=0,
         timeline=Timeline(node_directory(job_dir, 0)),
         alive=lambda: 0.0,
         waits=dict,
-        print_line=print,
     )
 
 

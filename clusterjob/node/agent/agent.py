@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
@@ -22,13 +21,11 @@ from clusterjob.node.agent.preflight_part import PreflightPart
 from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.agent.stop_messages import StopMessages
 from clusterjob.node.environments import scheduler, worker_endpoints
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.console import Console
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, stack_messages
 from clusterjob.node.rendezvous.coordinator_state import Succession
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.system import crashes, network, processes
@@ -46,11 +43,8 @@ class Agent:
     """The agent of one node.
 
     Args:
-        topology: this node.
+        node: the job, as this node sees it.
         nproc: workers of this node.
-        options: the node's options.
-        job: the job's identity and secret.
-        job_dir: the job's directory, as this node sees it.
         forkserver: the forkserver, which was forked before.
         console: prints the agent's messages and the workers' output.
         notifier: sends notifications if the coordinator is here; None without --notify.
@@ -59,20 +53,19 @@ class Agent:
 
     def __init__(
         self,
-        topology: Topology,
+        node: NodeJob,
         nproc: int,
-        options: LaunchOptions,
-        job: JobIdentity,
-        job_dir: Path,
         forkserver: ForkserverClient,
         console: Console,
         notifier: Notifier | None = None,
         parent: AgentParent | None = None,
     ) -> None:
+        topology, job_dir = node.topology, node.directory
+        self._node = node
         self._topology = topology
         self._nproc = nproc
-        self._options = options
-        self._job = job
+        self._options = node.options
+        self._job = node.identity
         self._job_dir = job_dir
         self._forkserver = forkserver
         self._console = console
@@ -87,12 +80,9 @@ class Agent:
         self._held = worker_endpoints.HeldPorts(nproc + 1)
         self._timeline = log_files.Timeline(log_files.node_directory(job_dir, topology.node_rank))
         self._workers = NodeWorkers(
-            topology,
-            options,
-            job=job,
-            job_dir=job_dir,
-            forkserver=forkserver,
-            console=console,
+            node,
+            forkserver,
+            console,
             send=self._send,
             replace_agent=self._replace_agent,
         )
@@ -107,23 +97,18 @@ class Agent:
         self._preflight = PreflightPart(topology, forkserver, send=self._send)
         self._restart = 0  # the round
         self._metrics = NodeMetrics(
-            topology,
-            options,
-            job_id=job.job_id,
-            attempt=job.attempt,
-            job_dir=job_dir,
-            forkserver=forkserver.pid,
+            node,
+            forkserver.pid,
             timeline=self._timeline,
             alive=lambda: self._workers.alive_at,
             waits=self._workers.waits.newest,
-            print_line=console.print,
             note=parent.usage if parent is not None else None,
         )
         self._end = NodeEnd(
             job_dir,
             topology.node_rank,
             host=self._host,
-            attempt=job.attempt,
+            attempt=self._job.attempt,
             failure=self._workers.failures.of_node,
         )
         self._ended = False
@@ -138,22 +123,10 @@ class Agent:
         self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
         self._requests.listen(self._forkserver.early)
         stops = StopMessages(self._requests, self._job_dir)
-        self._coordinator = LocalCoordinator(
-            self._topology,
-            self._options,
-            job=self._job,
-            job_dir=self._job_dir,
-            print_line=self._console.print,
-            watch=self._crashes.watch,
-            notifier=self._notifier,
-        )
+        self._coordinator = LocalCoordinator(self._node, self._crashes.watch, self._notifier)
         joining = Joining(
-            self._topology,
-            self._options,
-            job=self._job,
-            job_dir=self._job_dir,
+            self._node,
             leave=stops.cancellation,
-            print_line=self._console.print,
             addresses=self._parent.kept("successors") if self._parent is not None else None,
         )
         self._connection = Connection(
@@ -221,7 +194,8 @@ class Agent:
         if self._notifier is not None and self._workers.sender is None:
             again = self._replaces or self._topology.node_rank > 0
             self._workers.sender = await self._notifier.start(again=again)
-            self._keep("sender", self._workers.sender)
+            if self._parent is not None:
+                self._parent.keep("sender", self._workers.sender)
 
     def _reports_end(self, verdict: Verdict) -> bool:
         """Return whether this node notifies of the end of the job."""
@@ -300,10 +274,6 @@ class Agent:
             and not self._requests.cancelled.done()
         ):
             self._parent.replace_agent(why)
-
-    def _keep(self, name: str, value: Any) -> None:
-        if self._parent is not None:
-            self._parent.keep(name, value)
 
     def _start_round(self, order: messages.Start) -> None:
         """Start a round of workers, and record the growth of their files."""

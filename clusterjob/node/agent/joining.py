@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 from clusterjob.node.agent.reconnecting import Search, reconnect
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import coordinator_link, messages
 from clusterjob.node.rendezvous.coordinator_link import RemoteLink
 from clusterjob.node.rendezvous.coordinator_state import Succession
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.succession import Earlier
 
 _LOOK_SECONDS = 0.5  # seconds for a coordinator that runs to answer
@@ -27,31 +24,19 @@ class Joining:
     """The ways of one agent to the coordinator.
 
     Args:
-        topology: this node.
-        options: the timeouts.
-        job: the job's identity and secret.
-        job_dir: the job's directory, as this node sees it.
+        node: the job, as this node sees it.
         leave: returns the job's cancellation; None before it.
-        print_line: prints one line for the user.
         addresses: where the next coordinator may listen; None if that is unknown.
     """
 
     def __init__(
         self,
-        topology: Topology,
-        options: LaunchOptions,
-        job: JobIdentity,
-        job_dir: Path,
+        node: NodeJob,
         leave: Callable[[], messages.Cancel | None],
-        print_line: Callable[[str], None],
         addresses: Sequence[str] | None = None,
     ) -> None:
-        self._topology = topology
-        self._options = options
-        self._job = job
-        self._job_dir = job_dir
+        self._node = node
         self._leave = leave
-        self._print_line = print_line
         self._succession: Succession | None = None
         self._received_at = 0.0
         self._deadline: float | None = None  # of the search that goes on
@@ -88,13 +73,7 @@ class Joining:
             turn = time.monotonic() + after + self._position() * _TURN_SECONDS
             return self._reconnect(hello, turn)
         return coordinator_link.connect(
-            self._topology,
-            self._options,
-            job=self._job,
-            hello=hello,
-            print_line=self._print_line,
-            refusal=self._node_0_refusal,
-            leave=self._leave,
+            self._node, hello, refusal=self._node_0_refusal, leave=self._leave
         )
 
     def look(self, hello: messages.Hello, addresses: Sequence[str]) -> Joins:
@@ -109,25 +88,19 @@ class Joining:
 
     def _reconnect(self, hello: messages.Hello, turn: float) -> Joins:
         if self._deadline is None:
-            wait = self._options.return_timeout
-            if self._options.spares or self._options.min_nodes is not None:
-                wait = max(wait, self._options.join_timeout)  # the job can go on without this node
+            options = self._node.options
+            wait = options.return_timeout
+            if options.spares or options.min_nodes is not None:
+                wait = max(wait, options.join_timeout)  # the job can go on without this node
             self._deadline = time.monotonic() + wait
         search = Search(
-            [self._topology.master_addr, *self._addresses], deadline=self._deadline, turn=turn
+            [self._node.topology.master_addr, *self._addresses], deadline=self._deadline, turn=turn
         )
-        return reconnect(
-            search,
-            self._options,
-            job=self._job,
-            hello=hello,
-            leave=self._leave,
-            ended=self.has_ended,
-        )
+        return reconnect(search, self._node, hello=hello, leave=self._leave, ended=self.has_ended)
 
     def has_ended(self) -> bool:
         """Return whether the verdict of this attempt is in the shared job directory."""
-        return ends.has_result(self._job_dir, self._job.attempt)
+        return ends.has_result(self._node.directory, self._node.identity.attempt)
 
     def earlier(self, why: str, *, ended: bool) -> Earlier | None:
         """Return the lost coordinator, whose place this agent takes; None if it may not.
@@ -140,7 +113,7 @@ class Joining:
         if known is None or known.state is None:
             return None
         state = known.state
-        moved = state.node != self._topology.node_rank
+        moved = state.node != self._node.topology.node_rank
         return Earlier(
             state, known.rounds, why=why, ended=ended, moved=moved, received_at=self._received_at
         )
@@ -149,10 +122,10 @@ class Joining:
         """Return how many nodes come before this one; infinity if it is no successor."""
         known = self._succession
         nodes = [each.node for each in known.successors] if known and known.state else []
-        own = self._topology.node_rank
+        own = self._node.topology.node_rank
         return nodes.index(own) if own in nodes else math.inf
 
     def _node_0_refusal(self) -> str:
         """Return why node 0 cannot start, from the shared job directory; empty if it may start."""
-        refusals = ends.refusals(self._job_dir, self._job.attempt)
+        refusals = ends.refusals(self._node.directory, self._node.identity.attempt)
         return next((failure.message for failure in refusals if failure.node_rank == 0), "")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterjob.node.environments.topology import Topology
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.coordinator import Coordinator
 from clusterjob.node.rendezvous.coordinator_link import LocalLink
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.nodes import MinorityError
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.verdict import Verdict
@@ -26,30 +23,18 @@ class LocalCoordinator:
     """Start the coordinator in this process: at the start of a job, or after a loss.
 
     Args:
-        topology: this node.
-        options: the node's options.
-        job: the job's identity and secret.
-        job_dir: the job's directory, as this node sees it.
-        print_line: prints one line for the user.
+        node: the job, as this node sees it.
         watch: reports the error of a background task.
         notifier: sends notifications; None without --notify.
     """
 
     def __init__(
         self,
-        topology: Topology,
-        options: LaunchOptions,
-        job: JobIdentity,
-        job_dir: Path,
-        print_line: Callable[[str], None],
+        node: NodeJob,
         watch: Callable[[asyncio.Task[None]], None],
         notifier: Notifier | None,
     ) -> None:
-        self._topology = topology
-        self._options = options
-        self._job = job
-        self._job_dir = job_dir
-        self._print_line = print_line
+        self._node = node
         self._watch = watch
         self._notifier = notifier
         self._coordinator: Coordinator | None = None
@@ -62,15 +47,9 @@ class LocalCoordinator:
             hello: the first message of this agent.
             earlier: the coordinator whose place this one takes; None at the start of a job.
         """
+        topology = replace(self._node.topology, master_addr=hello.address)
         self._coordinator = Coordinator(
-            replace(self._topology, master_addr=hello.address),
-            self._options,
-            job=self._job,
-            job_dir=self._job_dir,
-            print_line=self._print_line,
-            watch=self._watch,
-            notifier=self._notifier,
-            earlier=earlier,
+            replace(self._node, topology=topology), self._watch, self._notifier, earlier
         )
         return LocalLink(self._coordinator.membership, hello)
 

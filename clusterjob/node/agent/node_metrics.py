@@ -6,19 +6,17 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from clusterjob.node import job_processes
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.log_files import Timeline
 from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.metrics.stragglers import Wait
-from clusterjob.node.options import LaunchOptions
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.system import devices, processes
 from clusterjob.node.system.shared_note import SharedNote
 
@@ -27,42 +25,33 @@ class NodeMetrics:
     """Sample the workers of one node, unless ``--no-metrics`` is given.
 
     Args:
-        topology: this node.
-        options: the node's options.
-        job_id, attempt: the job.
-        job_dir: the job's directory.
+        node: the job, as this node sees it.
         forkserver: pid of the forkserver.
         timeline: knows when the workers wrote output.
         alive: returns the monotonic time of the last heartbeat of a worker.
         waits: returns how long each rank waits in collectives.
-        print_line: prints a message for the user.
         note: keeps the sums for the next agent of this node; None if there will be none.
     """
 
     def __init__(
         self,
-        topology: Topology,
-        options: LaunchOptions,
-        job_id: str,
-        attempt: int,
-        job_dir: Path,
+        node: NodeJob,
         forkserver: int,
         timeline: Timeline,
         alive: Callable[[], float],
         waits: Callable[[], Mapping[int, Wait]],
-        print_line: Callable[[str], None],
         note: SharedNote | None = None,
     ) -> None:
         self._begin = time.monotonic()
+        topology, job_dir = node.topology, node.directory
         self._topology = topology
-        self._options = options
-        self._job_id = job_id
-        self._attempt = attempt
+        self._options = node.options
+        self._job = node.identity
         self._job_dir = job_dir
         self._forkserver = forkserver
         self._timeline = timeline
         self._alive = alive
-        self._print = print_line
+        self._print = node.print_line
         self._rounds: dict[int, float] = {}  # the begin of each
         self._found: dict[int, int] = {}  # the rank of each worker by pid
         self._changed = True
@@ -70,7 +59,7 @@ class NodeMetrics:
         facts = NodeFacts(
             topology.node_rank,
             scheduler.node_name(),
-            attempt=attempt,
+            attempt=self._job.attempt,
             cores=devices.usable_cores(),
             memory=0,
         )
@@ -96,7 +85,9 @@ class NodeMetrics:
         try:
             self._server = await prometheus.serve(
                 port,
-                lambda: prometheus.text_of(self._job_id, self._sampler.latest, self._sampler.usage),
+                lambda: prometheus.text_of(
+                    self._job.job_id, self._sampler.latest, self._sampler.usage
+                ),
             )
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", "") or error
@@ -152,7 +143,7 @@ class NodeMetrics:
         begins = [
             each
             for each in read_phases(self._job_dir, self._topology.node_rank)
-            if each.attempt == self._attempt
+            if each.attempt == self._job.attempt
         ]
         first = min((each.monotonic for each in begins), default=self._begin)
         # A phase of another boot is not of this attempt.

@@ -9,20 +9,17 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract
 from clusterjob.node.agent.node_waits import NodeWaits
 from clusterjob.node.agent.phase_recorder import PhaseRecorder
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.system import devices, processes
 from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages
@@ -35,10 +32,7 @@ class NodeWorkers:
     """The workers of one node.
 
     Args:
-        topology: this node.
-        options: the node's options.
-        job: the job's identity and secret.
-        job_dir: the job's directory, as this node sees it.
+        node: the job, as this node sees it.
         forkserver: starts, reaps and stops the workers.
         console: prints messages for the user.
         send: sends a message to the coordinator; returns False without a connection.
@@ -58,17 +52,15 @@ class NodeWorkers:
 
     def __init__(
         self,
-        topology: Topology,
-        options: LaunchOptions,
-        job: JobIdentity,
-        job_dir: Path,
+        node: NodeJob,
         forkserver: ForkserverClient,
         console: Console,
         send: Callable[[Any], bool],
         replace_agent: Callable[[str], None] = lambda _why: None,
     ) -> None:
+        topology, job, job_dir = node.topology, node.identity, node.directory
         self._topology = topology
-        self._options = options
+        self._options = node.options
         self._job = job
         self._job_dir = job_dir
         self._forkserver = forkserver
@@ -93,7 +85,7 @@ class NodeWorkers:
             scheduler.node_name(),
             directory=log_files.node_directory(job_dir, topology.node_rank),
             attempt=job.attempt,
-            under_torchrun=options.launcher == "torchrun",
+            under_torchrun=node.options.launcher == "torchrun",
         )
 
     # -- orders of the coordinator -----------------------------------------------------------------

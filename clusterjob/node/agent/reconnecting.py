@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from clusterjob.errors import RendezvousError
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import coordinator_link, messages
 from clusterjob.node.rendezvous.coordinator_link import RemoteLink
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.protocol import HANDSHAKE_SECONDS, Channel
 
 # Seconds between two rounds of attempts: the first pause and the longest.
@@ -37,8 +36,7 @@ class Search:
 
 async def reconnect(
     search: Search,
-    options: LaunchOptions,
-    job: JobIdentity,
+    node: NodeJob,
     hello: messages.Hello,
     leave: Callable[[], messages.Cancel | None],
     ended: Callable[[], bool],
@@ -47,8 +45,7 @@ async def reconnect(
 
     Args:
         search: where and how long to look.
-        options: the heartbeat interval and the lease, in seconds.
-        job: the job's identity, with the candidate ports.
+        node: the job, as this node sees it.
         hello: the first message of this agent.
         leave: returns the job's cancellation; None before it.
         ended: returns whether the job's verdict is recorded.
@@ -62,16 +59,16 @@ async def reconnect(
         nonlocal why
         pause = _FIRST_PAUSE
         while True:
-            for port in job.ports:
+            for port in node.identity.ports:
                 try:
                     return await coordinator_link.attempt(
                         address,
                         port,
-                        job=job,
+                        job=node.identity,
                         hello=hello,
                         leave=leave,
                         proof_seconds=HANDSHAKE_SECONDS,
-                        welcome_seconds=max(HANDSHAKE_SECONDS, options.lease),
+                        welcome_seconds=max(HANDSHAKE_SECONDS, node.options.lease),
                     )
                 except coordinator_link.ATTEMPT_ERRORS as error:
                     why = coordinator_link.reason(error)
@@ -100,7 +97,7 @@ async def reconnect(
             )
             for attempt in done:
                 attempts.remove(attempt)
-                return RemoteLink(attempt.result(), options)
+                return RemoteLink(attempt.result(), node.options)
         return None
     finally:
         await _stop(attempts)

@@ -7,14 +7,11 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import (
     coordinator_state,
     messages,
@@ -24,7 +21,7 @@ from clusterjob.node.rendezvous import (
     stopping,
 )
 from clusterjob.node.rendezvous.history import History
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.nodes import MinorityError, Nodes
 from clusterjob.node.rendezvous.outcome import Outcome
@@ -49,11 +46,7 @@ class Coordinator:
     """The coordinator of a job.
 
     Args:
-        topology: the coordinator's node.
-        options: the node's options.
-        job: the job's identity and secret.
-        job_dir: the directory for events and the verdict.
-        print_line: prints one line for the user.
+        node: the job, as the coordinator's node sees it.
         watch: reports the error of a background task.
         notifier: sends notifications; None without --notify.
         earlier: the coordinator whose place this one takes; None at the start of a job.
@@ -64,20 +57,17 @@ class Coordinator:
 
     def __init__(
         self,
-        topology: Topology,
-        options: LaunchOptions,
-        job: JobIdentity,
-        job_dir: Path,
-        print_line: Callable[[str], None],
+        node: NodeJob,
         watch: Callable[[asyncio.Task[None]], None],
         notifier: Notifier | None = None,
         earlier: Earlier | None = None,
     ) -> None:
+        topology, options, job_dir = node.topology, node.options, node.directory
         self._topology = topology
         self._options = options
-        self._job = job
+        self._job = job = node.identity
         self._job_dir = job_dir
-        self._print_line = print_line
+        self._print_line = node.print_line
         self._watch = watch
         self._notifier = notifier
         self._own = topology.node_rank
@@ -93,7 +83,7 @@ class Coordinator:
             topology.nnodes,
             own=self._own,
             events=self._events,
-            print_line=print_line,
+            print_line=node.print_line,
         )
         self._inbox = self.membership.inbox
         self._peers = self.membership.peers
@@ -103,9 +93,7 @@ class Coordinator:
         self._interrupted: Outcome | None = None  # the end of the round of an earlier coordinator
         self._history = History(options, job, job_dir, events=self._events)
         self._state = StateKeeper(
-            topology,
-            options,
-            job_dir,
+            node,
             membership=self.membership,
             nodes=self._nodes,
             history=self._history,
@@ -124,7 +112,7 @@ class Coordinator:
             events=self._events,
             next_message=self.membership.next_message,
             handle=self._handle,
-            print_line=print_line,
+            print_line=node.print_line,
         )
         self._round_start = RoundStart(
             options,

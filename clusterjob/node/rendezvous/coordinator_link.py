@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from clusterjob.errors import RendezvousError
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.rendezvous.stalls import Stalls
@@ -131,22 +130,16 @@ class RemoteLink:
 
 
 async def connect(
-    topology: Topology,
-    options: LaunchOptions,
-    job: JobIdentity,
+    node: NodeJob,
     hello: messages.Hello,
-    print_line: Callable[[str], None],
     refusal: Callable[[], str],
     leave: Callable[[], messages.Cancel | None],
 ) -> RemoteLink:
     """Join the coordinator; retry until it listens or --join-timeout has passed.
 
     Args:
-        topology: this node; the coordinator listens at its master_addr.
-        options: the join timeout, the heartbeat interval and the lease, in seconds.
-        job: the job's identity, with the candidate ports.
+        node: the job, as this node sees it; the coordinator listens at its master_addr.
         hello: the first message of this agent.
-        print_line: prints one line for the user.
         refusal: returns the reason why node 0 cannot start; empty without one.
         leave: returns the job's cancellation; None before it.
 
@@ -154,6 +147,7 @@ async def connect(
         RendezvousError: the coordinator refused this agent, or was not found in time; the message
             names the addresses, ports and errors.
     """
+    topology, options, job = node.topology, node.options, node.identity
     begin = time.monotonic()
     pause = _FIRST_PAUSE
     proof_seconds = protocol.HANDSHAKE_SECONDS  # grows: the coordinator of a large job may be busy
@@ -172,7 +166,7 @@ async def connect(
     async def notify() -> None:
         await asyncio.sleep(_FIRST_NOTICE)
         while True:
-            print_line(f"{describe()}; {time.monotonic() - begin:.0f} s so far")
+            node.print_line(f"{describe()}; {time.monotonic() - begin:.0f} s so far")
             await asyncio.sleep(_NOTICE_INTERVAL)
 
     notifying = asyncio.create_task(notify())

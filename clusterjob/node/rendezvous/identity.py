@@ -1,8 +1,13 @@
-"""The identity of a job: its id, its attempt, and the secret that its agents share."""
+"""What a node knows of its job: its place, its options, the secret of all agents."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.options import LaunchOptions
 
 
 @dataclass(frozen=True)
@@ -28,3 +33,22 @@ class JobIdentity:
 
     def __repr__(self) -> str:
         return f"JobIdentity({self.job_id!r}, attempt={self.attempt})"
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """The job, as one node sees it.
+
+    Attributes:
+        topology: this node.
+        options: the node's options.
+        identity: the job's identity and secret.
+        directory: the job's directory, as this node sees it.
+        print_line: prints one line for the user.
+    """
+
+    topology: Topology
+    options: LaunchOptions
+    identity: JobIdentity
+    directory: Path
+    print_line: Callable[[str], None]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 
 from clusterjob.node.environments import scheduler
-from clusterjob.node.environments.topology import Topology
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import coordinator_state, succession
 from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succession, Successor
 from clusterjob.node.rendezvous.history import History
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.nodes import Nodes
 from clusterjob.node.rendezvous.time_limit import TimeLimit
@@ -26,9 +24,7 @@ class StateKeeper:
     Without restarts it does nothing.
 
     Args:
-        topology: the coordinator's node.
-        options: the maximum number of restarts.
-        job_dir: the job's directory.
+        node: the job, as the coordinator's node sees it.
         membership, nodes, history, time_limit: parts of the coordinator.
         moves: how often the coordinator has moved.
         shift: seconds from this machine's monotonic clock to the clock of the job's events.
@@ -36,9 +32,7 @@ class StateKeeper:
 
     def __init__(
         self,
-        topology: Topology,
-        options: LaunchOptions,
-        job_dir: Path,
+        node: NodeJob,
         membership: Membership,
         nodes: Nodes,
         history: History,
@@ -47,9 +41,10 @@ class StateKeeper:
         moves: int,
         shift: float,
     ) -> None:
-        self._topology = topology
-        self._used = options.max_restarts > 0
-        self._job_dir = job_dir
+        self._own = node.topology.node_rank
+        self._used = node.options.max_restarts > 0
+        self._may_move = succession.may_move(node)
+        self._job_dir = node.directory
         self._membership = membership
         self._nodes = nodes
         self._history = history
@@ -68,14 +63,14 @@ class StateKeeper:
         if not self._used or started_at is None:
             return
         moment, due = time.monotonic(), self._time_limit.due
-        order = succession.successors(self._membership.peers, self._topology.node_rank)
+        order = succession.successors(self._membership.peers, self._own)
         self._state = CoordinatorState(
             self._history.attempt,
             restarts,
             started_at=started_at,
             seconds_left=None if math.isinf(due) else max(0.0, due - moment),
             limit_runs=self._time_limit.runs,
-            node=self._topology.node_rank,
+            node=self._own,
             host=scheduler.node_name(),
             moves=self._moves,
             members=self._nodes.members,
@@ -92,12 +87,11 @@ class StateKeeper:
 
     def send(self, peer: Peer) -> None:
         """Tell an agent that has joined during a round who may take the coordinator's place."""
-        own = self._topology.node_rank
         if self._state is not None:
-            self._send([peer], succession.successors(self._membership.peers, own))
+            self._send([peer], succession.successors(self._membership.peers, self._own))
 
     def _send(self, peers: list[Peer], order: tuple[Successor, ...]) -> None:
-        if not succession.may_move(self._topology):
+        if not self._may_move:
             return
         heirs = {each.node for each in order}
         full = Succession(order, self._state, tuple(self._history.rounds[-_MAX_ROUNDS:]))

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, rounds
 from clusterjob.node.rendezvous import coordinator_state
 from clusterjob.node.rendezvous.coordinator_state import MAX_SUCCESSORS, CoordinatorState, Successor
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.verdict import RoundEnd
 
@@ -53,9 +53,10 @@ class Earlier:
         return self.state.clock - (self.received_at if self.moved else self.state.made_at)
 
 
-def may_move(topology: Topology) -> bool:
+def may_move(node: NodeJob) -> bool:
     """Return whether another node can coordinate: not if a platform fixes the address."""
-    return topology.nnodes > 1 and topology.source in _FREE_ADDRESSES
+    topology, restarts = node.topology, node.options.max_restarts > 0
+    return restarts and topology.nnodes > 1 and topology.source in _FREE_ADDRESSES
 
 
 def successors(peers: Mapping[int, Peer], own: int) -> tuple[Successor, ...]:
