@@ -31,7 +31,7 @@ from measuring import environment
 from namespaces import machines, skip_reason
 
 _ROOT = Path(__file__).resolve().parents[1]
-LAUNCHERS = ("clusterjob", "torchrun", "slurm")
+LAUNCHERS = ("clusterjob", "torchrun", "slurm", "slurm-requeues")
 NODES = 4  # machines that run a rank
 GOODPUT_TARGET, PEER_TARGET = 0.90, 1.5
 
@@ -91,10 +91,12 @@ def launcher_of(
         "--save-every",
         str(options.save_every),
     ]
-    if name == "slurm":
+    if name.startswith("slurm"):
         from goodput_parts.slurm import slurm_launcher
 
-        with slurm_launcher(directory, environ, *program) as launcher:
+        with slurm_launcher(
+            directory, environ, *program, requeues=name == "slurm-requeues"
+        ) as launcher:
             yield launcher
         return
     with machines(NODES + options.spares) as made:

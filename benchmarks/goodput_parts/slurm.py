@@ -19,14 +19,14 @@ from clusterjob.node.system import network
 from goodput_parts.faults import Kind
 from goodput_parts.machines import is_worker, send
 
-# The job queues itself again after a failure too: a stronger peer than --requeue alone, after which
-# a person would have to submit again.
 _SCRIPT = """#!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node=1 --requeue --open-mode=append --output={output}
 srun --kill-on-bad-exit=1 {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 \\
   --max-restarts=100 --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d \\
-  --rdzv-endpoint=127.0.0.1:{port} {program} || scontrol requeue "$SLURM_JOB_ID"
+  --rdzv-endpoint=127.0.0.1:{port} {program}{after}
 """
+# Slurm queues a job again after the loss of a node and after a preemption, not after a failure.
+_AFTER_FAILURE = ' || scontrol requeue "$SLURM_JOB_ID"'
 _MARK = "GOODPUT_RUN"
 
 
@@ -38,13 +38,19 @@ class Slurm:
         directory: for the script and the output.
         environ: the variables of the job.
         program: the script and its arguments.
+        requeues: whether the script queues the job again after a failure.
     """
 
-    name = "slurm"
-
     def __init__(
-        self, cluster: SlurmCluster, directory: Path, environ: Mapping[str, str], *program: str
+        self,
+        cluster: SlurmCluster,
+        directory: Path,
+        environ: Mapping[str, str],
+        *program: str,
+        requeues: bool,
     ) -> None:
+        self.name = "slurm-requeues" if requeues else "slurm"
+        self._requeues = requeues
         self.kinds = list(Kind)
         self._cluster = cluster
         self._directory = directory
@@ -70,6 +76,7 @@ class Slurm:
                 python=shlex.quote(sys.executable),
                 port=port,
                 program=shlex.join(self._program),
+                after=_AFTER_FAILURE if self._requeues else "",
             )
         )
         submitted = subprocess.run(
@@ -147,12 +154,14 @@ def _is_torchrun(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def slurm_launcher(directory: Path, environ: Mapping[str, str], *program: str) -> Iterator[Slurm]:
+def slurm_launcher(
+    directory: Path, environ: Mapping[str, str], *program: str, requeues: bool
+) -> Iterator[Slurm]:
     """Yield the launcher, with a cluster that stops at the end."""
     directory.mkdir()
     cluster = SlurmCluster(directory / "slurm")
     cluster.start()
     try:
-        yield Slurm(cluster, directory, environ, *program)
+        yield Slurm(cluster, directory, environ, *program, requeues=requeues)
     finally:
         cluster.stop()
