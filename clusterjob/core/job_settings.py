@@ -16,7 +16,7 @@ from clusterjob.core import config, gpu_request, hosts, node_count
 from clusterjob.core.option import Target
 from clusterjob.core.options import OPTIONS
 from clusterjob.core.records import home, secure_home
-from clusterjob.core.resources import Resources
+from clusterjob.core.resources import Resources, at_least
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.trust import LOOK, Usage
 from clusterjob.errors import OTHER_HOME, PlacementError, RecordError, SpecError
@@ -139,9 +139,10 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     sized = workers is not None or asked.count is not None
     chosen = _hosts(values, settings.backend, directory=directory, sized=sized)
     slots = max((host.slots or 1 for host in chosen), default=1)
-    nodes, min_nodes = node_count.machines(
-        values.pop("nodes", None), values.get("spares", 0), hosts=len(chosen)
-    )
+    wanted, spares = values.pop("nodes", None), values.get("spares", 0)
+    at_least("--spares", spares, least=0)
+    at_least("--nodes", wanted if isinstance(wanted, int) else None, least=1)
+    nodes, min_nodes = node_count.machines(wanted, spares, hosts=len(chosen))
     resources = Resources(
         nodes=nodes,
         **_pop(values, Target.RESOURCES),

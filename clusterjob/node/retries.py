@@ -42,7 +42,7 @@ class Retry:
             hint = did_you_mean(found["kind"], kinds, f"the kinds are {', '.join(kinds)}")
             raise SpecError(f"{text!r}: there is no kind {found['kind']!r}", hint)
         memory = float(found["memory"] or 0)
-        if memory and (found["kind"] != FailureKind.OOM_HOST or memory <= 1):
+        if found["memory"] and (found["kind"] != FailureKind.OOM_HOST or memory <= 1):
             raise SpecError(f"{text!r}: only oom_host:N:mem*FACTOR, above 1, grows memory")
         times = found["times"]
         return cls(FailureKind(found["kind"]), int(times) if times else None, memory=memory)

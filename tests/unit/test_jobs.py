@@ -194,6 +194,21 @@ def test_zero_workers_per_node_is_error(work: Path) -> None:
         spec_of(work, nproc_per_node=0, gpus_per_node=2)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nodes": 0, "spares": 1}, "--nodes 0: the least value is"),
+        ({"nodes": -1, "spares": 2}, "--nodes -1: the least value is"),
+        ({"spares": -1}, "--spares -1: the least value is"),
+    ],
+)
+def test_spare_nodes_do_not_make_up_for_a_wrong_number(
+    work: Path, values: dict[str, int], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec_of(work, **values)
+
+
 def test_workdir_is_relative_to_directory_of_command(work: Path) -> None:
     (work / "sub").mkdir()
     (work / "sub" / "script.py").touch()

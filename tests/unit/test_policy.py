@@ -217,6 +217,7 @@ def test_retry_is_read_from_text() -> None:
         ("code:many", ""),
         ("device:1:mem*2", ""),
         ("oom_host:1:mem*0.5", ""),
+        ("oom_host:1:mem*0", ""),
         ("", "the kinds are"),
     ],
 )
