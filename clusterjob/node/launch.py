@@ -70,12 +70,12 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     Raises:
         PlacementError: the environment is incomplete or contradictory, or belongs to one process.
-        UsageError: a GPU of --gpus is not visible here.
+        UsageError: a GPU of --gpus is not visible here, or too few nodes are left for the workers.
         ClusterJobError: the job directory cannot be written.
     """
     options = _for_launcher(options)
     finding = this_node.find_node(environ)
-    topology = this_node.with_reachable_master(finding, environ)
+    topology = _place(finding, options, environ)
     nproc = _choose_workers(options, topology, environ)
     if options.launcher != "ray":  # Ray sets the threads of each task
         os.environ.update(
@@ -156,6 +156,23 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     if temporary and verdict.state is JobState.SUCCEEDED:
         shutil.rmtree(job_dir, ignore_errors=True)
     return verdict.exit_code
+
+
+def _place(finding: Finding, options: LaunchOptions, environ: Mapping[str, str]) -> Topology:
+    """Return this node's place in the job.
+
+    Raises:
+        UsageError: the options leave too few nodes for the workers.
+    """
+    topology = this_node.with_reachable_master(finding, environ)
+    working = topology.nnodes - options.spares
+    if working < max(1, options.min_nodes or 1):
+        flag = "--spares" if options.spares else "--min-nodes"
+        raise UsageError(
+            f"{flag}: nodes left for the workers: {max(0, working)} of {topology.nnodes}",
+            f"lower {flag}, or add nodes",
+        )
+    return topology
 
 
 def _print_verdict(

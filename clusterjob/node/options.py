@@ -267,6 +267,9 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     if program is None:
         raise UsageError("nothing to launch", "give a script, -m MODULE, or -- COMMAND")
     values = vars(known)
+    if values["lease"] <= values["heartbeat"]:
+        lease, heartbeat = f"--lease {values['lease']:g}", f"--heartbeat {values['heartbeat']:g}"
+        raise UsageError(f"{lease} must be longer than {heartbeat}", "change one of them")
     placement = {
         variable: value for variable in _PLACEMENT if (value := values.pop(variable)) is not None
     }

@@ -126,6 +126,7 @@ def test_missing_program_is_usage_error_with_hint(argv: list[str]) -> None:
             )
             for value in ("0", "-1", "x", "", "nan", "inf", "-inf", "1e999")
         ],
+        ["--heartbeat", "5", "--lease", "5"],
         ["--start", "spawn"],
         ["--launcher", "slurm"],
         ["--start", ""],
@@ -232,6 +233,20 @@ def test_other_launchers_refuse_spare_and_elastic_nodes(argv: str) -> None:
         launch._for_launcher(parse([*argv.split(), "train.py"]))
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--standalone --spares 1", "--spares: nodes left for the workers: 0 of 1"),
+        ("--nodes 4 --spares 2 --min-nodes 3", "--spares: nodes left for the workers: 2 of 4"),
+        ("--nodes 2 --min-nodes 3", "--min-nodes: nodes left for the workers: 2 of 2"),
+    ],
+)
+def test_too_few_nodes_for_the_workers_are_refused(argv: str, message: str) -> None:
+    options = parse([*argv.split(), "--node-rank", "0", "--master-addr", "127.0.0.1", "train.py"])
+    with pytest.raises(UsageError, match=message):
+        launch.launch(options, options.placement)
+
+
 def test_underscores_are_dashes_in_options_but_not_in_values() -> None:
     options = parse(["--nproc_per_node=2", "--launcher", "agent", "--gpus=a_b", "my_train.py"])
     assert options.program.target == "my_train.py"
@@ -275,7 +290,7 @@ programs = st.builds(
         echo=st.booleans(),
         warning=st.none() | seconds,
         gpus=st.none() | st.sampled_from(["0", "4,5", "GPU-aa,GPU-bb"]),
-    )
+    ).filter(lambda options: options.lease > options.heartbeat)
 )
 def test_options_are_equal_after_round_trip(options: LaunchOptions) -> None:
     program = options.program
