@@ -6,6 +6,7 @@ a changed working directory.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -233,6 +234,14 @@ def preloaded_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pre
     """Return a process that has imported our modules: it runs commands as ``-m clusterjob``."""
     with preloaded_process(tmp_path_factory.mktemp("commands"), COMMAND_MODULES) as process:
         yield process
+
+
+@pytest.fixture
+def _only_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let one test at a time run Ray: each starts a score of processes, with time limits."""
+    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,15 @@ from procs import wait_until
 
 from clusterjob import Job
 
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is missing: pip install ray"
-)
+_NO_RAY = importlib.util.find_spec("ray") is None
+
+
+def needs_ray(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that runs Ray."""
+    alone = pytest.mark.usefixtures("_only_ray")(test)
+    return pytest.mark.skipif(_NO_RAY, reason="Ray is missing: pip install ray")(alone)
+
+
 # Runs a task on each node, then does what its argument says.
 DRIVER = """
     import os, pathlib, signal, sys, time, ray
