@@ -18,6 +18,7 @@ from clusterjob.core.records import Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.state_home import home
 from clusterjob.core.times import parse_recorded, show_duration
+from clusterjob.errors import RecordError
 from clusterjob.node.logs.events import read_job_events
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.sanitize import sanitize
@@ -141,7 +142,10 @@ def clusters() -> Iterator[BadHosts]:
 def blamed(record: Record) -> Iterator[BadHost]:
     """Yield the hosts that a job blamed in the last day; its hosts have written the events."""
     now = time.time()
-    known = {str(host) for host in record.job.hosts}
+    try:
+        known = {str(host) for host in record.job.hosts}
+    except RecordError:
+        return  # damaged
     for event in read_job_events(record.job_dir):
         if event.get("event") != "avoid":
             continue

@@ -80,6 +80,12 @@ def test_old_and_invalid_events_blame_nobody(tmp_path: Path) -> None:
     assert names() == []
 
 
+def test_damaged_record_blames_nobody(tmp_path: Path) -> None:
+    job = job_that_blamed(tmp_path, {"host": "gpu1"})
+    BadHosts("hpc").note(replace(job, spec=job.spec | {"nproc_per_node": None}))
+    assert names() == []
+
+
 def test_host_of_a_job_blames_no_host_of_another_job(tmp_path: Path) -> None:
     job = job_that_blamed(tmp_path, {"host": "gpu7"}, {"host": "gpu2"}, hosts="gpu1,gpu2")
     BadHosts("hpc").note(job)
