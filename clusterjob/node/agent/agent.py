@@ -326,8 +326,11 @@ class Agent:
             if self._supervisor is not None and self._supervisor[1] != processes.parent(
                 self._process
             ):
-                name, self._supervisor = self._supervisor[0], None
-                self._workers.node_failed(f"{name}, the parent of this node's agent, was killed")
+                why = f"{self._supervisor[0]}, the parent of this node's agent, was killed"
+                self._supervisor = None
+                self._workers.node_failed(why)
+                if self._parent is not None:  # the next round must not use this node
+                    raise ClusterJobError(why)
 
     def _signs_of_life(self) -> tuple[float, int]:
         """Return the time of the last output or heartbeat of a worker, and the last step."""
