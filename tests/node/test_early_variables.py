@@ -18,6 +18,11 @@ from clusterjob.node.workers import early_variables
 MakeJob = Callable[..., Job]
 ENVIRONMENT = {"TORCH_LOGS": "graph", "OMP_NUM_THREADS": "2"}
 
+
+def set_in(program: Program, environ: dict[str, str]) -> str | None:
+    return early_variables.set_in(program.source(), program.file.name, environ)
+
+
 SETS = {
     "item": 'import os\nos.environ["PYTORCH_ALLOC_CONF"] = "a:1"\nimport torch',
     "environ": 'from os import environ\nenviron["PYTORCH_ALLOC_CONF"] = str(1)\nimport torch',
@@ -64,7 +69,7 @@ SETS_NOT = {
 def test_variable_set_before_import_of_torch_is_found_in_script(tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    reason = early_variables.set_in(Program("script", str(script)), ENVIRONMENT)
+    reason = set_in(Program("script", str(script)), ENVIRONMENT)
     assert reason is not None
     assert "which torch reads while it is imported" in reason
 
@@ -73,7 +78,7 @@ def test_variable_set_before_import_of_torch_is_found_in_script(tmp_path: Path, 
 def test_variable_without_effect_on_import_of_torch_is_ignored(tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    assert early_variables.set_in(Program("script", str(script)), ENVIRONMENT) is None
+    assert set_in(Program("script", str(script)), ENVIRONMENT) is None
 
 
 def test_module_is_searched_without_importing_it(
@@ -86,12 +91,12 @@ def test_module_is_searched_without_importing_it(
     for name in ("__main__.py", "train.py"):
         (package / name).write_text(SETS["item"])
     for module, file in (("project", "__main__.py"), ("project.train", "train.py")):
-        reason = early_variables.set_in(Program("module", module), {})
+        reason = set_in(Program("module", module), {})
         assert (
             reason
             == f"{file} line 2 sets PYTORCH_ALLOC_CONF, which torch reads while it is imported"
         )
-    assert early_variables.set_in(Program("module", "elsewhere.train"), {}) is None
+    assert set_in(Program("module", "elsewhere.train"), {}) is None
 
 
 SCRIPT = """

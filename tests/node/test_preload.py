@@ -52,17 +52,17 @@ def program(directory: Path, text: str) -> Program:
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in TRAINS.items()])
 def test_script_that_trains_is_recognised(tmp_path: Path, text: str) -> None:
-    assert preload.trains(program(tmp_path, text))
+    assert preload.trains(program(tmp_path, text).source())
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in TRAINS_NOT.items()])
 def test_compiler_is_not_preloaded_for_other_scripts(tmp_path: Path, text: str) -> None:
-    assert not preload.trains(program(tmp_path, text))
+    assert not preload.trains(program(tmp_path, text).source())
 
 
 def test_missing_file_and_module_of_an_installation_do_not_train(tmp_path: Path) -> None:
-    assert not preload.trains(Program("script", str(tmp_path / "missing.py")))
-    assert not preload.trains(Program("module", "elsewhere.train"))
+    assert not preload.trains(Program("script", str(tmp_path / "missing.py")).source())
+    assert not preload.trains(Program("module", "elsewhere.train").source())
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])

@@ -15,7 +15,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from clusterjob.node.program import Program
 from clusterjob.node.workers import hook
 
 # Variables that torch 2.13 and the libraries it loads read at import. An extra name costs
@@ -40,14 +39,15 @@ def matters(name: str) -> bool:
 # -- before the fork: variables that the source of the script sets ---------------------------------
 
 
-def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
+def set_in(source: bytes, name: str, environ: Mapping[str, str]) -> str | None:
     """Return the variable that a script sets before it imports torch, and the line.
 
     Only the statements of the main file outside of functions are checked. `apply_at_import` handles
     the rest.
 
     Args:
-        program: the program that the workers run.
+        source: the script.
+        name: the name of its file.
         environ: the environment that the program inherits.
 
     Returns:
@@ -55,7 +55,6 @@ def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
         or only variables that a forked worker can still apply.
     """
     try:
-        source = program.source()
         if b"environ" not in source and b"putenv" not in source:
             return None
         with warnings.catch_warnings():
@@ -66,10 +65,10 @@ def set_in(program: Program, environ: Mapping[str, str]) -> str | None:
     for statement in _flat(statements):
         if _imports_torch(statement):
             return None
-        for name in _changed_by(statement, environ):
-            if matters(name) and name not in _READ_AGAIN:
+        for variable in _changed_by(statement, environ):
+            if matters(variable) and variable not in _READ_AGAIN:
                 return (
-                    f"{program.file.name} line {statement.lineno} sets {name},"
+                    f"{name} line {statement.lineno} sets {variable},"
                     " which torch reads while it is imported"
                 )
     return None

@@ -162,11 +162,11 @@ class Forkserver:
             return None
         if not options.program.is_python:
             return "a command, not a Python program" if options.start == "fork" else None
-        why = None
+        source, why = options.program.source(), None
         if options.start == "auto":
-            why = early_variables.set_in(options.program, os.environ)
+            why = early_variables.set_in(source, options.program.file.name, os.environ)
         if why is None:
-            why = preload.preload_torch(training=preload.trains(options.program))
+            why = preload.preload_torch(training=preload.trains(source))
         self._fork = why is None
         return why
 

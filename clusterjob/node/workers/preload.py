@@ -18,7 +18,6 @@ import sys
 import time
 from typing import Any
 
-from clusterjob.node.program import Program
 from clusterjob.node.workers import early_variables, hook
 
 _THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined thread
@@ -34,9 +33,8 @@ _TRAINS = re.compile(
 _READ_BY_DYNAMO = re.compile(rb"TORCHDYNAMO_|TORCHINDUCTOR_|TORCH_COMPILE_")
 
 
-def trains(program: Program) -> bool:
-    """Return whether a program probably imports torch._dynamo, which can be preloaded then."""
-    source = program.source()
+def trains(source: bytes) -> bool:
+    """Return whether a script probably imports torch._dynamo, which can be preloaded then."""
     return _TRAINS.search(source) is not None and _READ_BY_DYNAMO.search(source) is None
 
 
