@@ -54,7 +54,7 @@ class Earlier:
 
 
 def may_move(node: NodeJob) -> bool:
-    """Return whether another node can coordinate: not if a platform fixes the address."""
+    """Return whether another node can coordinate: with restarts, and without a fixed address."""
     topology, restarts = node.topology, node.options.max_restarts > 0
     return restarts and topology.nnodes > 1 and topology.source in _FREE_ADDRESSES
 
