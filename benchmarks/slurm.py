@@ -1,7 +1,7 @@
 """Measure clusterjob against plain Slurm, on a real Slurm of four nodes on this machine.
 
-The benchmark starts the Slurm of the tests (tests/support/slurm_cluster.py; tools/slurm.sh installs
-its packages) and stops it at the end. The exit code is 1 if a target is missed. See
+The benchmark starts the Slurm of the tests (tests/support/slurm_cluster.py; `make packages`
+installs its packages) and stops it at the end. The exit code is 1 if a target is missed. See
 benchmarks/README.md.
 """
 

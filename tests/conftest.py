@@ -58,6 +58,7 @@ _NEEDS = {
     "ssh": {"_hosts"},
     "root": {"_hosts", "full_disk"},
 }
+_MARKERS = ("browser", "gpu", "mpi", "root", "slurm", "ssh")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,6 +89,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     ):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome, report.longrepr = "failed", f"not expected under --fail-on-skip: {reason}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line how many tests this machine could not run, and why."""
+    skipped = [
+        report
+        for report in terminalreporter.getreports("skipped")
+        if not hasattr(report, "wasxfail")
+    ]
+    if skipped:
+        needs = sorted({name for report in skipped for name in _MARKERS if name in report.keywords})
+        terminalreporter.write_line(
+            f"left out: {len(skipped)} tests that need what this machine or user lacks"
+            f" ({', '.join(needs) or 'see above'}); as root, `make packages` installs it"
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)

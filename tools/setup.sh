@@ -1,10 +1,10 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Create .venv with the packages of an extra of pyproject.toml.
 # Install Debian's venv package if it is missing.
 # Usage: tools/setup.sh [demo|dev]
 # demo installs torch and what the example imports; dev, the default, installs what the tests need too.
 # Set PYTHON to use another interpreter than python3.
-set -eu
+set -euo pipefail
 cd -- "$(dirname -- "$0")/.."
 python=${PYTHON:-python3}
 extra=${1:-dev}
@@ -28,7 +28,10 @@ fi
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 say "installing clusterjob, torch and more into .venv (minutes the first time)"
-.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-  --editable ".[$extra]"
+.venv/bin/pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt \
+  --editable ".[$extra]" |
+  sed -un -e 's/^ *\(Downloading\|Using cached\) \([^ ]*\) (\(.*\)).*/setup: \1 \2, \3/p' \
+    -e 's#^ *Processing .*/\([^/ ]*\.whl\).*#setup: Reading \1#p' \
+    -e 's/^Installing collected packages: .*/setup: Installing these packages/p' >&2
 touch .venv/demo
 [ "$extra" = demo ] || touch .venv/ready

@@ -114,7 +114,7 @@ def make_records(names: list[str]) -> None:
 @pytest.fixture(params=list(SCRIPTS))
 def shell(request: pytest.FixtureRequest, place: Path) -> Iterator[Shell]:
     name = request.param
-    assert shutil.which(name), f"{name} is missing: run tools/shells.sh"
+    assert shutil.which(name), f"{name} is missing: run `make packages`"
     opened = Shell(name, place)
     try:
         yield opened

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.browser
 def browser_page(path: Path, problems: list[str], **options: Any) -> Iterator[Any]:
     """Open a file in Chromium; add console messages, errors and requests to `problems`."""
     if CHROMIUM is None:
-        pytest.skip("Chromium is missing: make browser installs it")
+        pytest.skip("Chromium is missing: `make packages` installs it")
     from playwright.sync_api import sync_playwright
 
     sandbox = [] if os.geteuid() else ["--no-sandbox"]  # Chromium's sandbox refuses root

@@ -36,7 +36,7 @@ def test_node_of_8_ranks_opens_at_most_50_files_on_the_shared_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shutil.which("strace") is None or not (Path(sys.prefix) / "pyvenv.cfg").exists():
-        pytest.skip("needs strace (tools/packers.sh) and a virtual environment")
+        pytest.skip("needs strace (`make packages`) and a virtual environment")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     bench = importlib.import_module("shared_files")

@@ -38,7 +38,7 @@ TRAIN = """
 
 def require_program(program: str) -> str:
     if shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed: run tools/mpi.sh")
+        pytest.skip(f"{program} is not installed: run `make packages`")
     return program
 
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launching import free_port
 from nvidia import FakeNvml
-from procs import Job, wait_until
+from procs import TEST_TIMEOUT, Job, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from clusterjob.insight import sample_files
@@ -128,33 +129,34 @@ time.sleep(1000)
     assert 0.5 < total < 2.0, (total, first)
 
 
-def test_orphan_of_a_worker_stays_its_own(running: Processes) -> None:
+def test_orphan_of_a_worker_stays_its_own(running: Processes, tmp_path: Path) -> None:
     parent = running.start(
         f"""
-import subprocess, sys, time
+import os, subprocess, sys, time
 middle = subprocess.Popen([sys.executable, "-S", "-c", '''
-import subprocess, sys, time
-subprocess.Popen(
-    [sys.executable, "-S", "-c", "data = bytearray(100 << 20); import time; time.sleep(60)"],
+import subprocess, sys
+orphan = subprocess.Popen(
+    [sys.executable, "-S", "-c", "data = bytearray(100 << 20); import time; time.sleep(1000)"],
     stdout=subprocess.DEVNULL,
 )
+print(orphan.pid, file=open("orphan", "w"), flush=True)
 sys.stdin.read(1)
-'''], stdin=subprocess.PIPE)
-time.sleep(1)
+'''], stdin=subprocess.PIPE, cwd={str(tmp_path)!r})
 {UP}
-time.sleep(2)
+while not os.path.exists({str(tmp_path / "sampled")!r}):
+    time.sleep(0.05)
 middle.stdin.close()
 middle.wait()
 time.sleep(1000)
 """
     )
     workers = WorkerUse(lambda: {parent: 0})
-    wait_until(lambda: workers.sample()[0].threads == 3, 10.0)
-    wait_until(lambda: workers.sample()[0].threads == 2, 10.0)  # the middle one has ended
-    assert workers.sample()[0].rss > 100 << 20
+    wait_until(lambda: workers.sample()[0].threads == 3, TEST_TIMEOUT)
+    (tmp_path / "sampled").touch()
+    wait_until(lambda: workers.sample()[0].threads == 2, TEST_TIMEOUT)  # the middle one has ended
+    wait_until(lambda: workers.sample()[0].rss > 100 << 20, TEST_TIMEOUT)
     workers.stop()
-    for pid in set(workers._owners) - {parent}:  # the orphan
-        os.kill(pid, signal.SIGKILL)
+    os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
 
 
 def test_restart_of_a_worker_begins_new_counts(running: Processes) -> None:
@@ -423,8 +425,7 @@ def test_metrics_port_serves_prometheus_text_of_each_node(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = make_job(2)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port(2)
     nvml = FakeNvml(tmp_path / "nvml")
     words = ("--metrics-port", str(port), "--nproc-per-node", "2", job.script(WORKER))
     job.start_all(*words, python=NO_TORCH, env=nvml.variables)

@@ -49,7 +49,7 @@ def skip_reason() -> str:
         for name in ("krb5kdc", "kdb5_util", "kadmin.local", "kinit", "klist")
         if shutil.which(name, path=_PATH) is None
     ]
-    return f"{', '.join(absent)} missing: tools/sshd.sh installs it" if absent else ""
+    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
 
 
 @dataclass

@@ -166,21 +166,24 @@ def waited_seconds(line: str) -> int:
     return int(line.partition(" s so far")[0].split()[-1])
 
 
-def free_port() -> int:
-    """Return a free TCP port that no other call returns, in this or another pytest process.
+def free_port(count: int = 1) -> int:
+    """Return the first of `count` consecutive free TCP ports that no other call returns.
 
-    The port is outside of the kernel's ephemeral range: another program could get such a port at
-    any moment.
+    No call of another pytest process returns them either. They are outside of the kernel's
+    ephemeral range: another program could get such a port at any moment.
     """
+    size = 8000 // _SHARES
     share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES
     while True:
-        port = 12000 + share + _SHARES * secrets.randbelow(8000 // _SHARES)
-        if port in _given:
+        first = 12000 + size * share + secrets.randbelow(size + 1 - count)
+        ports = range(first, first + count)
+        if _given.intersection(ports):
             continue
-        _given.add(port)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            return port
+        _given.update(ports)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in ports:
+                probes.enter_context(socket.socket()).bind(("0.0.0.0", port))
+            return first
 
 
 def script(directory: Path, text: str, name: str = "train.py") -> Path:

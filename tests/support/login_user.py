@@ -202,7 +202,7 @@ def _toml(text: str) -> str:
 
 def _skip_reason() -> str:
     absent = [name for name in ("sshd", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
-    return f"{', '.join(absent)} missing: tools/sshd.sh installs it" if absent else ""
+    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
 
 
 def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Laptop]:

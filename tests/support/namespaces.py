@@ -33,7 +33,7 @@ class Machine:
 def skip_reason() -> str:
     """Return why network namespaces cannot be created here; empty if they can."""
     if shutil.which("ip") is None:
-        return "ip is not installed: tools/mpi.sh does that"
+        return "ip is not installed: `make packages` does that"
     name = f"cj{secrets.token_hex(4)}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode != 0:

@@ -15,7 +15,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def require_tmux() -> None:
     if missing():
-        pytest.skip("tmux is not installed: `make shells` installs it")
+        pytest.skip("tmux is not installed: `make packages` installs it")
 
 
 class Screen(Tmux):

@@ -40,7 +40,7 @@ def skip_reason() -> str:
     if os.geteuid() != 0:
         return "network namespaces and cgroups need root"
     if shutil.which("tc", path=_TC) is None:
-        return "tc is missing: tools/sshd.sh installs iproute2"
+        return "tc is missing: `make packages` installs iproute2"
     if not (_CPU / "cpu.cfs_quota_us").exists() and _version_2() is None:
         return "no CPU controller of cgroups is mounted"
     return namespaces_skip_reason()

@@ -187,7 +187,7 @@ class SlurmCluster:
         """Start the cluster and wait until its nodes are idle; after an error, nothing runs."""
         missing = missing_packages(accounting=self.accounting)
         if missing:
-            raise ClusterError(f"there is no {', '.join(missing)}: tools/slurm.sh installs them")
+            raise ClusterError(f"there is no {', '.join(missing)}: `make packages` installs them")
         try:
             self._claim_ports()
             self._write_files()

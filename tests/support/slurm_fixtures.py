@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster
+from slurm_cluster import SlurmCluster, missing_packages
 
 COMMAND = Path(__file__).with_name("slurm_cluster.py")
 STOPPING = 60.0  # seconds
@@ -24,6 +24,8 @@ STOPPING = 60.0  # seconds
 
 def _run_cluster(*options: str) -> Iterator[SlurmCluster]:
     """Start a cluster in a child process, which stops it even if this process is killed."""
+    if missing := missing_packages(accounting="--accounting" in options):
+        pytest.skip(f"{', '.join(missing)} missing: `make packages` installs it")
     # In /tmp for short paths: a socket's path has at most 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     keeper = subprocess.Popen(

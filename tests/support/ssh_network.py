@@ -55,7 +55,7 @@ def skip_reason() -> str:
         for name in ("sshd", "ip", "ssh-keygen", "unshare", "nsenter")
         if shutil.which(name, path=_PATH) is None
     ]
-    return f"{', '.join(absent)} missing: tools/sshd.sh installs it" if absent else ""
+    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
 
 
 @dataclass
