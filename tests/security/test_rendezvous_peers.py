@@ -8,12 +8,14 @@ import json
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from launching import free_port
 from procs import TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.rendezvous import messages, protocol, stack_messages
@@ -83,6 +85,79 @@ def test_idle_connections_do_not_end_a_job(make_job: MakeJob) -> None:
             peer.close()
     assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 1)
     assert 0 < len(job.events("unauthenticated")) < 40, "peers must not fill the job's disk"
+
+
+OPENINGS = [
+    b"\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b'{"clusterjob": 1}\n',
+    b"\xff" * 4096,
+    b"[" * 3000 + b"\n",
+    b'{"clusterjob": 1, "job": "JOB", "nonce": "x"}\n',
+    b'{"clusterjob": 1, "job": "JOB", "nonce": "x"}\n00 {}\n',
+    b'{"clusterjob": 1, "job": "JOB", "nonce": "x"}\n' + b"0" * (protocol.LINE_BYTES + 2),
+]
+
+
+def flood(port: int, job_id: str, *, waves: int, size: int = 400) -> None:
+    """Open many connections that send something and leave at once, half of them by a reset."""
+    for _ in range(waves):
+        made = open_idle_connections(port, size)
+        for number, peer in enumerate(made):
+            if number % 2:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.setblocking(False)
+            with contextlib.suppress(OSError):
+                peer.send(OPENINGS[number // 2 % len(OPENINGS)].replace(b"JOB", job_id.encode()))
+            peer.close()
+
+
+def test_flood_of_connections_that_send_and_leave_ends_no_job(make_job: MakeJob) -> None:
+    job = make_job(2)
+    script = job.script("""
+        import os, pathlib, time
+        pathlib.Path("up" + os.environ["RANK"]).touch()
+        while not pathlib.Path("leave").exists():
+            time.sleep(0.02)
+    """)
+    job.start(0, script)
+    port = coordinator_port(job)
+    flood(port, job.id, waves=3)  # while it waits for node 1
+    job.start(1, script)
+    job.wait_for("up0", "up1")
+    flood(port, job.id, waves=3)
+    job.path("leave").touch()
+    assert job.wait() == [0, 0], job.stderr(job.agents[0])
+    assert "Traceback" not in job.stderr(job.agents[0])
+    assert 0 < len(job.events("unauthenticated")) < 40, "peers must not fill the job's disk"
+
+
+def test_metrics_port_without_a_free_descriptor_ends_no_job(make_job: MakeJob) -> None:
+    job = make_job()
+    script = job.script("""
+        import pathlib, time
+        pathlib.Path("up").touch()
+        while not pathlib.Path("leave").exists():
+            time.sleep(0.02)
+    """)
+    port = free_port()
+    agent = job.start(0, "--no-metrics", "--metrics-port", str(port), script)
+    job.wait_for("up")
+    with open_idle_connections(port, 1)[0] as first:
+        first.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert first.recv(12) == b"HTTP/1.1 200"
+    limits = resource.prlimit(agent.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    with open_idle_connections(port, 1)[0] as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        client.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, limits)
+        client.settimeout(TEST_TIMEOUT)
+        assert client.recv(12) == b"HTTP/1.1 200"
+    job.path("leave").touch()
+    assert job.wait() == [0], job.stderr(agent)
 
 
 def test_peer_that_sends_nothing_is_disconnected(make_job: MakeJob) -> None:

@@ -256,9 +256,8 @@ async def _answer_of(exchange: Coroutine[Any, Any, _T], seconds: float) -> _T:
                 return task.result()
         raise asyncio.TimeoutError
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # its error may come after the wait
 
 
 def _bytes(value: object) -> bytes:

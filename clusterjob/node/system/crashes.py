@@ -27,10 +27,15 @@ class Crashes:
         task.add_done_callback(self._of_task)
 
     def _of_loop(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Record the error of a callback.
+
+        Other errors are those of one connection, which asyncio closes, of accept(2) without a free
+        descriptor, which it repeats, and of a task that nobody waits for any more.
+        """
         error = context.get("exception")
-        if isinstance(error, BaseException):
+        if isinstance(error, BaseException) and "handle" in context:
             self._note(error)
-        else:  # a warning of asyncio
+        elif not isinstance(error, OSError):
             self._loop.default_exception_handler(context)
 
     def _of_task(self, task: asyncio.Task[Any]) -> None:
