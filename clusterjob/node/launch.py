@@ -93,8 +93,8 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     early = signals.collect_early(preemptible=options.warning is not None)
     parent = None
-    if options.max_restarts:
-        parent = AgentParent(topology.node_rank, options, job_dir=job_dir, attempt=job.attempt)
+    if options.restarts:
+        parent = AgentParent(topology, options, job_dir=job_dir, attempt=job.attempt)
         exit_code = parent.run()
         if exit_code is not None:
             return exit_code

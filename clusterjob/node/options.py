@@ -230,6 +230,19 @@ class LaunchOptions:
         return self.launcher != "torchrun" and self.start != "exec" and self.program.is_python
 
     @property
+    def restarts(self) -> bool:
+        """Whether the workers may be started again after a failure."""
+        return bool(self.max_restarts or self.spares or self.min_nodes)
+
+    def machine_restarts(self, nnodes: int) -> int:
+        """Return how many failures of machines restart the job without --max-restarts.
+
+        Args:
+            nnodes: the number of all nodes of the job, spare ones included.
+        """
+        return nnodes - (self.min_nodes or nnodes - self.spares)
+
+    @property
     def return_timeout(self) -> float:
         """Seconds to wait for an agent that was killed or cut off; then its node counts as lost."""
         return self.lease + 5.0

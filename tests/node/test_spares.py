@@ -39,7 +39,7 @@ def place(job: Job, restart: int, rank: int) -> tuple[int, int, int]:
 def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
     job = make_job(3)
     script = job.script(PLACES)
-    job.start_all("--spares", "1", "--max-restarts", "1", "--nproc-per-node", "2", script)
+    job.start_all("--spares", "1", "--nproc-per-node", "2", script)
     job.wait_for("0.0", "0.1", "0.2", "0.3")
     forkserver = job.forkserver_of(job.agents[0])
     assert not (job.dir / "logs" / "node2" / "rank2.out").exists()

@@ -197,7 +197,7 @@ SESSIONS = (
             "clusterjob hosts --hosts gpu1,gpu2",
             "clusterjob doctor --hosts gpu1,gpu2",
             "clusterjob submit --hosts gpu1,gpu2 --gpus-per-node 8 train.py",
-            "clusterjob submit --hosts gpu[1-3] --nodes 2 --spares 1 --max-restarts 9 train.py",
+            "clusterjob submit --hosts gpu[1-3] --nodes 2 --spares 1 train.py",
             "clusterjob fetch train-8phtvv runs/ --to results",
         ),
     ),

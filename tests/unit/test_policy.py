@@ -21,14 +21,17 @@ from clusterjob.node.rendezvous.policy import RULES, Decision, Policy
 from clusterjob.node.retries import Retry
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict, bounded
 
+MACHINE = ("device", "disk", "network", "node_lost", "launch")
 FAILURE = Failure(
     1, 1, node_rank=2, host="gpu7", exit_code=1, signal=None, message="RuntimeError: boom"
 )
 
 
-def policy(max_restarts: int, *retry: str, earlier: tuple[RoundEnd, ...] = ()) -> Policy:
+def policy(
+    max_restarts: int, *retry: str, earlier: tuple[RoundEnd, ...] = (), free: int = 0
+) -> Policy:
     options = LaunchOptions(Program("script", "t.py"), max_restarts=max_restarts, retry=retry)
-    return Policy(options, earlier)
+    return Policy(options, earlier, free=free)
 
 
 def failed(kind: FailureKind, message: str = "RuntimeError: boom", **more: Any) -> Outcome:
@@ -54,7 +57,7 @@ def test_no_failure_is_retried_without_max_restarts_and_retry(kind: FailureKind)
 def test_first_failure_of_other_kinds_is_retried(kind: FailureKind) -> None:
     decision = policy(1).decide(failed(kind))
     assert decision.retry
-    assert decision.avoid == (kind.value in ("device", "disk", "network", "node_lost", "launch"))
+    assert decision.avoid == (kind.value in MACHINE)
     assert decision.charged == (kind is not FailureKind.PREEMPTED)
 
 
@@ -63,6 +66,43 @@ def test_failure_that_would_repeat_is_not_retried(kind: str) -> None:
     decision = policy(3).decide(failed(FailureKind(kind)))
     assert not decision.retry
     assert decision.why == RULES[FailureKind(kind)].why
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_spares_restart_failures_of_machines_alone_without_charge(kind: FailureKind) -> None:
+    own = policy(0, free=2)
+    found = [own.decide(failed(kind, rank=None)) for _ in range(3)]
+    machine = kind.value in MACHINE
+    assert [each.retry for each in found] == [machine, machine, False]
+    assert not any(each.charged for each in found if each.retry)
+    assert own.most == 2
+
+
+def test_charged_restarts_follow_when_the_restarts_of_machines_are_used() -> None:
+    earlier = (round_end("node_lost"), round_end("signal", restart=1))
+    own = policy(2, earlier=earlier, free=1)  # a coordinator that took over
+    found = [own.decide(failed(FailureKind.NODE_LOST)) for _ in range(2)]
+    assert [(each.retry, each.charged) for each in found] == [(True, True), (False, False)]
+
+
+def test_same_launch_error_of_a_second_node_ends_a_job_with_spares() -> None:
+    own = policy(0, free=3)
+    assert own.decide(failed(FailureKind.LAUNCH, node_rank=1)).retry
+    decision = own.decide(failed(FailureKind.LAUNCH, node_rank=2))
+    assert (decision.retry, decision.why) == (
+        False,
+        "the same error in two attempts: it would fail again",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "nnodes", "times"),
+    [({"spares": 1}, 3, 1), ({"min_nodes": 1}, 3, 2), ({"min_nodes": 1, "spares": 1}, 3, 2)],
+)
+def test_restarts_of_machines_are_as_many_as_the_job_can_lose(
+    options: dict[str, int], nnodes: int, times: int
+) -> None:
+    assert LaunchOptions(Program("script", "t.py"), **options).machine_restarts(nnodes) == times
 
 
 def test_host_is_not_avoided_for_failure_that_only_names_a_lost_peer() -> None:

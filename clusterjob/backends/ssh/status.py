@@ -126,7 +126,7 @@ def coordinator_node(record: Record, nodes: int) -> int:
 
     Without restarts it is node 0: no other host can claim it.
     """
-    if not record.job.max_restarts:
+    if not (record.job.max_restarts or record.job.spares or record.job.min_nodes):
         return 0
     return min(events_node(event_files(record.job_dir)[-1].name) or 0, nodes - 1)
 

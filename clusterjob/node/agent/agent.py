@@ -248,7 +248,7 @@ class Agent:
         )
         saved = await self._reports.save(self._job_dir, round_, why=reason)
         self._workers.stop(_LOST_GRACE)
-        if self._options.max_restarts:
+        if self._options.restarts:
             await connection.close()
             self._console.print(f"{reason}; it may come back")
             with contextlib.suppress(asyncio.TimeoutError):

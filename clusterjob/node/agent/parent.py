@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node.environments import scheduler
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.system import processes, signals
@@ -30,7 +31,7 @@ class AgentParent:
     """Start one node's agent, and start it again if it is killed.
 
     Args:
-        node_rank: this node.
+        topology: this node, and the number of nodes.
         options: the maximum number of restarts, and whether the job may be preempted.
         job_dir: the job's directory, as this node sees it.
         attempt: the number of the job's attempt, from 0.
@@ -41,14 +42,17 @@ class AgentParent:
         console, usage: the progress of the console and of the samples, for the next agent.
     """
 
-    def __init__(self, node_rank: int, options: LaunchOptions, job_dir: Path, attempt: int) -> None:
+    def __init__(
+        self, topology: Topology, options: LaunchOptions, job_dir: Path, attempt: int
+    ) -> None:
         self.starts = 0
         self.why = ""
         self.console, self.usage = SharedNote(), SharedNote()
         self._note = SharedNote(1 << 16)
-        self._node_rank = node_rank
+        self._node_rank = node_rank = topology.node_rank
         # Node 0's last agent starts no workers: it gives the verdict.
-        self._most = options.max_restarts + (node_rank == 0)
+        self._most = options.max_restarts + options.machine_restarts(topology.nnodes)
+        self._most += node_rank == 0
         self._job_dir = job_dir
         self._attempt = attempt
         self._signals = {*signals.handled(preemptible=options.warning is not None), signal.SIGCHLD}

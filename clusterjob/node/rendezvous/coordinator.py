@@ -91,7 +91,7 @@ class Coordinator:
         self._time_limit = TimeLimit(options.time_limit, start_timeout=options.join_timeout)
         self._restarts = 0
         self._interrupted: Outcome | None = None  # the end of the round of an earlier coordinator
-        self._history = History(options, job, job_dir, events=self._events)
+        self._history = History(node, self._events)
         self._state = StateKeeper(
             node,
             membership=self.membership,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from clusterjob.node.logs import ends, rounds
 from clusterjob.node.logs.events import EventLog
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import outcome
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.policy import Decision, Policy
 from clusterjob.node.verdict import RoundEnd
@@ -20,9 +18,7 @@ class History:
     """The rounds of a job that have ended, and the policy for the next one.
 
     Args:
-        options: the node's options.
-        job: the job's identity.
-        job_dir: the job's directory, with the events of earlier attempts.
+        node: the job, as the coordinator's node sees it.
         events: the job's events.
 
     Attributes:
@@ -32,21 +28,21 @@ class History:
         most: the largest number of restarts in this attempt.
     """
 
-    def __init__(
-        self, options: LaunchOptions, job: JobIdentity, job_dir: Path, events: EventLog
-    ) -> None:
-        self.attempt = job.attempt
-        self._job_dir = job_dir
+    def __init__(self, node: NodeJob, events: EventLog) -> None:
+        self.attempt = node.identity.attempt
+        self._job_dir = node.directory
         self._events = events
-        self._options = options
+        self._node = node
         self.started_at: str | None = None
-        self.resume(rounds.ended(job_dir, running=False) if job.attempt else ())
+        self.resume(rounds.ended(node.directory, running=False) if self.attempt else ())
         self.most = self._policy.most
 
     def resume(self, earlier: Sequence[RoundEnd]) -> None:
         """Go on after the rounds of an earlier coordinator, or of earlier attempts."""
         self.rounds = list(earlier)
-        self._policy = Policy(self._options, earlier, self.attempt)
+        options = self._node.options
+        free = options.machine_restarts(self._node.topology.nnodes)
+        self._policy = Policy(options, earlier, self.attempt, free=free)
 
     def decide(self, end: Outcome, restart: int) -> tuple[Outcome, Decision]:
         """Record the end of a round, and decide what follows.

@@ -19,7 +19,8 @@ class Rule:
 
     Attributes:
         restarts: whether the workers are started again, as often as --max-restarts.
-        avoid: whether the next round leaves out the node that failed.
+        avoid: whether it is a failure of a machine: the next round leaves out that node. Spare
+            nodes and an elastic size allow such restarts without --max-restarts.
         charged: whether the restart counts for --max-restarts.
         once: whether the same error in a second round ends the job.
         pause: whether restarts in a row are delayed more and more, up to 60 s.
@@ -102,26 +103,32 @@ class Policy:
             counts hold for the whole job.
         earlier: the rounds that have ended.
         attempt: the number of this attempt.
+        free: how many failures of machines are restarted without being charged.
 
     Attributes:
         most: the largest number of restarts that these options allow.
     """
 
     def __init__(
-        self, options: LaunchOptions, earlier: Sequence[RoundEnd] = (), attempt: int = 0
+        self,
+        options: LaunchOptions,
+        earlier: Sequence[RoundEnd] = (),
+        attempt: int = 0,
+        *,
+        free: int = 0,
     ) -> None:
         self._max_restarts = options.max_restarts
         chosen = [Retry.parse(text) for text in options.retry]
         self._retries = {each.kind: each for each in chosen}
         self._kinds = Counter(each.kind for each in earlier)  # of the whole job
         self._in_a_row = 0  # rounds that ended with a failure whose restarts are delayed
-        self._charged = 0
+        self._charged, self._free = 0, free  # used, and left
         self._uncharged: Counter[FailureKind] = Counter()
         self._errors = {_error(each.kind, each.message, where=each.where) for each in earlier}
         for each in earlier:
             if each.attempt == attempt and each.kind in set(FailureKind):
                 self._count(FailureKind(each.kind))
-        self.most = options.max_restarts + sum(map(self._limit, self._retries.values()))
+        self.most = options.max_restarts + free + sum(map(self._limit, self._retries.values()))
 
     def decide(self, end: Outcome) -> Decision:
         """Decide what follows a round, and count it."""
@@ -145,7 +152,11 @@ class Policy:
     def _count(self, kind: FailureKind) -> None:
         """Count a restart after a failure of this kind in this attempt."""
         self._in_a_row = self._in_a_row + 1 if RULES[kind].pause else 0
-        if kind not in self._retries and RULES[kind].charged:
+        if kind in self._retries:
+            self._uncharged[kind] += 1
+        elif RULES[kind].avoid and self._free:
+            self._free -= 1
+        elif RULES[kind].charged:
             self._charged += 1
         else:
             self._uncharged[kind] += 1
@@ -161,10 +172,13 @@ class Policy:
                 return Decision(retry=False, more_memory=own.memory)
             return Decision(retry, avoid=retry and avoid)
         count = self._charged if rule.charged else self._uncharged[failure.kind]
-        if count >= self._max_restarts:
+        free = rule.avoid and self._free > 0
+        if count >= self._max_restarts and not free:
             return Decision(retry=False)
         why = self._why_not(failure, rule)
-        return Decision(not why, avoid=avoid and not why, charged=rule.charged, why=why)
+        return Decision(
+            not why, avoid=avoid and not why, charged=rule.charged and not free, why=why
+        )
 
     def _limit(self, own: Retry) -> int:
         return max(1, self._max_restarts) if own.times is None else own.times

@@ -42,7 +42,7 @@ class StateKeeper:
         shift: float,
     ) -> None:
         self._own = node.topology.node_rank
-        self._used = node.options.max_restarts > 0
+        self._used = node.options.restarts
         self._may_move = succession.may_move(node)
         self._job_dir = node.directory
         self._membership = membership

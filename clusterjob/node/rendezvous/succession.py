@@ -55,7 +55,7 @@ class Earlier:
 
 def may_move(node: NodeJob) -> bool:
     """Return whether another node can coordinate: with restarts, and without a fixed address."""
-    topology, restarts = node.topology, node.options.max_restarts > 0
+    topology, restarts = node.topology, node.options.restarts
     return restarts and topology.nnodes > 1 and topology.source in _FREE_ADDRESSES
 
 
