@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -98,13 +99,7 @@ class ProgramCommand(JobOptionsCommand):
         return super().parse_args(ctx, _without_torchruns(own))
 
     def _split(self, args: list[str]) -> tuple[list[str], Program | None]:
-        takes_value = {
-            word
-            for param in self.params
-            if not getattr(param, "is_flag", False)
-            for word in (*param.opts, *param.secondary_opts)
-        } | {*NO_EFFECT}
-        takes_value -= {*BARE}
+        takes_value = {word for word, value in own_options(self).items() if value} | {*NO_EFFECT}
         index = 0
         while index < len(args):
             word, rest = args[index], tuple(args[index + 2 :])
@@ -136,6 +131,42 @@ def _without_torchruns(args: list[str]) -> list[str]:
         if dashes(name) in NO_EFFECT and not equals:
             next(words, None)
     return kept
+
+
+def own_options(command: Any) -> dict[str, bool]:
+    """Return a command's options, each with whether the next word is its value."""
+    return {
+        word: not getattr(param, "is_flag", False) and word not in BARE
+        for param in command.params
+        for word in (*param.opts, *param.secondary_opts)
+    }
+
+
+def misplaced(program: Program, source: str, own: Mapping[str, bool]) -> list[str]:
+    """Return the options after a script, with their values, that seem meant for clusterjob.
+
+    The script's source does not contain their names. A name that is only that of an imported module
+    or a call, as in ``time.time()``, does not count.
+
+    Args:
+        program: the program with its arguments.
+        source: the source of the script or module; empty if unknown.
+        own: clusterjob's options, each with whether the next word is its value.
+    """
+    if program.kind == "command" or not source:
+        return []
+    found: list[str] = []
+    args = list(program.args)
+    while args and (word := args.pop(0)) != "--":
+        name, equals, _ = word.partition("=")
+        name = dashes(name) if word.startswith("--") else name
+        bare = re.escape(name.lstrip("-")).replace("\\-", "[-_]")
+        read = (
+            rf"(?<![\w.-])(?<!import )(--)?{bare}(?![\w.(-])" if name[:2] == "--" else rf"{name}\b"
+        )
+        if name in own and not re.search(read, source):
+            found += [word, *args[: own[name] and not equals]]
+    return found
 
 
 def program_of(ctx: typer.Context) -> Program:

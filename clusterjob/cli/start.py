@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clusterjob.cli.job_options import Id, Json, flags_given, program_of
+from clusterjob.cli.job_options import (
+    Id,
+    Json,
+    flags_given,
+    misplaced,
+    own_options,
+    program_of,
+)
 from clusterjob.errors import ClusterJobError
+from clusterjob.node.program import Program
 
 if TYPE_CHECKING:
     from clusterjob.core.plans import Plan
@@ -203,6 +212,7 @@ def launch(ctx: typer.Context) -> int:
 def _plan(
     ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False, foreground: bool = False
 ) -> tuple[Plan, str]:
+    from clusterjob.cli import output
     from clusterjob.core import job_settings, jobs, trust
 
     program = program_of(ctx)
@@ -215,6 +225,17 @@ def _plan(
         use=trust.LOOK if dry else trust.Usage(program=program),
     )
     spec = job_settings.make_spec(program, settings, directory=directory)
+    source = Program("script", str(spec.workdir / program.file)).source().decode(errors="replace")
+    if words := misplaced(program, source, own_options(ctx.command)):
+        line = [
+            *ctx.command_path.split(),
+            *words,
+            *program.launch_arguments()[: -len(program.args)],
+        ]
+        output.print_message(
+            f"{' '.join(words)} went to the script, which does not contain such options;"
+            f" clusterjob's options stand before it: {shlex.join(line)}"
+        )
     return jobs.plan(spec, settings, foreground=foreground), settings.cluster
 
 

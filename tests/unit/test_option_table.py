@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from clusterjob.cli import job_options
+from clusterjob.cli import app, job_options
 from clusterjob.core import job_settings
 from clusterjob.core.option import Option, Target
 from clusterjob.core.options import OPTIONS
@@ -135,3 +135,39 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
 def test_job_options_have_no_positional_parameter() -> None:
     kinds = {each.kind for each in job_options._parameters()}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+ARGPARSE = 'parser.add_argument("--nodes", type=int)\n'
+
+
+@pytest.mark.parametrize(
+    ("args", "source", "expected"),
+    [
+        (["-p", "gpu", "--nodes", "2"], "import torch\n", ["-p", "gpu", "--nodes", "2"]),
+        (["--nodes=2", "-N", "3", "--lr", "1"], "pass\n", ["--nodes=2", "-N", "3"]),
+        (["--cpus_per_task", "2", "--uv", "x"], "pass\n", ["--cpus_per_task", "2", "--uv"]),
+        (["--nodes", "2", "--name", "a"], ARGPARSE, ["--name", "a"]),
+        (["--gpus-per-node", "2"], "class Arguments:\n    gpus_per_node: int\n", []),
+        (["--nodes", "2"], "num_nodes = len(args.nodes_list)\n", ["--nodes", "2"]),
+        (["--time", "2h"], "import time\nbegin = time.time()\n", ["--time", "2h"]),
+        (["-N", "2"], "@click.option('-N')\n", []),
+        (["--", "--nodes", "2"], "pass\n", []),
+        (["--nodes", "2"], "", []),  # the source is unknown
+    ],
+)
+def test_options_of_clusterjob_after_a_script_that_lacks_them_are_misplaced(
+    args: list[str], source: str, expected: list[str]
+) -> None:
+    own = job_options.own_options(typer.main.get_command(app).commands["submit"])
+    program = Program("script", "train.py", args=tuple(args))
+    assert job_options.misplaced(program, source, own) == expected
+
+
+def test_option_after_the_script_is_named_in_one_line_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["render", "-t", "5m", "train.py", "--nodes", "2", "--lr", "1"])
+    assert shown.exit_code == 0
+    assert "stand before it: clusterjob render --nodes 2 train.py\n" in shown.stderr
