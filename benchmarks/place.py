@@ -191,12 +191,7 @@ def main() -> int:
     options = parse_options(option_parser(__doc__, PARTS, 9), PARTS)
 
     def measure_source(environ: Mapping[str, str], directory: Path) -> list[Row]:
-        # torch's store queries the resolver at each connection. The launcher sets RES_OPTIONS for
-        # its workers.
-        own = {
-            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-            "RES_OPTIONS": "timeout:1 attempts:1",
-        }
+        own = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
         return measure(options, {**environ, **own}, directory)
 
     return measured(measure_source, "without", as_json=options.json)

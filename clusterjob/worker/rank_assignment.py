@@ -143,8 +143,8 @@ def _check_launcher(finding: Finding) -> None:
 def prepare(finding: Finding) -> None:
     """Set default variables for torch in a process without an agent, unless they are set.
 
-    These are the network interface, the timeout of the resolver, and this process's share of the
-    cores (OMP_NUM_THREADS). Child processes inherit all of them.
+    These are the network interface, and this process's share of the cores (OMP_NUM_THREADS). Child
+    processes inherit all of them.
 
     Args:
         finding: this process's rank assignment.

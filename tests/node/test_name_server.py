@@ -146,6 +146,43 @@ def launched(
     return ended, time.monotonic() - begin
 
 
+SLOW_SERVER = """
+    import socket, time
+    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    server.bind(("127.0.0.1", 53))
+    print("bound", flush=True)
+    while True:
+        query, client = server.recvfrom(512)
+        time.sleep(1.5)
+        header = query[:2] + bytes.fromhex("8180 0001 0001 0000 0000")
+        answer = bytes.fromhex("c00c 0001 0001 0000003c 0004 c0000207")  # A 192.0.2.7
+        server.sendto(header + query[12:] + answer, client)
+"""
+
+
+def test_worker_waits_for_slow_name_server_as_plain_python_does(
+    machine: Machine, tmp_path: Path
+) -> None:
+    text = "import socket\nprint(socket.gethostbyname('data.example'))\n"
+    program, directory = script(tmp_path, text), tmp_path / "server"
+    directory.mkdir()
+    argv = ["-m", "clusterjob", "launch", "--start", "exec", "--nproc-per-node", "1", program]
+    command = with_silent_server(machine, tmp_path, sys.executable, *argv)
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions no-aaaa\n")
+    server = subprocess.Popen(
+        machine.command(sys.executable, script(directory, SLOW_SERVER)),
+        stdout=subprocess.PIPE,
+    )
+    with server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            ended = run(command, tmp_path)
+        finally:
+            server.kill()
+    assert ended.out == "[0] 192.0.2.7\n", ended
+
+
 def test_ip_addresses_need_no_name_server(machine: Machine, tmp_path: Path) -> None:
     code = (
         "from clusterjob.node.system import network; "

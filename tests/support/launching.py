@@ -54,7 +54,6 @@ def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict
         "TMPDIR": _short_link(directory),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",
     }
     return keep | own | dict(extra or {})
 

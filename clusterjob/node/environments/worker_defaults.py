@@ -10,16 +10,14 @@ from clusterjob.node.system import devices, network
 def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) -> dict[str, str]:
     """Return network and output variables for the workers, except those that the user has set.
 
-    They make torch's start fast and select the network interface of gloo and NCCL.
+    They select the network interface of gloo and NCCL.
 
     Args:
         environ: the environment that the workers inherit.
         master_addr: address of torch's store; the route to it determines the interface.
         nnodes: number of nodes of the job.
     """
-    # torch's TCPStore does a reverse DNS query per connection, which takes seconds if no resolver
-    # answers.
-    wanted = {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"}
+    wanted = {"PYTHONUNBUFFERED": "1"}
     # The interface that the platform chose.
     named = environ.get("MLP_IFNAME", "").strip().strip("'\"")
     interface = (
