@@ -11,7 +11,9 @@ _INTERRUPTED = 130  # 128 + SIGINT
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    if sys.argv[1:2] == ["launch"]:
+    if sys.argv[1:2] == ["launch"] and not (
+        sys.argv[2:3] in (["-h"], ["--help"]) and find_spec("typer")
+    ):
         # This process runs on a node. It does not load the submit half, so that the workers'
         # forkserver stays small.
         if sys.platform != "linux":

@@ -89,7 +89,7 @@ def job_options() -> str:
 def launch() -> str:
     """Return the table of the options of `clusterjob launch`."""
     lines = ["| option | meaning |", "| --- | --- |"]
-    for action in node_options._parser()._actions:
+    for action in node_options.parser()._actions:
         if action.option_strings and action.dest != "help":
             value = f" {action.metavar}" if action.metavar else ""
             if action.choices:

@@ -44,6 +44,7 @@ class JobOptions(TypedDict, total=False):
     include_secrets: bool | None
     account: str | None
     partition: str | None
+    qos: str | None
     nodelist: str | None
     exclude: str | None
     reservation: str | None

@@ -29,7 +29,12 @@ from clusterjob.cli import (
 )
 from clusterjob.cli.help import App, Group, dashes
 from clusterjob.cli.inside import CommandAfterId
-from clusterjob.cli.job_options import JobOptionsCommand, ProgramCommand, with_job_options
+from clusterjob.cli.job_options import (
+    JobOptionsCommand,
+    LaunchCommand,
+    ProgramCommand,
+    with_job_options,
+)
 from clusterjob.errors import AmbiguousId, ClusterJobError, Untrusted, UsageError, os_error_text
 
 app = App(
@@ -49,8 +54,12 @@ app.command(cls=ProgramCommand)(with_job_options(start.submit))
 app.command(cls=ProgramCommand)(with_job_options(start.run))
 app.command(cls=ProgramCommand)(with_job_options(start.render))
 app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
+    cls=LaunchCommand,
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
 )(start.launch)
 app.command()(manage.status)
 app.command("list")(list_jobs.list_jobs)
@@ -145,6 +154,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from clusterjob.cli import completion_answers
 
         return completion_answers.answer(app, words[1:])
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
         code = app(args=words, standalone_mode=False)
     except AmbiguousId as error:

@@ -17,6 +17,7 @@ from clusterjob.errors import ClusterJobError
 from clusterjob.node.program import WORKER_WORDS
 
 _FILE = re.compile("FILE|DIR|PATH")  # in the metavar of an option or argument for a file
+_RUNNING = ("cancel", "resize", "exec", "shell", "forward")  # they take jobs that have not ended
 _MARK = "\1"  # stands for the cursor while a line of bash is divided
 
 
@@ -85,7 +86,13 @@ def _candidates(root: Any, before: list[str], current: str) -> list[Candidate] |
         return _of_option(given, value, start=f"{name}=") if given is not None else []
     if current.startswith("-"):
         return [
-            Candidate(flag, _first_sentence(param)) for flag, param in _options(command).items()
+            Candidate(
+                flag,
+                f"The opposite of {param.opts[0]}"
+                if flag in getattr(param, "secondary_opts", ())
+                else _first_sentence(param),
+            )
+            for flag, param in _options(command).items()
         ]
     if commands := getattr(command, "commands", None):
         return [
@@ -98,7 +105,8 @@ def _candidates(root: Any, before: list[str], current: str) -> list[Candidate] |
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     if not arguments:
         return []
-    return _of_argument(arguments[min(place, len(arguments) - 1)], before, current=current)
+    param = arguments[min(place, len(arguments) - 1)]
+    return _of_argument(param, before, current=current, ended=command.name not in _RUNNING)
 
 
 def _parsed(root: Any, before: list[str]) -> tuple[Any, Any, int | None]:
@@ -142,7 +150,7 @@ def _options(command: Any) -> dict[str, Any]:
     if command.name == "launch":
         from clusterjob.node import options
 
-        for action in options._parser()._actions:
+        for action in options.parser()._actions:
             flags, metavar = tuple(action.option_strings), str(action.metavar or "")
             one = _NodeOption(flags, action.help or "", metavar, is_flag=action.nargs == 0)
             found |= dict.fromkeys(flags, one)
@@ -209,13 +217,15 @@ def _of_option(param: Any, text: str, start: str) -> list[Candidate] | None:
     return None if _FILE.search(param.metavar or "") and not start else []
 
 
-def _of_argument(param: Any, before: list[str], current: str) -> list[Candidate] | None:
+def _of_argument(
+    param: Any, before: list[str], current: str, *, ended: bool
+) -> list[Candidate] | None:
     metavar = param.metavar or ""
     if _FILE.search(metavar):
         return None
     found: Sequence[str] = ()
     if "ID" in metavar:
-        found = values.job_ids(current)
+        found = values.job_ids(current, ended=ended)
     elif "HOST" in metavar:
         found = values.hosts()
     elif metavar == "SHELL":

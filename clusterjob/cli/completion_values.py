@@ -7,6 +7,7 @@ after a TAB. Only values of `_PLAIN` characters are offered, so that none can ru
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -28,8 +29,8 @@ def plain(values: Iterable[str]) -> list[str]:
     return [value for value in dict.fromkeys(values) if _PLAIN.fullmatch(value)]
 
 
-def job_ids(prefix: str) -> list[str]:
-    """Return the latest ids that begin with a prefix, newest first; the records are not read."""
+def job_ids(prefix: str, *, ended: bool = True) -> list[str]:
+    """Return the latest ids that begin with a prefix, newest first; perhaps without ended jobs."""
     from clusterjob.core.state_home import home  # importing core.records would take 20 ms
 
     try:
@@ -47,7 +48,18 @@ def job_ids(prefix: str) -> list[str]:
         with contextlib.suppress(OSError):
             changed[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
     found.sort(key=lambda entry: changed.get(entry.name, 0), reverse=True)
-    return plain(entry.name.removesuffix(".json") for entry in found[:_OFFERED])
+    found = [entry for entry in found[:_OFFERED] if ended or not _has_ended(entry.path)]
+    return plain(entry.name.removesuffix(".json") for entry in found)
+
+
+def _has_ended(path: str) -> bool:
+    """Return whether a job has an end in its record or in its directory here."""
+    try:
+        with open(path, "rb") as stream:
+            record = json.load(stream)
+        return bool(record.get("end")) or os.path.exists(f"{record['job_dir']}/result.json")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
 
 
 def _is_job(entry: os.DirEntry[str]) -> bool:

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from clusterjob.cli.suggestions import COMMANDS
 from clusterjob.core.option import GROUPS
+from clusterjob.errors import UsageError
 
 _SUMMARY = 200  # characters; the first line of a docstring has fewer
 
@@ -36,6 +38,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "wait": ("clusterjob wait train-7f3a && bash eval.sh",),
     "cancel": ("clusterjob cancel train-7f3a", "clusterjob cancel --name 'eval-*' --state pending"),
+    "launch": (
+        "clusterjob launch train.py",
+        "clusterjob launch --nodes 2 --node-rank 0 --master-addr node0 train.py",
+    ),
     "resize": ("clusterjob resize train-7f3a 3",),
     "logs": (
         "clusterjob logs -f train-7f3a",
@@ -128,6 +134,13 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """A group of commands whose help shows examples."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of a word; name ours for that of another program."""
+        ours = COMMANDS.get(args[0])
+        if ctx.parent is None and args[0] not in self.commands and ours:
+            raise UsageError(f"there is no command {args[0]}", f"`clusterjob {ours}` does this")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write each command with its whole summary: click would cut it to one line."""

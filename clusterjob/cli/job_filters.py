@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clusterjob.errors import UsageError
+
+if TYPE_CHECKING:
+    from clusterjob.core.records import Record
 
 NAMED_JOBS = "Job ids, unique prefixes of them, @ for the latest job (@2: the one before), or names"
 LatestId = Annotated[
@@ -29,6 +32,17 @@ Name = Annotated[
 Yes = Annotated[
     bool, typer.Option("--yes", "-y", help="No question first (default: ask on the terminal).")
 ]
+
+
+def named_or_latest(job_id: str | None) -> Record:
+    """Return the job of a `LatestId`; without an id, print that of the latest job."""
+    from clusterjob.cli.output import print_message
+    from clusterjob.core.records import Records
+
+    record = Records().find(job_id or "@")
+    if job_id is None:
+        print_message(f"job {record.job_id}")
+    return record
 
 
 def confirmed(question: str) -> bool:

@@ -119,6 +119,23 @@ class ProgramCommand(JobOptionsCommand):
         return ["[OPTIONS]", "SCRIPT [ARGS]... | -m MODULE [ARGS]... | -- COMMAND..."]
 
 
+class LaunchCommand(Command):
+    """`launch`, whose options are those of the node half."""
+
+    collect_usage_pieces = ProgramCommand.collect_usage_pieces
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write the options of the node half as those of other commands."""
+        from clusterjob.node.options import parser
+
+        rows = []
+        for action in parser()._actions:
+            form = action.metavar or ("|".join(action.choices) if action.choices else "")
+            rows.append((f"{', '.join(action.option_strings)} {form}".strip(), action.help or ""))
+        with formatter.section("Options"):
+            formatter.write_dl([*rows[1:], rows[0]])
+
+
 def _without_torchruns(args: list[str]) -> list[str]:
     """Remove torchrun's options that have no effect here, and say so."""
     kept, words = [], iter(args)

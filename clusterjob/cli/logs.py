@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from clusterjob.cli.job_filters import LatestId
+from clusterjob.cli.job_filters import LatestId, named_or_latest
 from clusterjob.errors import SpecError, UsageError
 
 Ranks = Annotated[
@@ -72,8 +72,7 @@ def logs(
 
     With -f, continue until the job ends, and exit with its exit code. All filters can be combined.
     """
-    from clusterjob.cli import output, watch
-    from clusterjob.core.records import Records
+    from clusterjob.cli import watch
     from clusterjob.core.times import parse_age, parse_point
 
     age = None if since is None else parse_age(since)
@@ -86,10 +85,7 @@ def logs(
         last=age,
         grep=grep,
     )
-    record = Records().find(job_id or "@")
-    job = watch.Watch(record, shown, raw=raw)
-    if job_id is None:
-        output.print_message(f"job {record.job_id}")
+    job = watch.Watch(named_or_latest(job_id), shown, raw=raw)
     if tail is not None or not follow:
         job.so_far(tail, follow=follow)
     return job.to_the_end() if follow else 0

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clusterjob.cli.job_filters import NAMED_JOBS, LatestId, Name, States, Yes, confirmed
+from clusterjob.cli.job_filters import (
+    NAMED_JOBS,
+    LatestId,
+    Name,
+    States,
+    Yes,
+    confirmed,
+    named_or_latest,
+)
 from clusterjob.cli.job_options import Id, Json
 from clusterjob.errors import ClusterJobError, RecordError, UsageError
 
@@ -90,7 +98,7 @@ def _with_phase(row: ListRow, now: Status) -> ListRow:
     return row if text == "running" else row._replace(reason=text)
 
 
-def wait(job_id: Id) -> int:
+def wait(job_id: LatestId = None) -> int:
     """Wait for a job to end, and exit with its exit code.
 
     While the state is UNKNOWN, the command prints the reason. For an array, the exit code is the
@@ -98,10 +106,9 @@ def wait(job_id: Id) -> int:
     """
     from clusterjob.cli import output
     from clusterjob.core import polling
-    from clusterjob.core.records import Records
     from clusterjob.node.verdict import JobState
 
-    record = Records().find(job_id)
+    record = named_or_latest(job_id)
     if record.array is not None:
         return polling.wait_for_all([record], output.print_end)
     reasons: set[str] = set()

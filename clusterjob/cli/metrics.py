@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clusterjob.cli.job_filters import LatestId
+from clusterjob.cli.job_filters import LatestId, named_or_latest
 from clusterjob.cli.job_options import Json
 from clusterjob.cli.logs import Nodes, Ranks, numbers
 from clusterjob.errors import UsageError
@@ -41,7 +41,6 @@ def metrics(
     those that are older than an hour are one minute apart.
     """
     from clusterjob.cli import output
-    from clusterjob.core.records import Records
     from clusterjob.core.times import parse_age
     from clusterjob.insight import metrics as insight
 
@@ -51,9 +50,7 @@ def metrics(
     if since is not None and age is None:
         raise UsageError(f"--since {since!r} is not a duration", "write 90s, 30m or 2h")
     wanted = insight.Wanted(numbers("--node", node), numbers("--rank", rank), since=age)
-    record = Records().find(job_id or "@")
-    if job_id is None:
-        output.print_message(f"job {record.job_id}")
+    record = named_or_latest(job_id)
     nodes = insight.collect(record, wanted, output.print_message)
     if as_json:
         output.print_json(insight.to_json(record, nodes, wanted))

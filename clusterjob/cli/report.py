@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clusterjob.cli.job_options import Id
+from clusterjob.cli.job_filters import LatestId, named_or_latest
 from clusterjob.errors import ClusterJobError, UsageError
 
 _STDOUT = "-"
@@ -24,7 +24,7 @@ def _output_option(default: str) -> Any:
 
 
 def report(
-    job_id: Id,
+    job_id: LatestId = None,
     output: Annotated[str | None, _output_option("ID.html")] = None,
 ) -> int:
     """Write one HTML page about a job, which needs no network to be read.
@@ -33,26 +33,24 @@ def report(
     code. Of a running job, it shows the state of this moment. Of an array, it has a row for each
     element.
     """
-    from clusterjob.core.records import Records
     from clusterjob.insight.report import make, page
 
-    record = Records().find(job_id)
+    record = named_or_latest(job_id)
     path = _target(output, f"{record.job_id}.html", page.MARK)
     _save(path, [make.make(record)])
     return 0
 
 
 def trace(
-    job_id: Id,
+    job_id: LatestId = None,
     output: Annotated[str | None, _output_option("ID.trace.json")] = None,
 ) -> int:
     """Write phases, events and metrics of a job as a trace for ui.perfetto.dev."""
     from clusterjob.cli.output import print_message
     from clusterjob.core import job_parts, polling
-    from clusterjob.core.records import Records
     from clusterjob.insight import trace as insight
 
-    record = Records().find(job_id)
+    record = named_or_latest(job_id)
     job_parts.check_single(record, "trace")
     path = _target(output, f"{record.job_id}.trace.json", insight.MARK)
     try:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from clusterjob.cli.job_options import Id
+from clusterjob.cli.job_filters import LatestId, named_or_latest
 
 
 def stacks(
-    job_id: Id,
+    job_id: LatestId = None,
     rank: Annotated[
         int | None,
         typer.Option(
@@ -37,13 +37,12 @@ def stacks(
     and has no saved stacks, or if a node did not answer; the other nodes are shown.
     """
     from clusterjob.cli import output
-    from clusterjob.core.records import Records
     from clusterjob.errors import InsideError
     from clusterjob.insight.stacks import of_job
     from clusterjob.node.stacks import grouping
     from clusterjob.node.system.sanitize import sanitize
 
-    record = Records().find(job_id)
+    record = named_or_latest(job_id)
     found = of_job(record, node=node, rank=rank, native=native)
     if found.saved:
         output.print_message(found.saved)

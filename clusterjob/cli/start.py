@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clusterjob.cli.job_options import (
-    Id,
-    Json,
-    flags_given,
-    misplaced,
-    own_options,
-    program_of,
-)
+from clusterjob.cli.job_filters import LatestId, named_or_latest
+from clusterjob.cli.job_options import Json, flags_given, misplaced, own_options, program_of
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.program import Program
 
@@ -157,7 +151,7 @@ def run(ctx: typer.Context, **flags: Any) -> int:
 
 
 def rerun(
-    job_id: Id,
+    job_id: LatestId = None,
     failed: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -182,9 +176,8 @@ def rerun(
     """
     from clusterjob.core import rerun as core_rerun
     from clusterjob.core.job_secrets import Secret
-    from clusterjob.core.records import Records
 
-    record = Records().find(job_id)
+    record = named_or_latest(job_id)
     given = [Secret.parse(text).beside(Path.cwd()) for text in secret or ()]
     plan = core_rerun.plan(record, given, failed=failed)
     _print_notes(plan)
@@ -201,8 +194,7 @@ def render(ctx: typer.Context, as_json: Json = False, **flags: Any) -> int:  # n
 def launch(ctx: typer.Context) -> int:
     """Start this node's part of a job, on the node itself.
 
-    The job and the node rank are read from the environment. `clusterjob launch --help` lists its
-    options.
+    The job and the node rank are read from the environment.
     """
     from clusterjob.node.launch import main
 

@@ -16,11 +16,18 @@ _OURS = {
     "--timeout": "--time", "--job-name": "--name", "-D": "--workdir", "--chdir": "--workdir",
     "-w": "--nodelist", "-x": "--exclude", "-a": "--array", "-d": "--after",
     "--dependency": "--after", "-H": "--hosts", "--host": "--hosts", "--export": "--env",
-    "--signal": "--signal-before", "-r": "--max-restarts", "-l": "--login", "-e": "--env",
+    "-q": "--qos", "--signal": "--signal-before",
+    "-r": "--max-restarts", "-l": "--login", "-e": "--env",
     "--start-method": "--start", "--module": "-m MODULE", "--no-python": "-- COMMAND",
 }  # fmt: skip
+# Commands of other programs, with the equivalent command of clusterjob.
+COMMANDS = {
+    "kill": "cancel", "stop": "cancel", "delete": "cancel", "scancel": "cancel", "ps": "status",
+    "queue": "status", "squeue": "status", "jobs": "list", "ls": "list", "sbatch": "submit",
+    "srun": "run", "log": "logs", "tail": "logs", "attach": "shell", "ssh": "shell",
+    "torchrun": "launch", "remove": "clean", "rm": "clean", "dashboard": "top",
+}  # fmt: skip
 _SBATCH_LETTERS = {
-    "-q": "qos",
     "-C": "constraint",
     "-L": "licenses",
     "-M": "clusters",

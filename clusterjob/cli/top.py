@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -26,7 +27,7 @@ def top(
 ) -> int:
     """Show jobs, their nodes and ranks on a live screen; ? shows its keys.
 
-    It needs the extra `top` (textual). Without it, the command is `status --watch`.
+    It needs textual, the extra `top`; `status --watch` works without it.
     """
     from clusterjob.core.records import Records
 
@@ -36,12 +37,11 @@ def top(
             "top needs a terminal", "`clusterjob status --watch` prints lines; so does `metrics`"
         )
     if importlib.util.find_spec("textual") is None:
-        from clusterjob.cli import manage, output
-
-        output.print_message(
-            "top needs textual: pip install 'clusterjob[top]'; this is `status --watch`"
+        raise UsageError(
+            "top needs textual, which is not installed",
+            f"{shlex.quote(sys.executable)} -m pip install textual; `clusterjob status --watch` "
+            "works without it",
         )
-        return manage.status(ids, watch=True)
     from clusterjob.cli.top_screen import Top
 
     for name in ("COLUMNS", "LINES"):  # they do not change with the terminal

@@ -163,7 +163,9 @@ def _read(path: Path) -> dict[str, Any]:
         )
         return data
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}", 'a text needs quotes: partition = "main"'
+        ) from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from error
     except (OSError, ValueError) as error:

@@ -68,9 +68,11 @@ def _element(records: Records, whole: str, index: int) -> Record:
 def _recent(records: Records, place: int) -> str:
     """Return the id of the latest job (place 1), or of an earlier one."""
     jobs = RecordIndex(records).jobs()
+    if not jobs:
+        raise JobNotFound("no job is recorded", "`clusterjob submit train.py` starts one")
     if not 0 < place <= len(jobs):
         raise JobNotFound(
-            f"there is no job @{place}: {len(jobs) or 'no'} jobs are recorded",
+            f"there is no job @{place}: {len(jobs)} jobs are recorded",
             "@ is the latest job, @2 the one before; `clusterjob list --all` shows all",
         )
     return jobs[place - 1].job_id

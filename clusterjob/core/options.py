@@ -263,6 +263,8 @@ _ROWS = (
         help="Account to charge (default: the cluster's)."),
     Option("partition", _text, metavar="NAME", target=Target.BACKEND, short="-p", group="cluster",
         help="Slurm partition (default: the cluster's)."),
+    Option("qos", _text, metavar="NAME", target=Target.BACKEND, group="cluster",
+        help="Slurm quality of service (default: the cluster's)."),
     Option("nodelist", _text, metavar="NODES", target=Target.BACKEND, group="cluster",
         help="Nodes to use, such as gpu[1-4] (default: any)."),
     Option("exclude", _text, metavar="NODES", target=Target.BACKEND, group="cluster",

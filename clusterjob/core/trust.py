@@ -29,9 +29,9 @@ from clusterjob.node.system import files, private_dirs
 HARMLESS = frozenset({
     "nodes", "gpus_per_node", "nproc_per_node", "cpus_per_task", "mem", "time", "name",
     "max_restarts", "retry", "start", "launcher", "require_gpus", "gpus", "sync", "snapshot",
-    "account", "partition", "nodelist", "exclude", "reservation", "array", "after", "requeue",
-    "signal_before", "hang_timeout", "join_timeout", "heartbeat", "lease", "grace", "notify_on",
-    "metrics", "metrics_port", "preflight", "spares", "until_done", "checkpoint_dir",
+    "account", "partition", "qos", "nodelist", "exclude", "reservation", "array", "after",
+    "requeue", "signal_before", "hang_timeout", "join_timeout", "heartbeat", "lease", "grace",
+    "notify_on", "metrics", "metrics_port", "preflight", "spares", "until_done", "checkpoint_dir",
     "warn_signal",
 })  # fmt: skip
 HERE = ("local", "slurm")  # backends that send nothing to another machine or cluster

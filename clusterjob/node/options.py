@@ -274,7 +274,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         UsageError: an option is unknown, its value is invalid, or there is no program.
     """
     options_part, program = _split_program(list(argv))
-    known, unknown = _parser().parse_known_args(options_part)
+    known, unknown = parser().parse_known_args(options_part)
     if unknown:
         raise _no_such_option(unknown[0].partition("=")[0])
     if program is None:
@@ -325,7 +325,7 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
     """
     takes_value = {
         flag
-        for action in _parser()._actions
+        for action in parser()._actions
         if action.nargs is None
         for flag in action.option_strings
     }
@@ -364,7 +364,7 @@ def _no_such_option(word: str) -> UsageError:
     if word == "--no-python":
         hint = "write the command after --, such as -- bash train.sh"
     else:
-        hint = did_you_mean(word, sorted(_parser()._option_string_actions), hint, cutoff=0.7)
+        hint = did_you_mean(word, sorted(parser()._option_string_actions), hint, cutoff=0.7)
     return UsageError(f"there is no option {word}", hint)
 
 
@@ -373,8 +373,9 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, "`clusterjob launch --help` lists the options")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options; it does not know the program."""
+    found = _Parser(
         prog="clusterjob launch",
         usage="clusterjob launch [options] SCRIPT [ARGS...] | -m MODULE [ARGS...] | -- COMMAND...",
         description="Run this node's part of a job: read the environment, connect to the other "
@@ -397,15 +398,15 @@ def _parser() -> argparse.ArgumentParser:
             values |= {"metavar": form, "type": each.metadata["read"]}
             if isinstance(each.default, tuple):
                 values |= {"action": "extend", "default": []}
-        parser.add_argument(flag, dest=each.name, **values)
+        found.add_argument(flag, dest=each.name, **values)
     for variable, (flags, form, help_) in _PLACEMENT.items():
-        parser.add_argument(
+        found.add_argument(
             *flags, dest=variable, metavar=form, help=f"{help_} (default: the environment's)."
         )
-    parser.add_argument(
+    found.add_argument(
         "--standalone", action="store_true", help="One node, whatever the environment says."
     )
-    parser.add_argument(
+    found.add_argument(
         *NO_EFFECT, dest="no_effect", metavar="X", help="No effect: torchrun's rendezvous."
     )
-    return parser
+    return found

@@ -1047,10 +1047,10 @@ USAGE = {
         "there is no option -D",
         "did you mean --workdir?",
     ),
-    "sbatch's qos": (
-        ["submit", "--qos", "high", "script.py"],
-        "there is no option --qos",
-        "--set qos=VALUE",
+    "sbatch's constraint": (
+        ["submit", "--constraint", "a100", "script.py"],
+        "there is no option --constraint",
+        "--set constraint=VALUE",
     ),
     "no GPUs": (
         ["run", "--gpus", "all", "script.py"],
@@ -1094,8 +1094,10 @@ USAGE = {
         "--nproc-per-node 2",
     ),
     "unknown verb": (["sbumit", "script.py"], "No such command 'sbumit'", "--help"),
+    "verb of another program": (["kill", "x"], "there is no command kill", "`clusterjob cancel`"),
     "no value": (["submit", "--nodes"], "'--nodes' requires an argument", "--help"),
-    "no id": (["wait"], "Missing argument", "--help"),
+    "no id": (["resize"], "Missing argument", "--help"),
+    "no job": (["logs", "-f"], "no job is recorded", "`clusterjob submit train.py`"),
     "tail": (["logs", "x", "--tail", "-1"], "--tail", "--help"),
 }
 
@@ -1129,7 +1131,7 @@ CONFIGURATIONS = {
     "broken": (
         "[defaults]\nnodes = \n",
         "is not valid TOML: Invalid value (at line 2,",
-        "`clusterjob config`",
+        "a text needs quotes",
     ),
     "unknown key": ("[defaults]\nnodez = 1\n", "nodez", "did you mean nodes?"),
     "unknown top key": ("default = 1\n", "default", "did you mean defaults?"),

@@ -161,6 +161,10 @@ def test_latest_ids_are_completed_newest_first(
         "b-222222", "a-222222", "other-xyz789", "training-abc234",
     ]  # fmt: skip
     assert answers(capsys, "clusterjob", "cancel", "a-222222", "a") == []
+    ended = Path(os.environ["CLUSTERJOB_HOME"]) / "records/b-222222.json"
+    ended.write_text('{"end": {"state": "SUCCEEDED"}, "job_dir": "/"}')
+    assert answers(capsys, "clusterjob", "cancel", "b-") == []
+    assert answers(capsys, "clusterjob", "logs", "b-") == ["b-222222"]
     make_records([f"many-{number:03}" for number in range(150)])
     newest = [f"many-{number:03}" for number in range(149, 49, -1)]
     assert answers(capsys, "clusterjob", "cancel", "") == newest
@@ -191,6 +195,13 @@ def test_word_at_the_cursor_is_completed(
 ) -> None:
     assert place
     assert answers(capsys, "clusterjob", *words) == expected
+
+
+def test_opposite_of_a_switch_is_described_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    from clusterjob.cli import app
+
+    assert completion_answers.answer(app, ["zsh", "clusterjob", "submit", "--no-req"]) == 0
+    assert "--no-requeue\tThe opposite of --requeue\n" in capsys.readouterr().out
 
 
 def test_only_plain_values_are_offered() -> None:

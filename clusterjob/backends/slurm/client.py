@@ -47,7 +47,7 @@ _HINTS = (
         r"invalid account|account/partition",
         "`sacctmgr show assoc user=$USER` lists your accounts; choose one with --account",
     ),
-    (r"invalid qos|QOS", "`sacctmgr show qos` lists them; choose one with --set qos=NAME"),
+    (r"invalid qos|QOS", "`sacctmgr show qos` lists them; choose one with --qos NAME"),
     (
         r"time limit",
         "`sinfo -o '%P %l'` shows the limit of each partition; set the job's with --time",

@@ -79,7 +79,7 @@ def options(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
         if not name.isascii() or not name.replace("-", "").isalnum():
             raise SpecError(
                 f"--set {key!r} is not an option of sbatch",
-                "use the long name, such as --set qos=high",
+                "use the long name, such as --set constraint=a100",
             )
         if name not in KNOWN and name != _OURS_AS_A_SWITCH:
             # Options of Pyxis, such as container-image, resemble container-id but are not typos.

@@ -169,7 +169,7 @@ def _check_time(client: Client, spec: JobSpec, preflight: SlurmOutput) -> None:
             f"the time limit of {clock(seconds)} is above that of the partition"
             f" {', '.join(wanted)}: {clock(most)}",
             "`sinfo -o '%P %l'` shows the limit of each partition;"
-            " name a qos that may exceed it with --set qos=NAME",
+            " name a qos that may exceed it with --qos NAME",
         )
 
 
