@@ -165,6 +165,7 @@ def test_latest_ids_are_completed_newest_first(
     ended.write_text('{"end": {"state": "SUCCEEDED"}, "job_dir": "/"}')
     assert answers(capsys, "clusterjob", "cancel", "b-") == []
     assert answers(capsys, "clusterjob", "logs", "b-") == ["b-222222"]
+    ended.unlink()
     make_records([f"many-{number:03}" for number in range(150)])
     newest = [f"many-{number:03}" for number in range(149, 49, -1)]
     assert answers(capsys, "clusterjob", "cancel", "") == newest

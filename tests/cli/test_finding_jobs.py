@@ -168,6 +168,16 @@ def test_unreadable_record_is_named_and_others_are_listed(run: Run, save: Save) 
     assert run("status", "@")[0] == 0
 
 
+@pytest.mark.parametrize("command", ["wait", "report", "stacks", "trace"])
+def test_command_on_one_job_takes_the_latest(
+    run: Run, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("old-a", 60)
+    save("new-b")
+    assert run(command)[2].startswith("clusterjob: job new-b\n")
+
+
 def test_list_of_10000_jobs_reads_each_record_once(
     run: Run, save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
