@@ -91,8 +91,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.outcome, report.longrepr = "failed", f"not expected under --fail-on-skip: {reason}"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after the short summary
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say in one line how many tests this machine could not run, and why."""
+    yield
     skipped = [
         report
         for report in terminalreporter.getreports("skipped")
@@ -102,7 +104,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         needs = sorted({name for report in skipped for name in _MARKERS if name in report.keywords})
         terminalreporter.write_line(
             f"left out: {len(skipped)} tests that need what this machine or user lacks"
-            f" ({', '.join(needs) or 'see above'}); as root, `make packages` installs it"
+            f" ({', '.join([*needs, 'see -rs'])}); as root, `make packages` installs it"
         )
 
 
