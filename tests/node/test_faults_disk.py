@@ -14,18 +14,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
+from procs import TEST_TIMEOUT, Job, kill_all, own_processes, wait_for_no_processes, wait_until
 
 import clusterjob
 from clusterjob.core import job_settings, jobs, polling
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.errors import RecordError
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.events import read_job_events
 from clusterjob.node.program import Program
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -400,6 +402,48 @@ def break_disk(disk: Path, fault: str) -> None:
             ["umount", str(view)],
         ):
             subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def freezable(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk whose writes hang after ``fsfreeze -f``, like those of an NFS server."""
+    disk, image = tmp_path / "freezable", tmp_path / "image"
+    disk.mkdir()
+    with image.open("wb") as stream:
+        stream.truncate(16 << 20)
+    try:
+        for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", image, disk]):
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip("cannot mount a loop device here")
+        yield disk
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(disk)], capture_output=True, check=False)
+        wait_for_no_processes(PROMPT)
+        subprocess.run(["umount", str(disk)], capture_output=True, check=False)
+
+
+def test_disk_that_hangs_longer_than_the_lease_ends_no_job(
+    make_job: Callable[..., Job], freezable: Path
+) -> None:
+    job = make_job(2)
+    script = job.script("""
+        import os, pathlib, time
+        pathlib.Path(f"up{os.environ['RANK']}").touch()
+        while not pathlib.Path("go").exists():
+            print("a line", flush=True)
+            time.sleep(0.005)
+    """)
+    options = ("--heartbeat", "0.2", "--lease", "2", script)
+    job.start_all(*options, env={"CLUSTERJOB_JOB_DIR": str(freezable)})
+    job.wait_for("up0", "up1")
+    subprocess.run(["fsfreeze", "-f", str(freezable)], check=True)
+    time.sleep(3)
+    subprocess.run(["fsfreeze", "-u", str(freezable)], check=True)
+    job.path("go").touch()
+    assert job.wait() == [0, 0]
+    names = {event["event"] for event in read_job_events(freezable)}
+    assert "ended" in names
+    assert not names & {"lost", "stalled", "stop"}
 
 
 def test_lost_job_on_full_disk_is_reported_with_reason(

@@ -28,7 +28,7 @@ from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.stacks import evidence_files
-from clusterjob.node.system import crashes, network, processes
+from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
@@ -117,6 +117,7 @@ class Agent:
 
     async def run(self) -> Verdict:
         """Run this node's part of the job until its processes have ended; return the verdict."""
+        files.use_thread()
         self._workers.phases.begin(None if self._replaces else self._process)
         self._crashes = crashes.Crashes()
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._workers.receive)
@@ -170,8 +171,9 @@ class Agent:
         self._workers.close()
         # Background processes of the setup lines.
         processes.kill_descendants(keep=self._workers.sender)
-        self._timeline.note()
         self._workers.phases.flush()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(files.disk, self._timeline.note)  # after all earlier writes
         self._console.finish()
         self._record_end(verdict)
         self._held.close()
@@ -281,13 +283,13 @@ class Agent:
         if self._connection is not None:
             self._connection.note_round()
         directory = log_files.node_directory(self._job_dir, self._topology.node_rank)
-        for files in log_files.round_files(
+        for pair in log_files.round_files(
             directory,
             order.world,
             attempt=self._job.attempt,
             torchrun=self._options.launcher == "torchrun",
         ):
-            self._timeline.follow(files)
+            self._timeline.follow(pair)
         self._metrics.begin_round(order.world)
         self._workers.start(order)
 
@@ -317,9 +319,11 @@ class Agent:
     # -- output ------------------------------------------------------------------------------------
 
     async def _follow_output(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(log_files.INTERVAL)
-            self._workers.phases.on_output(self._timeline.note())
+            grown = await loop.run_in_executor(files.disk, self._timeline.note)
+            self._workers.phases.on_output(grown)
             self._workers.phases.flush()
             self._workers.waits.flush()
             self._console.show()

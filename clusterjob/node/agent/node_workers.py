@@ -20,7 +20,7 @@ from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import NodeJob
-from clusterjob.node.system import devices, processes
+from clusterjob.node.system import devices, files, processes
 from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.flight_recorder import Dumps, Pipes
@@ -162,7 +162,7 @@ class NodeWorkers:
     def warn(self) -> None:
         """Warn the workers of a preemption."""
         # Workers that another launcher, such as torchrun, has started poll this file.
-        ends.warn(self._job_dir, self._job.attempt)
+        files.later(ends.warn, self._job_dir, self._job.attempt)
         self._forkserver.send(forkserver_messages.WarnWorkers())
 
     def probe(self, order: messages.ProbeRanks) -> None:
@@ -184,7 +184,7 @@ class NodeWorkers:
         """Write the state of missing ranks into the stderr of the worker that waits for them."""
         if self._status is not None:
             stderr = self.failures.stderr_of(self._status.world, order.local_rank)
-            log_files.append(stderr, order.lines)
+            files.later(log_files.append, stderr, order.lines)
 
     def report_failures(self) -> None:
         """Report all known failures, after the forkserver has reported the end of every worker."""

@@ -19,7 +19,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.system import processes
+from clusterjob.node.system import files, processes
 from clusterjob.node.workers import forkserver_messages
 
 _MAX_PHASES = 64  # phases to record of a rank in one round: a program may form groups in a loop
@@ -149,7 +149,7 @@ class PhaseRecorder:
 
     def flush(self) -> None:
         """Write the new phases; send the coordinator the counts of ranks if they have changed."""
-        self._log.add(*self._unwritten)
+        files.later(self._log.add, *self._unwritten)
         self._unwritten.clear()
         counts = (len(self._joined), len(self._formed), bool(self._importing))
         if counts != self._sent and self._send(messages.RankCounts(self._restart, *counts)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Coroutine
@@ -17,6 +18,7 @@ from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.stacks.progress import Progress
+from clusterjob.node.system import files
 from clusterjob.node.workers.flight_recorder import Dumps
 
 _SAMPLE_SECONDS = 1.5  # maximum time for one sample
@@ -80,7 +82,9 @@ class StackReports:
             found = await asyncio.wait_for(self.stacks(_SAMPLE_SECONDS), _SAVE_SECONDS)
             if found:
                 dumps = self._dumps(round_.restart).request([each.rank for each in found], 0.0)
-                path = evidence_files.write(job_dir, round_, found, why=why, dumps=dumps)
+                write = functools.partial(evidence_files.write, why=why, dumps=dumps)
+                loop = asyncio.get_running_loop()
+                path = await loop.run_in_executor(files.disk, write, job_dir, round_, found)
                 return path, len(found)
         return "", 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterjob.node.logs.job_dir import event_files
 from clusterjob.node.logs.log_files import open_regular
-from clusterjob.node.system.files import Appender
+from clusterjob.node.system import files
 
 # Maximum bytes to read of a line, of a file. A short line counts as `_MIN_LINE` bytes, because its
 # time does not depend on its length.
@@ -39,7 +39,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path, shift: float = 0.0) -> None:
-        self._file = Appender(path)
+        self._file = files.Appender(path)
         self._shift = shift
 
     def add(self, event: str, **details: Any) -> str:
@@ -51,9 +51,12 @@ class EventLog:
         line = {"time": at, "monotonic": round(time.monotonic() + self._shift, 6), "event": event}
         line |= {name: _cut(value) for name, value in details.items()}
         text = json.dumps(line, ensure_ascii=False) + "\n"
-        with contextlib.suppress(OSError):
-            self._file.write(text.encode(errors="replace"))
+        files.later(self._write, text.encode(errors="replace"))
         return at
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(line)
 
 
 def _cut(value: Any) -> Any:

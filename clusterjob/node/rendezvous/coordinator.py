@@ -35,6 +35,7 @@ from clusterjob.node.rendezvous.state_keeper import StateKeeper
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.rendezvous.time_limit import TimeLimit
 from clusterjob.node.rendezvous.until_done import UntilDone
+from clusterjob.node.system import files
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
@@ -190,7 +191,7 @@ class Coordinator:
                 self._start_round()
                 end, cancelled = await self._stop_round(await self._watch_round())
                 end = await self._restart_after(end, cancelled)
-            return self._give_verdict(end)
+            return await self._give_verdict(end)
         except MinorityError:
             raise  # the agents look for another coordinator
         except Exception as error:  # otherwise the other agents wait until their leases end
@@ -359,7 +360,7 @@ class Coordinator:
         await stop.stop(end)
         return end, stop.cancelled
 
-    def _give_verdict(self, end: Outcome) -> Verdict:
+    async def _give_verdict(self, end: Outcome) -> Verdict:
         if self._history.started_at is None:
             self._history.add(end, self._restarts)
         verdict = outcome.final_verdict(
@@ -371,6 +372,15 @@ class Coordinator:
             started_at=self._started_at,
             rounds=self._history.rounds,
         )
+        loop = asyncio.get_running_loop()
+        verdict = await loop.run_in_executor(files.disk, self._record_verdict, verdict)
+        self._events.add(
+            "ended", state=str(verdict.state), exit_code=verdict.exit_code, reason=verdict.reason
+        )
+        self.membership.broadcast(messages.End(verdict))
+        return verdict
+
+    def _record_verdict(self, verdict: Verdict) -> Verdict:
         verdict = self._until_done.decide(verdict, warned=bool(self._preemption.reason))
         coordinator_state.remove(self._job_dir)
         try:
@@ -379,8 +389,4 @@ class Coordinator:
             self._print_line(f"the verdict cannot be written to {self._job_dir}: {error.strerror}")
             reason = f"{verdict.reason} (not recorded: {error.strerror})".strip()
             verdict = replace(verdict, reason=reason)
-        self._events.add(
-            "ended", state=str(verdict.state), exit_code=verdict.exit_code, reason=verdict.reason
-        )
-        self.membership.broadcast(messages.End(verdict))
         return verdict

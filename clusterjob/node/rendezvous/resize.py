@@ -12,6 +12,7 @@ from clusterjob.node.rendezvous import outcome
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.node_selection import NodeSelection
 from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.system import files
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ def follow_requests(job_dir: Path, membership: Membership, own: int) -> None:
 
 
 async def _follow(job_dir: Path, membership: Membership, own: int) -> None:
+    loop = asyncio.get_running_loop()
     while True:
-        nodes = size_request.take(job_dir)
+        nodes = await loop.run_in_executor(files.disk, size_request.take, job_dir)
         if nodes is not None:
             membership.inbox.put_nowait((own, Resize(nodes)))
         await asyncio.sleep(ends.REQUEST_SECONDS)

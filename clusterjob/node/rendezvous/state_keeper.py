@@ -13,7 +13,7 @@ from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.nodes import Nodes
 from clusterjob.node.rendezvous.time_limit import TimeLimit
-from clusterjob.node.system import processes
+from clusterjob.node.system import files, processes
 
 _MAX_ROUNDS = 100  # of many rounds, the latest are sent
 
@@ -82,7 +82,7 @@ class StateKeeper:
             made_at=moment,
             boot_id=processes.boot_id(),
         )
-        coordinator_state.write(self._job_dir, self._state)
+        files.later(coordinator_state.write, self._job_dir, self._state)
         self._send(list(self._membership.peers.values()), order)
 
     def send(self, peer: Peer) -> None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from clusterjob.node.environments import scheduler
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.system import processes, signals
+from clusterjob.node.system import files, processes, signals
 
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
 # this agent may forward it.
@@ -76,12 +76,22 @@ class StopRequests:
 
     def poll_job_dir(self) -> None:
         """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
-        if ends.cancelled(self._job_dir):
+        self._on_poll(cancelled=ends.cancelled(self._job_dir))
+
+    def _on_poll(self, *, cancelled: bool) -> None:
+        if cancelled:
             if not self.cancelled.done() and ends.interrupted(self._job_dir):
                 self.interrupted, self._interrupted_at = True, time.monotonic()
             self._cancel("cancelled")
         else:
-            asyncio.get_running_loop().call_later(ends.REQUEST_SECONDS, self.poll_job_dir)
+            asyncio.get_running_loop().call_later(ends.REQUEST_SECONDS, self._poll_again)
+
+    def _poll_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        found = loop.run_in_executor(files.disk, ends.cancelled, self._job_dir)
+        found.add_done_callback(
+            lambda done: None if done.cancelled() else self._on_poll(cancelled=done.result())
+        )
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT and not self.interrupted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,6 +13,7 @@ from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.round import Round
+from clusterjob.node.system import files
 from clusterjob.node.verdict import FailureKind, JobState
 
 # Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
@@ -84,7 +86,9 @@ class RoundStop:
         if end.state is JobState.SUCCEEDED or self._kill_now:
             grace = 0.0
         self._membership.broadcast(messages.Stop(grace, int(end.signal)))
-        self._round.evidence.save()  # the stacks of thousands of ranks take a second
+        # The stacks of thousands of ranks take a second.
+        saving = self._round.evidence.save
+        await asyncio.get_running_loop().run_in_executor(files.disk, saving)
         stalls = self._membership.stalls
         deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
         while unstopped:

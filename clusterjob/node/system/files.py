@@ -12,6 +12,8 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,23 @@ _TEMPORARY = re.compile(r"\..+\.\w{8}\.(?P<host>.+)\.(?P<pid>\d{1,9})", re.ASCII
 _SURELY_KILLED = 3600.0  # seconds without a change after which the writer must be dead
 RESERVED = 32 << 10  # bytes that `reserve` takes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
+# The thread in which an agent uses the job's directory: a shared disk may hang for minutes, and the
+# event loop must send heartbeats meanwhile. None in other processes.
+disk: ThreadPoolExecutor | None = None
+
+
+def use_thread() -> None:
+    """Let `later` use a thread from now on; the thread does one thing after the other."""
+    global disk  # noqa: PLW0603 - a process runs one agent
+    disk = ThreadPoolExecutor(1, "clusterjob-disk")
+
+
+def later(action: Callable[..., object], *args: object) -> None:
+    """Call a function in the disk's thread; at once in a process without one."""
+    if disk is None:
+        action(*args)
+    else:
+        disk.submit(action, *args)
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
