@@ -734,3 +734,33 @@ def test_relative_script_path_is_resolved_in_working_directory(
             as_worker(job, start, "script.py").out
             == f"{str(special_path)!a} {str(special_path / 'script.py')!a}\n"
         )
+
+
+UNFINISHED = """
+    import os, signal, sys
+    signal.signal(signal.SIGALRM, lambda *_: print("signal,", end=""))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    print("text,", end="")
+    sys.stdout.buffer.write(b"bytes,")
+    os.write(1, b"descriptor,")
+    os.system("printf child,")
+    sys.stderr.write("error without newline")
+    print("x" * 9_000_000, end="")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print("end", end="")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_killed_worker_leaves_all_it_wrote_in_order_even_without_newline(
+    make_job: MakeJob, start: str
+) -> None:
+    job = make_job()
+    ended = as_worker(job, start, job.script(UNFINISHED))
+    text = ended.out.replace("signal,", "")
+    assert text[:40] == "text,bytes,descriptor,child,xxxxxxxxxxxx"
+    assert text.endswith("xend")
+    assert ended.err.splitlines()[0] == "error without newline"
+    if start == "fork":  # `python -u` loses text when a signal interrupts a long write
+        assert len(text) == len("text,bytes,descriptor,child,end") + 9_000_000

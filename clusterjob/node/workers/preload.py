@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import re
 import sys
@@ -115,10 +116,20 @@ def _count_threads_after_fork() -> int:
     return count
 
 
+class _WriteThrough(io.FileIO):
+    """A file without a buffer; a signal during a long write loses nothing, as it does in FileIO."""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[super().write(view) or 0 :]
+        return memoryview(data).nbytes
+
+
 def refresh_after_fork() -> None:
     """Give a forked worker the state of a fresh process.
 
-    This covers the garbage collector, random seeds, line buffering and the import of torch.
+    This covers the garbage collector, random seeds, unbuffered output and the import of torch.
     """
     gc.enable()
     numpy_random = sys.modules.get("numpy.random")
@@ -129,7 +140,12 @@ def refresh_after_fork() -> None:
     if torch is not None and torch.initial_seed() != _TORCH_CONSTANT_SEED:
         # This version of torch draws its initial seed, which must differ in each process.
         torch.default_generator.seed()
-    for stream in (sys.stdout, sys.stderr):
-        # Each line must be in the log at once, for a command that follows the log.
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        # As `python -u`: the text before a crash is in the log. The same object, because modules of
+        # the preload refer to it.
+        raw = _WriteThrough(descriptor, "wb", closefd=False)
+        raw.name = stream.name
+        stream.__init__(  # type: ignore[misc]
+            raw, encoding=stream.encoding, errors=stream.errors, newline="\n", write_through=True
+        )
     early_variables.apply_at_import()
