@@ -97,6 +97,7 @@ class Status:
         progress: its phase; None if no agent has started, or if the backend does not know it.
         restart_reason: why the workers were started again the last time; empty if unknown.
         stragglers: the ranks that the others wait for in collectives.
+        hosts: the scheduler's list of the job's nodes while it runs; empty if it has none.
     """
 
     state: JobState
@@ -110,6 +111,7 @@ class Status:
     progress: JobProgress | None = None
     restart_reason: str = ""
     stragglers: tuple[Straggler, ...] = ()
+    hosts: str = ""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ def of_jobs(jobs: Sequence[tuple[Record, Status]]) -> list[dict[str, Any] | None
 
     live = _live(jobs)
     return [
-        None if now.state is JobState.PENDING else efficiency(record, live=live)
+        None
+        if now.state is JobState.PENDING
+        else efficiency(record, live=live, elapsed=now.elapsed)
         for record, now in jobs
     ]
 

@@ -27,6 +27,9 @@ COLUMNS: dict[str, Callable[[ListRow], str]] = {
     "started": lambda row: show_local(row.started_at),
     "ended": lambda row: show_local(row.ended_at),
     "duration": lambda row: "" if row.seconds is None else show_duration(row.seconds),
+    "backend_id": lambda row: row.backend_id,
+    "hosts": lambda row: row.hosts,
+    "restarts": lambda row: str(row.restarts),
     "reason": lambda row: row.reason,
 }
 DEFAULT = ("id", "state", "code", "nodes", "cluster", "submitted", "duration", "reason")

@@ -53,7 +53,7 @@ def list_jobs(
             "--columns",
             metavar="LIST",
             help="Columns: id, name, state, code, nodes, cluster, backend, submitted, started,"
-            " ended, duration, reason (default: most).",
+            " ended, duration, backend_id (Slurm's id), hosts, restarts, reason (default: most).",
         ),
     ] = None,
     with_efficiency: Annotated[  # noqa: FBT002

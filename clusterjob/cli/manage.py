@@ -92,10 +92,12 @@ def _with_phase(row: ListRow, now: Status) -> ListRow:
     """Return the row with the job's phase as its reason, if the state does not show the phase."""
     from clusterjob.cli.phase_text import phase_text
 
-    if row.reason or now.verdict is not None or now.progress is None:
+    if now.reason or now.verdict is not None or now.progress is None:
         return row
     text = phase_text(now, has_output=True)
-    return row if text == "running" else row._replace(reason=text)
+    if text == "running":
+        return row
+    return row._replace(reason="; ".join(filter(None, (text, row.reason))))
 
 
 def wait(job_id: LatestId = None) -> int:

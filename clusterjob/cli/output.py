@@ -83,6 +83,7 @@ def job_json(
         "reason": status.reason,
         "restarts": status.restarts,
         "attempts": [vars(each) for each in ended],
+        "hosts": status.hosts,
         "stragglers": [straggler.to_json() for straggler in status.stragglers],
         "failure": {key: failure[key] for key in shown} if failure else None,
         "evidence": verdict.evidence or None if verdict else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from clusterjob.backends.base import Status
 from clusterjob.core.record_index import (
@@ -21,6 +21,8 @@ def row_of(record: Record, status: Status) -> ListRow:
     if status.verdict is not None:
         row = ended_row(record, status.verdict)._replace(reason=status.reason.partition("\n")[0])
         return row._replace(seconds=None) if status.provisional else row
+    handle = status.handle or record.handle
+    number = handle.id if handle else ""
     return ListRow(
         record.job_id,
         str(status.state),
@@ -28,12 +30,26 @@ def row_of(record: Record, status: Status) -> ListRow:
         nodes=str(record.nodes),
         cluster=record.cluster,
         submitted_at=record.submitted_at,
-        reason=status.reason.partition("\n")[0],
+        reason="; ".join(_facts(status, number if number != record.job_id else "")),
         name=record.name,
         backend=record.backend,
         started_at=status.started_at or "",
         seconds=status.elapsed,
+        backend_id=number,
+        hosts=status.hosts,
+        restarts=status.restarts,
     )
+
+
+def _facts(status: Status, number: str) -> Iterator[str]:
+    """Yield what is known of a job that has not ended: reason, id and nodes, restarts."""
+    if reason := status.reason.partition("\n")[0]:
+        yield reason
+    if number:
+        yield f"job {number} on {status.hosts}" if status.hosts else f"job {number}"
+    if status.restarts:
+        why = status.restart_reason.partition("\n")[0]
+        yield f"restart {status.restarts}" + (f": {why}" if why else "")
 
 
 class Listing(RecordIndex):

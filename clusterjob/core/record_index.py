@@ -16,7 +16,7 @@ from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
 _CACHE = ".ended.json"  # in the directory of the records; no record's name begins with a dot
-_SCHEMA = 2
+_SCHEMA = 3
 # Inode, modification time (ns since the epoch) and size (bytes) of a record file.
 Stamp = tuple[int, int, int]
 _MANY = 50  # number of new rows after which the cache is rewritten
@@ -37,6 +37,9 @@ class ListRow(NamedTuple):
     started_at: str = ""  # empty before the start
     ended_at: str = ""  # empty before the end
     seconds: float | None = None  # from the start of the workers; None if it is unknown
+    backend_id: str = ""  # such as Slurm's job id
+    hosts: str = ""  # the scheduler's list of its nodes, while it runs
+    restarts: int = 0
 
     @property
     def array_id(self) -> str:
@@ -59,6 +62,8 @@ def ended_row(record: Record, verdict: Verdict) -> ListRow:
         started_at=verdict.started_at or "",
         ended_at=verdict.ended_at or "",
         seconds=None if record.provisional else seconds_of(verdict),
+        backend_id=record.handle.id if record.handle else "",
+        restarts=verdict.restarts,
     )
 
 

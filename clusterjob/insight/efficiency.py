@@ -89,14 +89,17 @@ class _NodeUsage(msgspec.Struct):
     gpus: list[_GpuUsage] = []
 
 
-def efficiency(record: Record, *, live: bool = False) -> dict[str, Any] | None:
+def efficiency(
+    record: Record, *, live: bool = False, elapsed: float | None = None
+) -> dict[str, Any] | None:
     """Return how well a job used its resources; None if it has no usage yet.
 
     Args:
         record: the job, or an element of an array.
         live: whether to read the samples of nodes that have not ended, which takes longer.
+        elapsed: seconds for which the attempt has run; the samples end earlier.
     """
-    usages = _usages(record, live=live or record.end is not None)
+    usages = _usages(record, live=live or record.end is not None, elapsed=elapsed or 0.0)
     return _of_usages(record, usages) if usages else None
 
 
@@ -176,7 +179,7 @@ def _over_nodes(nodes: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]
 # -- the nodes' usage ------------------------------------------------------------------------------
 
 
-def _usages(record: Record, *, live: bool) -> dict[int, _NodeUsage]:
+def _usages(record: Record, *, live: bool, elapsed: float = 0.0) -> dict[int, _NodeUsage]:
     """Return the usage of each node, from its end record, else from its samples."""
     written = ends.of_all_attempts(record.job_dir)
     attempts = [end["attempt"] for end in written]  # a verdict of Slurm's has no attempt
@@ -193,8 +196,13 @@ def _usages(record: Record, *, live: bool) -> dict[int, _NodeUsage]:
     found: dict[int, _NodeUsage] = {}
     for node in range(record.nodes):
         own = kept.get(node, [])
-        if node not in ended and live:
-            own.append(of_samples(sample_files.read(record.job_dir, node)))
+        sums = (
+            None
+            if node in ended or not live
+            else of_samples(sample_files.read(record.job_dir, node))
+        )
+        if sums is not None:
+            own.append(sums | {"wall": max(sums["wall"], round(elapsed, 1))})
         for usage in own:
             if usage is not None:
                 # Another version, or a host that is not to be trusted.

@@ -115,7 +115,7 @@ def test_job_with_changed_comment_is_followed_and_cancelled(user: User, comment:
     assert user.slurm.wait_for_job(user.slurm_id(job_id))["JobState"] == "CANCELLED"
 
 
-def test_job_with_changed_comment_and_directory_is_found_by_name_and_time(
+def test_job_with_changed_comment_and_directory_is_found_by_name(
     user: User,
 ) -> None:
     job_id = user.submit(SLEEPER, "--set", "hold=true")

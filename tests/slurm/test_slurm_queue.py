@@ -50,6 +50,8 @@ def test_squeue_output_is_parsed_into_rows() -> None:
             "a",
             "/h/jobs/a-222222",
             "clusterjob:a-222222",
+            "1-00:02:03",
+            "n[1-2]",
         ),
         (
             "8",
@@ -62,8 +64,23 @@ def test_squeue_output_is_parsed_into_rows() -> None:
             "b|\n9",
             "/h/jobs/b-222222",
             "clusterjob:b-222222 my own | words|",
+            "0:00",
+            "",
         ),
-        ("8", "N/A", "8", "PENDING", "Resources", "N/A", "?", "", "/h/jobs/c-222222", "(null)"),
+        (
+            "8",
+            "N/A",
+            "8",
+            "PENDING",
+            "Resources",
+            "N/A",
+            "?",
+            "",
+            "/h/jobs/c-222222",
+            "(null)",
+            "INVALID",
+            "",
+        ),
     ]
     text = (
         "".join("".join(f"{field}<mark>" for field in row) + "\n" for row in printed)
@@ -81,6 +98,8 @@ def test_squeue_output_is_parsed_into_rows() -> None:
             name="a",
             directory="/h/jobs/a-222222",
             submitted=1795325346.0,
+            ran=86523.0,
+            nodes="n[1-2]",
         ),
         "8_3": JobRow(
             "8_3",
@@ -91,6 +110,7 @@ def test_squeue_output_is_parsed_into_rows() -> None:
             name="b|\n9",
             directory="/h/jobs/b-222222",
             submitted=1795325346.0,
+            ran=0.0,
         ),
         "8": JobRow(
             "8",
@@ -274,6 +294,8 @@ def test_name_and_comment_of_other_job_cannot_forge_rows(
             "x",
             "/jobs/mine",
             "clusterjob:mine",
+            "0:00",
+            "",
             "\n",
         ]
     )
@@ -289,6 +311,21 @@ def test_name_and_comment_of_other_job_cannot_forge_rows(
     assert "999999" not in rows
     assert rows_of(Queue(Client(), tmp_path).poll(), "mine") == []
     assert Queue(Client(), tmp_path).poll().rows == rows
+
+
+def test_running_job_shows_slurm_id_nodes_and_time(user: User) -> None:
+    job_id = user.submit(GUEST, "--nodes", "2", "--name", "a b")
+    user.wait_for("up0", "up1")
+    user.force_new_query()
+    now, number = user.wait_for_state(job_id, "RUNNING"), user.slurm_id(job_id)
+    hosts = user.slurm.job(number)["NodeList"]
+    assert (now["hosts"], now["backend_id"]) == (hosts, number)
+    assert now["seconds"] is not None
+    for command in ("status", "list"):
+        assert f"job {number} on {hosts}" in user(command).stdout
+    row = user("list", "--columns", "backend_id,hosts,restarts,id").stdout.splitlines()[1]
+    assert row.split() == [number, hosts, "0", job_id]
+    assert user.slurm.job(number)["JobName"] == job_id
 
 
 # -- commands ------------------------------------------------------------------------------------
@@ -326,7 +363,7 @@ def test_sbatch_variables_of_user_are_ignored_except_partition(user: User) -> No
     job_id = user.submit(SLEEPER, "--set", "hold=true")
     job = user.slurm_job(job_id)
     assert (job["JobName"], job["Partition"], job["Requeue"], "ArrayJobId" in job) == (
-        "script",
+        job_id,
         "small",
         "0",
         False,

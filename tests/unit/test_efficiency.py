@@ -204,6 +204,8 @@ def test_running_job_is_known_so_far_if_its_samples_are_read(tmp_path: Path) -> 
     end(record, 0, usage(), attempt=0)  # of the attempt before
     found = efficiency(record, live=True)
     assert (found["attempts"], found["wall_seconds"]) == (2, 3650)
+    found = efficiency(record, live=True, elapsed=62.0)  # the samples end before now
+    assert found["wall_seconds"] == 3662
 
 
 def test_usage_of_the_agent_and_of_its_samples_agree() -> None:

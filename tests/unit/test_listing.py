@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from clusterjob.backends.base import Status
 from clusterjob.core import polling
-from clusterjob.core.listing import Listing
+from clusterjob.core.listing import Listing, row_of
 from clusterjob.core.record_index import ListRow
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.selection import Selection
@@ -128,3 +130,13 @@ def test_old_provisional_end_is_final(records: Records, tmp_path: Path) -> None:
     ).to_json()
     save(records, tmp_path, "job-000007", end=provisional_end, provisional=True)
     assert Listing(records).open == []
+
+
+def test_open_job_shows_scheduler_id_nodes_and_restarts(tmp_path: Path) -> None:
+    job = replace(save(Records(), tmp_path, "job-a"), handle=Handle("slurm", "12", data={}))
+    now = Status(
+        JobState.RUNNING, "slow", hosts="n[1-2]", restarts=2, restart_reason="node 1 was lost\nx"
+    )
+    assert row_of(job, now).reason == "slow; job 12 on n[1-2]; restart 2: node 1 was lost"
+    assert row_of(job, Status(JobState.PENDING)).reason == "job 12"
+    assert row_of(replace(job, handle=None), Status(JobState.RUNNING)).reason == ""

@@ -15,6 +15,7 @@ from clusterjob.backends.slurm import planning, scancel, status, submit
 from clusterjob.backends.slurm.accounting import Accounting, explained
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.queue import Queue
+from clusterjob.backends.slurm.squeue import has_id
 from clusterjob.backends.slurm.status import NAME, Cluster
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.plans import Plan
@@ -183,7 +184,7 @@ class SlurmBackend:
             row = snapshot.rows.get(handle.id) if handle is not None else None
             if handle is None:
                 found[record.job_id] = status.unseen(record, snapshot)
-            elif row is not None and status.is_of(row, record, handle=handle):
+            elif row is not None and has_id(row, record.whole_id):
                 if status.needs_explanation(record, row):
                     row = explained(client, row)
                 found[record.job_id] = status.with_error(

@@ -86,7 +86,7 @@ def plan(spec: JobSpec) -> Plan:
         {key: value for key, value in spec.options.items() if key not in own}
     )
     common = [
-        "--parsable", f"--job-name={spec.name}", f"--comment={flags.comment(job_id, spec)}", *place,
+        "--parsable", f"--job-name={job_id}", f"--comment={flags.comment(job_id, spec)}", *place,
         "--open-mode=append", "--export=ALL", *flags.requeue(spec), *flags.shape(spec), *options,
     ]  # fmt: skip
     if spec.signal_before is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 from clusterjob.backends.slurm.client import Client
 
 COMMENT = "clusterjob:"  # prefix of the comment of a clusterjob job; the job id follows
-_COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k")  # see `_row`
+_COLUMNS = ("%F", "%K", "%A", "%T", "%r", "%S", "%V", "%j", "%Z", "%k", "%M", "%N")  # see `_row`
 EPOCH_TIMES = {"SLURM_TIME_FORMAT": "%s"}
 _MAX_TEXT = 4096  # maximum characters of a field: the length of the longest path
 _ACTIVE = frozenset({
@@ -38,6 +39,8 @@ class JobRow:
         name: the job's name.
         directory: its working directory.
         submitted: time of submission or requeue, seconds since the epoch; 0 if not shown.
+        ran: seconds for which it has run since its last start; None if not shown.
+        nodes: Slurm's list of its nodes; empty before its start.
         failed_node: text naming the node that failed (NODE_FAIL); see `accounting.explained`.
         signal: number of the signal that ended the batch script; see `accounting.explained`.
     """
@@ -50,6 +53,8 @@ class JobRow:
     name: str = ""
     directory: str = ""
     submitted: float = 0.0
+    ran: float | None = None
+    nodes: str = ""
     failed_node: str = ""
     signal: int = 0
 
@@ -161,6 +166,8 @@ def _row(
     name: str,
     directory: str,
     comment: str,
+    ran: str,
+    nodes: str,
 ) -> JobRow:
     if is_number(start):
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(int(start)))
@@ -173,7 +180,18 @@ def _row(
         name=name,
         directory=directory,
         submitted=float(submitted) if is_number(submitted) else 0.0,
+        ran=_seconds(ran),
+        nodes=nodes,
     )
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of Slurm's D-HH:MM:SS or MM:SS; None for another text."""
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(?:(\d\d?):)?(\d\d?):(\d\d)", text, re.ASCII)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = map(float, found.groups("0"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def is_number(text: str) -> bool:
@@ -182,13 +200,15 @@ def is_number(text: str) -> bool:
 
 
 def has_id(row: JobRow, job_id: str) -> bool:
-    """Return whether a row's comment or working directory contains a job's own id.
+    """Return whether a row's name, comment or working directory contains a job's own id.
 
-    A site may change the comment or the working directory, but probably not both.
+    A site may change one of them, but probably not all. Slurm may give the same number to another
+    job (submitit#1660).
     """
     comment = f"{COMMENT}{job_id}"
     return (
-        row.comment == comment
+        row.name == job_id
+        or row.comment == comment
         or row.comment.startswith(f"{comment} ")
         or row.directory.endswith(f"/jobs/{job_id}")
     )

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 NAME = "slurm"
 SETTLING = 2.0  # seconds until squeue shows an accepted job
-# Maximum seconds between Slurm's and clusterjob's submit time, clock difference included.
-_SUBMIT_TIME = 120.0
 # In a job's directory, this file means that Slurm did not answer the job's scancel.
 _UNTOLD = "scancel.pending"
 _UNSEEN_ALIVE = "Slurm does not show it, but its last heartbeat is less than a minute old"
@@ -86,17 +84,6 @@ def unreached(record: Record, why: str) -> Status:
     return job_progress.progress(record.job_dir).status(JobState.UNKNOWN, why)
 
 
-def is_of(row: JobRow, record: Record, handle: Handle) -> bool:
-    """Return whether a row with the job's Slurm id belongs to this job.
-
-    Slurm may give the same id to another job (submitit#1660). The comment and the working directory
-    contain the job's own id. If a site has changed both, the name and the submit time are compared.
-    """
-    return has_id(row, record.whole_id) or (
-        row.name == record.name and abs(row.submitted - accepted_at(handle)) < _SUBMIT_TIME
-    )
-
-
 def accepted_at(handle: Handle) -> float:
     """Return when Slurm accepted a job, in seconds since the epoch by the cluster's clock."""
     return float(handle.data["at"] + handle.data.get("ahead", 0.0))
@@ -105,13 +92,13 @@ def accepted_at(handle: Handle) -> float:
 def is_active(snapshot: QueueSnapshot, record: Record, handle: Handle) -> bool:
     """Return whether Slurm shows this job as waiting or running."""
     row = snapshot.rows.get(handle.id)
-    return row is not None and row.active and is_of(row, record, handle=handle)
+    return row is not None and row.active and has_id(row, record.whole_id)
 
 
 def is_of_another(snapshot: QueueSnapshot, record: Record, handle: Handle) -> bool:
     """Return whether Slurm has given the job's id to another job, which must not be cancelled."""
     row = snapshot.rows.get(handle.id)
-    return row is not None and not is_of(row, record, handle=handle)
+    return row is not None and not has_id(row, record.whole_id)
 
 
 def adopt(record: Record, snapshot: QueueSnapshot, wholes: dict[str, Record]) -> Handle | None:
@@ -236,7 +223,8 @@ def from_row(record: Record, handle: Handle, row: JobRow) -> Status:
         return _with_handle(own, handle)
     if row.active:
         attempt = f"attempt {progress.attempt}" if progress.attempt else ""
-        return progress.status(JobState.RUNNING, progress.waiting or attempt, handle)
+        now = progress.status(JobState.RUNNING, progress.waiting or attempt, handle)
+        return replace(now, elapsed=row.ran, hosts=row.nodes)
     if own is None and row.state in ("COMPLETED", "FAILED"):
         own = _verdict_of_step(record, progress)
     verdict = job_end.of_slurm(row, own, job_dir=record.job_dir, started_at=progress.started_at)
