@@ -317,7 +317,7 @@ _ROWS = (
     Option("heartbeat", _seconds, node="heartbeat", group="restart"),
     Option("lease", _seconds, node="lease", group="restart"),
     Option("grace", _seconds, metavar="S", node="grace", group="restart",
-        help="Seconds between SIGTERM and SIGKILL on cancel (default: 3)."),
+        help="Seconds between SIGTERM and SIGKILL (default: 3; after a failure 30)."),
 )  # fmt: skip
 OPTIONS: dict[str, Option] = {option.key: option for option in _ROWS}
 

@@ -193,7 +193,10 @@ class LaunchOptions:
         _duration,
     )
     grace: float = _option(
-        3.0, "SECONDS", "Seconds between SIGTERM and SIGKILL (default: 3).", seconds
+        3.0,
+        "SECONDS",
+        "Seconds between SIGTERM and SIGKILL (default: 3; after a failure 30).",
+        seconds,
     )
     lifeline: bool = _option(False, "", "Cancel the job when stdin ends.")
     echo: bool = _option(True, "", "Write the workers' output only to their log files.")

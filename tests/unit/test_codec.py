@@ -172,7 +172,7 @@ def test_message_for_many_peers_is_encoded_once() -> None:
     stop = messages.Stop(0.5, 15)
     text = messages.FROM_COORDINATOR.encode_json(stop)
     assert messages.FROM_COORDINATOR.encode_json(stop) is text
-    assert json.loads(text) == {"type": "Stop", "grace": 0.5, "signal": 15}
+    assert json.loads(text) == {"type": "Stop", "grace": 0.5, "signal": 15, "early": False}
     other = messages.FROM_COORDINATOR.encode_json(messages.Stop(0.0, 9))
     assert json.loads(other) == {"type": "Stop", "grace": 0.0, "signal": 9}
 

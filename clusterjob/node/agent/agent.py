@@ -216,7 +216,9 @@ class Agent:
         handlers: dict[type, Callable[[Any], None]] = {
             messages.Start: self._start_round,
             messages.StartWithStore: self._start_round,
-            messages.Stop: lambda stop: self._workers.stop(stop.grace, stop.signal),
+            messages.Stop: lambda stop: self._workers.stop(
+                stop.grace, stop.signal, early=stop.early
+            ),
             messages.Warn: lambda _warn: self._workers.warn(),
             messages.ProbeRanks: self._workers.probe,
             messages.RanksFound: self._workers.note_found,

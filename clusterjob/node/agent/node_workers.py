@@ -143,13 +143,19 @@ class NodeWorkers:
             self._pipes.close()
             self._pipes = None
 
-    def stop(self, grace: float, number: int = signal.SIGTERM) -> None:
-        """Stop the workers: a signal, then SIGKILL after `grace` seconds."""
+    def stop(self, grace: float, number: int = signal.SIGTERM, *, early: bool = False) -> None:
+        """Stop the workers: a signal, then SIGKILL after `grace` seconds.
+
+        Args:
+            grace: the time in seconds.
+            number: the signal.
+            early: whether a worker that saves nothing gets SIGKILL earlier.
+        """
         self.stop_ordered = True
         self.phases.stop()
         if self._forkserver.ready and not self._forkserver.gone:
             self.gone.clear()
-            self._forkserver.send(forkserver_messages.StopWorkers(grace, int(number)))
+            self._forkserver.send(forkserver_messages.StopWorkers(grace, int(number), early))
             return
         self._forkserver.drop_round()
         self._on_gone()

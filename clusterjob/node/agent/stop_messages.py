@@ -54,4 +54,5 @@ class StopMessages:
             requests.cancelled.result(),
             interrupt=requests.interrupted,
             stacks=ends.stacks_wanted(self._job_dir) or requests.terminated,
+            terminated=requests.terminated,
         )

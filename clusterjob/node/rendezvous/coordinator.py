@@ -293,9 +293,10 @@ class Coordinator:
         self._events.add("exec", node_rank=peer.node_rank, why=message.why)
 
     def _on_cancel(self, _peer: Peer, message: messages.Cancel) -> Outcome:
-        return outcome.cancelled(
+        end = outcome.cancelled(
             sanitize(message.why), interrupt=message.interrupt, stacks=message.stacks
         )
+        return replace(end, terminated=message.terminated)
 
     def _on_preemption_warning(self, _peer: Peer, message: messages.PreemptionWarning) -> None:
         why = sanitize(message.why)

@@ -90,12 +90,13 @@ class StartedByExec:
 class Cancel:
     """End the job; `interrupt` after Ctrl-C, so that workers get SIGINT.
 
-    `stacks`: save the stacks of the workers first.
+    `stacks`: save the stacks of the workers first. `terminated`: after a scheduler's SIGTERM.
     """
 
     why: str
     interrupt: bool = False
     stacks: bool = False
+    terminated: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,10 +258,15 @@ class StartWithStore(Start):
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later."""
+    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later.
+
+    Attributes:
+        early: whether a worker that saves nothing gets SIGKILL earlier.
+    """
 
     grace: float
     signal: int
+    early: bool = False
 
 
 @dataclass(frozen=True)

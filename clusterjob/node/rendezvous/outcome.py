@@ -33,6 +33,7 @@ class Outcome:
     Attributes:
         signal: the signal that stops the remaining workers.
         stacks: whether to save the stacks of the remaining workers first.
+        terminated: whether a scheduler has sent SIGTERM, which SIGKILL follows.
         resize: whether the workers start again on other nodes, because the user wants another
             number of them.
     """
@@ -43,6 +44,7 @@ class Outcome:
     failure: Failure | None = None
     signal: int = signal.SIGTERM
     stacks: bool = False
+    terminated: bool = False
     resize: bool = False
 
 

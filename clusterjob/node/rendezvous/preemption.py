@@ -30,6 +30,7 @@ class Preemption:
     Attributes:
         reason: the warning, such as ``SIGUSR1 on gpu7``; empty before it.
         due: the coordinator's monotonic time at which the workers must be stopped.
+        ends_at: the time at which the scheduler ends the job, without a margin for the verdict.
         left: the workers that have ended because of the warning.
     """
 
@@ -41,7 +42,7 @@ class Preemption:
         self.left: set[Key] = set()
         self._stopping = False
         self.reason = ""
-        self.due = float("inf")
+        self.due = self.ends_at = float("inf")
 
     @property
     def seconds(self) -> float:
@@ -67,6 +68,7 @@ class Preemption:
         if self.reason:
             return False
         self.reason, self.due = reason, at + self.seconds
+        self.ends_at = at + (self._warning or float("inf")) - _MARGIN
         self.left |= self._suspects.keys()
         self._suspects.clear()
         return True

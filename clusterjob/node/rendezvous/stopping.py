@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from clusterjob.node.options import LaunchOptions
@@ -16,9 +17,28 @@ from clusterjob.node.rendezvous.round import Round
 from clusterjob.node.system import files
 from clusterjob.node.verdict import FailureKind, JobState
 
-# Seconds between SIGTERM and SIGKILL after a failure: the other workers have nothing left to save.
-_FAILURE_GRACE = 0.5
+# Seconds between SIGTERM and SIGKILL after a failure, as torchrun: for workers whose handler saves.
+_FAILURE_GRACE = 30.0
+# The longest grace after a scheduler's SIGTERM: Slurm's default KillWait of 30 s, without 5 s.
+_KILL_WAIT = 25.0
+_LEAST_GRACE = 0.5  # seconds, if a warning has left less
 _STOP_TIMEOUT = 5.0  # seconds for an agent to answer the stop order, after the grace
+
+
+def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
+    """Return the seconds between SIGTERM and SIGKILL at the end of a round.
+
+    Args:
+        end: the outcome of the round.
+        options: the grace; 30 s after a failure if it has its default.
+        left: the seconds until the end of the job that a warning has announced.
+    """
+    if end.state is JobState.SUCCEEDED:
+        return 0.0
+    if end.failure is None:
+        return min(options.grace, _KILL_WAIT) if end.terminated else options.grace
+    grace = options.grace if options.grace != LaunchOptions.grace else _FAILURE_GRACE
+    return min(grace, max(_LEAST_GRACE, left))
 
 
 class RoundStop:
@@ -82,20 +102,22 @@ class RoundStop:
         unstopped, root_cause = self._round.unstopped, self._round.root_cause
         self._preemption.end_round(root_cause)
         root_cause.note_stop(time.monotonic())
-        grace = _FAILURE_GRACE if end.failure else self._options.grace
-        if end.state is JobState.SUCCEEDED or self._kill_now:
-            grace = 0.0
-        self._membership.broadcast(messages.Stop(grace, int(end.signal)))
+        left = self._preemption.ends_at - time.monotonic()
+        grace = 0.0 if self._kill_now else grace_after(end, self._options, left=left)
+        order = messages.Stop(grace, int(end.signal), early=end.failure is not None)
+        self._membership.broadcast(order)
         # The stacks of thousands of ranks take a second.
         saving = self._round.evidence.save
         await asyncio.get_running_loop().run_in_executor(files.disk, saving)
         stalls = self._membership.stalls
         deadline, stalled = time.monotonic() + grace + _STOP_TIMEOUT, stalls.total
         while unstopped:
-            killed = self._kill_now
+            known = self._kill_now, self.cancelled
             if await self._receive(deadline):
-                if self._kill_now and not killed:
-                    self._membership.broadcast(messages.Stop(0.0, int(end.signal)))
+                if known != (self._kill_now, self.cancelled):
+                    end = self.cancelled or end
+                    shorter = 0.0 if self._kill_now else grace_after(end, self._options, left=left)
+                    self._membership.broadcast(replace(order, grace=shorter))
                 continue
             stalls.tick()
             if stalls.total > stalled:  # this process itself did not run

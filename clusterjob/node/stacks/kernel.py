@@ -29,6 +29,16 @@ def state(pid: int) -> str:
     return f"{text} ({channel})" if channel.strip("0") else text
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, in any language."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = status.partition("\nSigCgt:")[2].partition("\n")[0]
+    return bool(int(caught.strip() or "0", 16) >> (number - 1) & 1)
+
+
 def waits_for_files(tid: int) -> bool:
     """Return whether a thread waits for a file system, which a signal or ptrace disturbs."""
     text = state(tid)

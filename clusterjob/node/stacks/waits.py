@@ -38,6 +38,7 @@ _WAITS = _TORCH | _STANDARD_LIBRARY
 _FILES = tuple(_WAITS)
 # Files that lie between a waiting function and the function that it waits in.
 _MEASUREMENT = "/clusterjob/node/workers/collective_waits.py"  # between torch and its C++ function
+_PEERS = re.compile(r"torch/(?:distributed|cuda)/")
 _BETWEEN = re.compile(r"/clusterjob/worker/|torch/distributed/c10d_logger\.py$")
 
 
@@ -73,6 +74,12 @@ def find(frames: Sequence[Frame]) -> Wait | None:
         if name in waits or ("*" in waits and not name.startswith("_")):
             found = Wait(_label(file, name), depth)
     return found
+
+
+def for_peers(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread waits in a collective, or for the GPU that runs it."""
+    wait = find(frames)
+    return wait is not None and bool(_PEERS.search(frames[wait.depth].file))
 
 
 def short_name(frame: Frame) -> str:

@@ -29,6 +29,8 @@ from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.preflight import measuring_process
 from clusterjob.node.program import Program
+from clusterjob.node.stacks import kernel, waits
+from clusterjob.node.stacks.request import StackRequest
 from clusterjob.node.system import processes, signals
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import (
@@ -51,6 +53,8 @@ MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message 
 # holds its pipe, such as a DataLoader worker, has ended.
 _LEFTOVER_TERM = 0.1
 _LEFTOVER_KILL = 0.5
+# Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
+_EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
 
@@ -96,6 +100,11 @@ class Forkserver:
         self._table = WorkerTable(node_rank, attempt)
         self._store: int | None = None
         self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
+        self._stopped_at = 0.0
+        self._early = False  # whether a worker that saves nothing is killed before that time
+        # The state of the SIGTERM handlers in Python, and since when, by local rank.
+        self._sigterm: dict[int, tuple[str, float]] = {}
+        self._stacks: dict[int, StackRequest] = {}  # of workers whose handler has ended
         # The pipe of this round's workers; None if the job cannot be preempted.
         self._warning: WarningPipe | None = None
         self._warned = False
@@ -107,7 +116,9 @@ class Forkserver:
             messages.WarnWorkers: self._on_warn,
             messages.ProbeWorkers: self._on_probe,
             messages.ReportEnds: self._on_report_ends,
-            messages.StopWorkers: lambda stop: self._begin_stop(stop.grace, stop.signal),
+            messages.StopWorkers: lambda stop: self._begin_stop(
+                stop.grace, stop.signal, early=stop.early
+            ),
             messages.Quit: self._on_quit,
         }
 
@@ -242,6 +253,7 @@ class Forkserver:
         self, world: World, variables: dict[str, str], descriptors: list[int]
     ) -> Program | None:
         self._empty_since = None
+        self._sigterm.clear()
         self._status_probe.cancel()
         self._table.clear()
         directory = log_files.node_directory(self._job_dir, self._node_rank)
@@ -327,19 +339,27 @@ class Forkserver:
         for message in self._reports.read():
             # Of torchrun's workers, only these messages arrive here.
             ours = (messages.WorkerPhase, messages.WorkerWaits)
-            if message.local_rank in local_ranks or isinstance(message, ours):
+            if isinstance(message, messages.WorkerHandler):
+                self._sigterm[message.local_rank] = (message.state, time.monotonic())
+            elif message.local_rank in local_ranks or isinstance(message, ours):
                 self._send(message)
 
     # -- stopping ----------------------------------------------------------------------------------
 
-    def _begin_stop(self, grace: float, number: int = signal.SIGTERM) -> None:
+    def _begin_stop(
+        self, grace: float, number: int = signal.SIGTERM, *, early: bool = False
+    ) -> None:
         if self._warning is not None:
             # The pipe is closed before the signal is sent. EOF tells the worker that this SIGTERM
             # means stop; a scheduler's SIGTERM may be a warning.
             self._warning.close()
             self._warning = None
-        due = time.monotonic() + grace
-        self._stopping = due if self._stopping is None else min(due, self._stopping)
+        moment = time.monotonic()
+        self._early |= early
+        if self._stopping is not None:  # a handler must not run twice
+            self._stopping = min(moment + grace, self._stopping)
+            return
+        self._stopped_at, self._stopping = moment, moment + grace
         # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
         # would not forward it.
         below = []
@@ -354,6 +374,9 @@ class Forkserver:
         if self._running:
             if moment >= self._stopping:
                 self._signal(processes.descendants(os.getpid()), signal.SIGKILL)
+            elif self._early:
+                idle = [worker.pid for worker in self._running.values() if self._is_idle(worker)]
+                self._signal(idle, signal.SIGKILL)
             return
         if self._empty_since is None:
             self._empty_since = moment
@@ -369,8 +392,26 @@ class Forkserver:
                 self._signal(leftovers, signal.SIGTERM)
             return
         self._stopping = self._empty_since = None
-        self._leftovers_terminated = False
+        self._leftovers_terminated = self._early = False
+        while self._stacks:
+            self._stacks.popitem()[1].close()
         self._send(messages.WorkersGone())
+
+    def _is_idle(self, worker: worker_process.RunningWorker) -> bool:
+        """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
+        state, since = self._sigterm.get(worker.local_rank, ("", 0.0))
+        if time.monotonic() < max(since, self._stopped_at) + _EARLY_KILL or state == "begun":
+            return False
+        if self._options.launcher == "torchrun" or state not in ("set", "ended"):
+            return not kernel.catches(worker.pid, signal.SIGTERM)
+        if state == "set":  # stuck in native code
+            return True
+        asked = self._stacks.setdefault(worker.pid, StackRequest(worker.pid))
+        if not asked.done:
+            asked.step()
+            return False
+        main = next(iter(self._stacks.pop(worker.pid).answer().values()), None)
+        return main is not None and waits.for_peers(main.frames)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:

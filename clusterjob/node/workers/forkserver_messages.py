@@ -51,10 +51,15 @@ class WarnWorkers:
 
 @dataclass(frozen=True)
 class StopWorkers:
-    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later."""
+    """Stop the workers: send `signal`, and SIGKILL `grace` seconds later.
+
+    Attributes:
+        early: whether a worker that saves nothing gets SIGKILL earlier.
+    """
 
     grace: float
     signal: int
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,18 @@ class WorkerWaits:
     waited: float
 
 
+@dataclass(frozen=True)
+class WorkerHandler:
+    """A worker has a Python handler of SIGTERM; `hook` sends this message.
+
+    Attributes:
+        state: ``set``, ``begun`` or ``ended``.
+    """
+
+    local_rank: int
+    state: Annotated[str, Limit(5)]
+
+
 # -- from the forkserver -------------------------------------------------------------------------
 
 
@@ -214,7 +231,9 @@ class WorkersGone:
 FROM_AGENT = Codec(
     StartRound, StartMeasuring, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit
 )
-FROM_WORKER = Codec(WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits)
+FROM_WORKER = Codec(
+    WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler
+)
 FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,

@@ -32,6 +32,7 @@ _CHANGED = {
     ),
     "torch.distributed.rendezvous": (("torch_patches", PATCHES_FILE, "choose_store"),),
     "torch": (),  # its import takes seconds, which the job's phase shows
+    "signal": (),
 }
 _MARK = "_changed_by_clusterjob"
 
@@ -98,10 +99,55 @@ def _change(module):
     if hasattr(module, _MARK):
         return
     setattr(module, _MARK, True)
+    if module.__name__ == "signal":
+        _report_sigterm(module)
     for name, file, function in _CHANGED[module.__name__]:
         changes = _changes(name, file)
         if changes is not None:
             getattr(changes, function)(module)
+
+
+def _report_sigterm(module):
+    # type: (Any) -> None
+    """Report when a handler of SIGTERM begins and ends; the program sees its own handlers.
+
+    After a failure, a worker that saves nothing is killed early.
+    """
+    set_handler, get_handler = module.signal, module.getsignal
+
+    class Reported:
+        """A handler of SIGTERM."""
+
+        def __init__(self, handler, send):
+            # type: (Any, Any) -> None
+            self.handler, self.send = handler, send
+
+        def __call__(self, number, frame):
+            # type: (int, Any) -> None
+            self.send("WorkerHandler", state="begun")
+            try:
+                self.handler(number, frame)
+            finally:
+                self.send("WorkerHandler", state="ended")
+
+    def own(handler):
+        # type: (Any) -> Any
+        return handler.handler if isinstance(handler, Reported) else handler
+
+    def signal(signalnum, handler):
+        # type: (Any, Any) -> Any
+        """Set a signal's handler; see Python's documentation."""
+        phases = None
+        if callable(handler) and signalnum == module.SIGTERM:
+            phases = _changes("rank_phases", PHASES_FILE)
+        if phases is None:
+            return own(set_handler(signalnum, handler))
+        earlier = own(set_handler(signalnum, Reported(handler, phases.send)))
+        phases.send("WorkerHandler", state="set")
+        return earlier
+
+    module.signal = signal
+    module.getsignal = lambda signalnum: own(get_handler(signalnum))
 
 
 def _changes(name, file):
