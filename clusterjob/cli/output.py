@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.cli import colours
 from clusterjob.cli.tables import print_table
 from clusterjob.core.live import live
+from clusterjob.core.options import as_in_file
 from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
@@ -265,13 +266,20 @@ def settings_json(settings: Settings) -> dict[str, Any]:
         "cluster": settings.cluster,
         "backend": settings.backend,
         "settings": {
-            key: {"value": value, "origin": settings.origins[key]}
+            key: {
+                "value": shown,
+                **({unit: value} if unit else {}),
+                "origin": settings.origins[key],
+            }
             for key, value in settings.values.items()
+            for shown, unit in [as_in_file(key, value)]
         },
     }
 
 
 def _on_one_line(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={one}" for key, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
@@ -281,7 +289,8 @@ def print_settings(settings: Settings) -> None:
     """Print settings, each with its origin."""
     print(sanitize(f"cluster: {settings.cluster}   backend: {settings.backend}"))
     rows = [
-        (key, _on_one_line(value), settings.origins[key]) for key, value in settings.values.items()
+        (key, _on_one_line(as_in_file(key, value)[0]), settings.origins[key])
+        for key, value in settings.values.items()
     ]
     if rows:
         print_table([("SETTING", "VALUE", "FROM"), *rows])

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from clusterjob.core import trust
-from clusterjob.core.options import OPTIONS
+from clusterjob.core.options import OPTIONS, check_unit
 from clusterjob.errors import ConfigError, did_you_mean
 from clusterjob.node.system.files import read_regular
 from clusterjob.node.system.sanitize import sanitize
@@ -208,6 +208,8 @@ def _known(file: ConfigFile, where: str, table: Mapping[str, Any], known: Iterab
     for key in table:
         if key not in known:
             raise ConfigError(f"{file.path}: {where}{key} is not a known key", nearest(key, known))
+        if key in OPTIONS:
+            check_unit(key, table[key], f"{file.path}: {where}{key}")
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -12,7 +12,13 @@ from clusterjob.core.job_secrets import Secret
 from clusterjob.core.node_count import read_nodes
 from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.option import Option, Target
-from clusterjob.core.units import parse_duration, parse_signal, parse_size
+from clusterjob.core.units import (
+    exact_duration,
+    exact_size,
+    parse_duration,
+    parse_signal,
+    parse_size,
+)
 from clusterjob.errors import ConfigError, SpecError
 from clusterjob.node.program import WORKER_WORDS
 
@@ -327,6 +333,28 @@ def flags_of_backend_option(key: str) -> str:
     option = OPTIONS.get(key)
     own = option is not None and option.target is Target.BACKEND
     return f"{option.flag} or --set" if option and own else "--set"
+
+
+def as_in_file(key: str, value: Any) -> tuple[Any, str]:
+    """Return a value as a configuration file takes it, and the unit of the value, if it has one."""
+    read = OPTIONS[key].read
+    if read is _duration:
+        return exact_duration(value), "seconds"
+    return (exact_size(value), "bytes") if read is _memory and value else (value, "")
+
+
+def check_unit(key: str, value: Any, origin: str) -> None:
+    """Refuse a duration without a unit in a file: a reader takes it for seconds.
+
+    Raises:
+        ConfigError: the value is a bare number.
+    """
+    if OPTIONS[key].read is _duration and re.fullmatch(r"\s*\d+\s*", str(value), re.ASCII):
+        text = str(value).strip()
+        raise ConfigError(
+            f"{origin}: {text} has no unit: minutes, as in sbatch, or seconds?",
+            f'write {key} = "{text}m" or {key} = "{text}s"',
+        )
 
 
 def read_setting(key: str, value: Any, origin: str) -> Any:

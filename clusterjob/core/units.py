@@ -10,6 +10,7 @@ from clusterjob.errors import SpecError
 _NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 _SIZE = re.compile(rf"({_NUMBER})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _SIZE_FACTORS = {"": 1024**2, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+_EXACT = [(unit, factor) for unit, factor in reversed(_SIZE_FACTORS.items()) if unit]
 _CLOCK = re.compile(r"(?:(\d{1,9})-)?(\d{1,9}):(\d{1,2}):(\d{1,2})", re.ASCII)
 _PARTS = re.compile(rf"({_NUMBER})\s*([dhms])", re.IGNORECASE | re.ASCII)
 _DURATIONS = "write 90s, 30m, 2h, 1d12h or HH:MM:SS; a bare number is minutes"
@@ -58,6 +59,23 @@ def parse_duration(text: str) -> int:
     if seconds < 1:
         raise SpecError(f"{text!r}: a duration must be positive, at least 1 s", _DURATIONS)
     return int(seconds)
+
+
+def exact_duration(seconds: int) -> str:
+    """Format seconds as a text that `parse_duration` reads back: 2h, 1d12h."""
+    words = []
+    for unit, size in _PART_SECONDS.items():
+        count, seconds = divmod(seconds, size)
+        words += [f"{count}{unit}"] if count else []
+    return "".join(words)
+
+
+def exact_size(size: int) -> str:
+    """Format bytes as a text that `parse_size` reads back: 64G, 1.5K."""
+    for unit, factor in _EXACT:
+        if size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size / 1024}K"
 
 
 def show_size(size: int) -> str:

@@ -1134,6 +1134,11 @@ CONFIGURATIONS = {
         "a text needs quotes",
     ),
     "unknown key": ("[defaults]\nnodez = 1\n", "nodez", "did you mean nodes?"),
+    "time without a unit": (
+        "[defaults]\ntime = 7200\n",
+        "[defaults] time: 7200 has no unit",
+        'write time = "7200m" or time = "7200s"',
+    ),
     "unknown top key": ("default = 1\n", "default", "did you mean defaults?"),
     "unknown key of a cluster": (
         "[clusters.lab]\nbackend = 'local'\nnode = 1\n",
@@ -1324,7 +1329,8 @@ def test_config_shows_origin_of_each_setting(
     assert (result["schema"], result["cluster"], result["backend"]) == (1, "lab", "local")
     settings = result["settings"]
     assert settings["nodes"] == {"value": 3, "origin": "CLUSTERJOB_NODES"}
-    assert settings["mem"] == {"value": 1024**3, "origin": f"{path}: [defaults] mem"}
+    origin = f"{path}: [defaults] mem"
+    assert settings["mem"] == {"value": "1G", "bytes": 1024**3, "origin": origin}
     assert settings["workdir"] == {"value": "/tmp", "origin": f"{path}: [clusters.lab] workdir"}
     assert settings["setup"]["value"] == ["true"]
     assert settings["secret"]["value"] == ["TOKEN", f"KEY={path.parent}/k"]
@@ -1332,6 +1338,7 @@ def test_config_shows_origin_of_each_setting(
     assert re.search(r"^nodes\s+3\s+CLUSTERJOB_NODES$", shown, re.MULTILINE)
     assert f" TOKEN, KEY={path.parent}/k " in shown
     assert " A=1, B=2 " in shown
+    assert re.search(r"^mem\s+1G ", shown, re.MULTILINE)
     assert "mem" in terminal("config", "--cluster", "local").stdout
     terminal("config", "--cluster", "nosuch", code=2)
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clusterjob.core.units import parse_duration, parse_signal, parse_size, show_size
+from clusterjob.core.units import (
+    exact_duration,
+    exact_size,
+    parse_duration,
+    parse_signal,
+    parse_size,
+    show_size,
+)
 from clusterjob.errors import SpecError
 
 MIB, GIB = 1024**2, 1024**3
@@ -182,3 +189,15 @@ def test_name_of_signal_is_read_with_and_without_its_prefix(text: str) -> None:
 def test_signal_that_no_script_can_handle_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="is not a signal that a script can handle"):
         parse_signal(text)
+
+
+@given(st.integers(1, 10**9), st.integers(1, 1 << 50))
+@example(7200, 513)
+def test_exact_texts_are_read_back(seconds: int, size: int) -> None:
+    assert parse_duration(exact_duration(seconds)) == seconds
+    assert parse_size(exact_size(size)) == size
+
+
+def test_exact_texts_are_as_people_write_them() -> None:
+    assert [exact_duration(each) for each in (7200, 129600, 90)] == ["2h", "1d12h", "1m30s"]
+    assert [exact_size(each) for each in (64 * GIB, 1536 * MIB)] == ["64G", "1536M"]
