@@ -84,9 +84,10 @@ def partitions() -> list[str]:
     from clusterjob.node.system import private_dirs
     from clusterjob.remote.ssh_host_names import read_lines
 
-    if shutil.which("sinfo") is None:
+    cache = cache_directory()
+    if shutil.which("sinfo") is None or cache is None:
         return []
-    place = cache_directory() / "partitions"
+    place = cache / "partitions"
     private_dirs.make(place.parent)
     try:
         is_old = time.time() - place.stat().st_mtime > _SINFO_AGE

@@ -68,7 +68,7 @@ def find_files(directory: Path) -> list[ConfigFile]:
 
     found = []
     user = Unix("clusterjob").user_config_path / "config.toml"
-    if user.is_file():
+    if user.is_file() and _is_obeyed(user):
         found.append(_check(ConfigFile(user, _read(user), own=True)))
     project = find_project(directory)
     return [*found, project] if project is not None else found

@@ -77,22 +77,26 @@ def node_zip(cache: Path | None = None) -> bytes:
     return _make(name)
 
 
-def cache_directory() -> Path:
-    """Return the directory where zips are kept between commands.
+def cache_directory() -> Path | None:
+    """Return the directory where zips are kept between commands; None if others can change it.
 
     It is in the user's cache directory, such as ~/.cache/clusterjob (XDG_CACHE_HOME).
     """
     from platformdirs.unix import Unix  # the same directories on macOS
 
-    return Unix("clusterjob").user_cache_path
+    place = Unix("clusterjob").user_cache_path
+    try:
+        return None if private_dirs.exposed(place) else place
+    except OSError:
+        return None
 
 
-def keep(data: bytes, cache: Path) -> None:
+def keep(data: bytes, cache: Path | None) -> None:
     """Store the zip of the current sources in a cache directory, and remove old zips.
 
     An error, such as a full disk, is ignored.
     """
-    if importer.archive() is not None:
+    if cache is None or importer.archive() is not None:
         return
     kept = cache / _kept_name()
     try:

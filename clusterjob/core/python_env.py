@@ -152,7 +152,7 @@ def _digest(path: Path, found: os.stat_result) -> str:
     """Return the SHA-256 of a file; it is computed once for each (path, size, time, inode)."""
     from clusterjob.core.node_zip import cache_directory
 
-    kept = cache_directory() / _DIGESTS
+    kept = (cache_directory() or Path(os.devnull)) / _DIGESTS
     key = f"{path.resolve()}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_ino}"
     known = _known_digests(kept)
     if key in known:

@@ -15,6 +15,7 @@ from typing import Any
 
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.state_home import home as home  # noqa: PLC0414 - re-exported
+from clusterjob.core.state_home import unchecked_home
 from clusterjob.errors import OTHER_HOME, RecordError
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.node.system import files, private_dirs
@@ -195,7 +196,7 @@ def secure_home() -> None:
     Raises:
         RecordError: a directory cannot be created, or another user could change the files of jobs.
     """
-    place = home()
+    place = unchecked_home()
     own = (place / "jobs", place / "records")
     try:
         for folder in own:
@@ -205,27 +206,11 @@ def secure_home() -> None:
             if status.st_uid == os.geteuid() and status.st_mode & 0o022:
                 # Under a permissive umask, the group or all users got write permission: remove it.
                 folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
-        for folder in (*own, place):
-            if why := private_dirs.other_writers(folder):
-                raise RecordError(
-                    f"{folder} is not safe for jobs: {why}",
-                    f"run chmod go-w {folder}, or {OTHER_HOME}",
-                )
-        for folder in place.resolve().parents:
-            status = folder.stat()
-            who = f"uid {status.st_uid} owns" if status.st_uid not in (os.geteuid(), 0) else ""
-            if status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX:
-                who = "everyone can write to"
-            if who:
-                raise RecordError(
-                    f"{place} is not safe for jobs: {who} {folder}, and could put another"
-                    " directory in its place",
-                    OTHER_HOME,
-                )
     except OSError as error:
         raise RecordError(
             f"{error.filename} cannot be written: {error.strerror}", OTHER_HOME
         ) from error
+    home()
 
 
 class Records:

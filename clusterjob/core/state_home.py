@@ -6,9 +6,34 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from clusterjob.errors import OTHER_HOME, RecordError
+from clusterjob.node.system import private_dirs
 
-def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of records and jobs.
+_FOLDERS = (
+    "records", "jobs", "snapshots", "ssh", "ssh_configs", "slurm", "fetched", "bad_hosts"
+)  # fmt: skip
+
+
+def home() -> Path:
+    """Return the directory of records and jobs, which only this user can change.
+
+    Raises:
+        RecordError: other users could change it, or files of jobs in it.
+    """
+    place = unchecked_home()
+    try:
+        why = private_dirs.exposed(place, *_FOLDERS)
+    except OSError as error:
+        raise RecordError(
+            f"{error.filename} cannot be read: {error.strerror}", OTHER_HOME
+        ) from error
+    if why:
+        raise RecordError(why, f"remove the permission with chmod go-w, or {OTHER_HOME}")
+    return place
+
+
+def unchecked_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the place of the directory of records and jobs.
 
     It is CLUSTERJOB_HOME, else ``clusterjob`` in the user's state directory (~/.local/state).
     """

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core import gpus, node_zip, python_env
-from clusterjob.core.records import home
 from clusterjob.core.spec import JobSpec
+from clusterjob.core.state_home import unchecked_home
 from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, ok, warning
 from clusterjob.errors import OTHER_HOME
@@ -82,11 +82,12 @@ class Machine:
 
 def directory_checks() -> list[CheckStep]:
     """Return the checks of the directory that holds jobs and their records."""
+    place = unchecked_home()
     return [
-        CheckStep("directory", lambda: [directory(home())]),
+        CheckStep("directory", lambda: [directory(place)]),
         CheckStep(
             "disk",
-            lambda: [fitness.space(shutil.disk_usage(_nearest(home())).free, str(home()))],
+            lambda: [fitness.space(shutil.disk_usage(_nearest(place)).free, str(place))],
             needs=("directory",),
         ),
     ]

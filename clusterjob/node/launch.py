@@ -387,6 +387,13 @@ def _job_directory(
     named = environ.get(contract.JOB_DIR)
     job_dir = Path(named) if named else Path(tempfile.mkdtemp(prefix="clusterjob-"))
     try:
+        # The directory of a submitted job also has the node zip, which this process runs from.
+        is_given = named and ".pyz/" not in __file__ and job_dir.exists()
+        if is_given and (why := private_dirs.other_writers(job_dir, sticky=False)):
+            raise ClusterJobError(
+                f"the job directory {job_dir} is not safe for a job: {why}",
+                f"set {contract.JOB_DIR} to a directory that only you can write to",
+            )
         private_dirs.make(log_files.node_directory(job_dir, topology.node_rank))
         private_dirs.make(ends.directory(job_dir))
         if topology.node_rank == 0:

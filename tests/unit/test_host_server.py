@@ -25,7 +25,7 @@ from clusterjob.node.host_server.server import RequestHandler
 from clusterjob.node.system import processes
 from clusterjob.remote import answer_schemas
 
-MAIN = "import sys; from clusterjob.node.host_server.server import main; main(sys.argv[1])"
+MAIN = "import sys; from clusterjob.node.host_server.server import main; main(sys.argv[1], '')"
 CHECK = REQUESTS.encode(requests.Check(need=0, torch=False, own=False))
 
 
@@ -81,7 +81,7 @@ def test_missing_field_is_answered_with_its_name(tmp_path: Path) -> None:
 
 
 def test_every_request_has_a_handler_and_no_field_named_size(tmp_path: Path) -> None:
-    handlers = RequestHandler(tmp_path)._handlers
+    handlers = RequestHandler(tmp_path, "")._handlers
     assert {kind.__name__: kind for kind in handlers} == REQUESTS._kinds
     for kind in handlers:
         assert "size" not in {field.name for field in dataclasses.fields(kind)}

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from procs import TEST_TIMEOUT
 
-from clusterjob.core.records import Handle, Record, Records, home
+from clusterjob.core.records import Handle, Record, Records
+from clusterjob.core.state_home import unchecked_home
 from clusterjob.errors import JobNotFound, RecordError
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -211,8 +212,8 @@ for number in range(40):
 
 
 def test_home_comes_from_environment_variable_or_default() -> None:
-    assert home({"CLUSTERJOB_HOME": "/somewhere"}) == Path("/somewhere")
-    assert home({"CLUSTERJOB_HOME": "~/jobs"}) == Path.home() / "jobs"
-    assert home({"CLUSTERJOB_HOME": "relative"}) == Path.cwd() / "relative"
-    assert home({}).name == "clusterjob"
-    assert home({"CLUSTERJOB_HOME": ""}) == home({})
+    assert unchecked_home({"CLUSTERJOB_HOME": "/somewhere"}) == Path("/somewhere")
+    assert unchecked_home({"CLUSTERJOB_HOME": "~/jobs"}) == Path.home() / "jobs"
+    assert unchecked_home({"CLUSTERJOB_HOME": "relative"}) == Path.cwd() / "relative"
+    assert unchecked_home({}).name == "clusterjob"
+    assert unchecked_home({"CLUSTERJOB_HOME": ""}) == unchecked_home({})

@@ -65,12 +65,13 @@ class RequestHandler:
 
     Args:
         home: clusterjob's directory on this host.
+        node_zip: path of the node zip.
 
     Attributes:
         then: what this process does after the answer, instead of further requests.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, node_zip: str) -> None:
         self._home = home
         self.then: Callable[[], None] | None = None
         self._listener: reachability.Listener | None = None
@@ -82,8 +83,7 @@ class RequestHandler:
             requests.Fit: lambda request: host_check.interpreter(
                 self._job_dir(request.job), request
             ),
-            # sys.path[0] is the node zip that this process runs from.
-            requests.Facts: lambda request: host_check.facts(request, node_zip=sys.path[0]),
+            requests.Facts: lambda request: host_check.facts(request, node_zip=node_zip),
             requests.Put: lambda request: work.put(request, self._body.read),
             requests.Install: lambda request: code_store.install(
                 home, request, packed=self._body.read()
@@ -151,9 +151,9 @@ def _enter_job() -> None:
     enter()
 
 
-def main(home: str) -> None:
+def main(home: str, node_zip: str) -> None:
     """Answer requests until stdin ends."""
-    handler = RequestHandler(Path(home))
+    handler = RequestHandler(Path(home), node_zip)
     while True:
         # After a network failure stdin never ends: SIGALRM, which has no handler, ends the process.
         signal.alarm(_IDLE_TIMEOUT)

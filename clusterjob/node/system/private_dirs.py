@@ -32,32 +32,75 @@ def make(path: Path) -> None:
                 ) from error
 
 
-def other_writers(path: Path) -> str:
+def other_writers(path: Path, *, sticky: bool = True) -> str:
     """Return which other users could change a file or a directory; empty if none can.
 
     An example is "everyone can write to it (mode 0777)". A directory with the sticky bit counts as
-    safe: only the owner of a file in it can rename or remove the file.
+    safe, unless `sticky` is false: only the owner of a file in it can rename or remove the file.
 
     Raises:
         OSError: the path does not exist.
     """
-    return other_writers_of(path.stat()) or (
+    return other_writers_of(path.stat(), sticky=sticky) or (
         other_writers_of(path.lstat()) if path.is_symlink() else ""
     )
 
 
-def other_writers_of(status: os.stat_result) -> str:
+def other_writers_of(status: os.stat_result, *, sticky: bool = True) -> str:
     """Return which other users could change the file of a stat result; see `other_writers`."""
     owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
     if owner not in (os.geteuid(), 0):
         return f"it belongs to {_user_name(owner)} (uid {owner})"
-    if stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX):
+    is_sticky = sticky and stat.S_ISDIR(status.st_mode) and mode & stat.S_ISVTX
+    if stat.S_ISLNK(status.st_mode) or is_sticky:
         return ""
     if mode & 0o002:
         return f"everyone can write to it (mode {mode:04o})"
     if mode & 0o020 and not _is_own_group(status.st_gid):
         return f"its group can write to it (mode {mode:04o})"
     return ""
+
+
+def exposed(place: Path, *inside: str) -> str:
+    """Return why other users could change a directory or put another one in its place.
+
+    Empty if they cannot, or if the directory does not exist.
+
+    Args:
+        place: the directory.
+        inside: names of files or directories in it that are checked too: in a sticky directory,
+            such as /tmp, another user could have made them.
+
+    Raises:
+        OSError: the directory cannot be examined.
+    """
+    for path in (place, *(place / name for name in inside)):
+        if path.exists() and (why := other_writers(path)):
+            return f"{path} is not safe for jobs: {why}"
+    for folder in place.resolve().parents if place.exists() else ():
+        status = folder.stat()
+        known = status.st_uid in (os.geteuid(), 0) or not _is_mapped(status.st_uid)
+        who = "" if known else f"uid {status.st_uid} owns"
+        if status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX:
+            who = "everyone can write to"
+        if who:
+            return (
+                f"{place} is not safe for jobs: {who} {folder}, and could put another directory in"
+                " its place"
+            )
+    return ""
+
+
+def _is_mapped(uid: int) -> bool:
+    """Return whether a user exists in this user namespace.
+
+    In a container, the host's directories belong to a user that does not, such as the host's root.
+    """
+    try:
+        rows = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except OSError:  # not Linux
+        return True
+    return any(int(first) <= uid < int(first) + int(count) for first, _, count in rows)
 
 
 def _user_name(uid: int) -> str:
