@@ -243,7 +243,8 @@ _ROWS = (
         help="Process that starts the workers: agent, torchrun, ray, or srun on Slurm "
         "(default: agent)."),
     Option("require_gpus", _switch, group="resources",
-        help="Error instead of a rehearsal on the CPU if GPUs are missing (default: no)."),
+        help="Error instead of a rehearsal on the CPU if GPUs are missing (default: yes, but no "
+        "on this machine)."),
     Option("template", _path, metavar="FILE",
         help="Script template file (default: the backend's)."),
     Option("set", _options, metavar="KEY=VALUE", merge=True, target=Target.OTHER, group="cluster",

@@ -65,7 +65,7 @@ class JobSpec:
         start: start method of the workers: ``fork``, ``exec`` or ``auto``.
         launcher: ``agent``, ``torchrun`` for torch's agent on each node, ``ray`` for a Ray cluster
             whose driver is the program, or ``srun`` for one Slurm task per worker.
-        require_gpus: refuse the job if there are too few GPUs, instead of using the CPU.
+        require_gpus: end the job if its workers see too few GPUs, instead of using the CPU.
         template: the user's template that replaces the backend's.
         options: backend options by name, such as Slurm flags (``--set``).
         hosts: the hosts of the nodes, in order, for backends without a queue.
@@ -221,6 +221,11 @@ class JobSpec:
         return self.resources.nodes - self.spares
 
     @property
+    def promised_gpus(self) -> int:
+        """The number of GPUs that the workers of a node must see."""
+        return (self.resources.gpus_per_node or 0) if self.require_gpus else 0
+
+    @property
     def notifies(self) -> bool:
         """Whether the job sends notifications."""
         return bool(self.notify or self.notify_cmd)
@@ -284,6 +289,7 @@ class JobSpec:
             values["nproc_per_node"] = self.nproc_word
         values |= {"program": self.program, "time_limit": float(limit) if limit else None}
         values["min_nodes"] = self.min_nodes
+        values["require_gpus"] = self.promised_gpus
         return LaunchOptions(**(values | more))
 
     @classmethod

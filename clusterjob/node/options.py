@@ -127,6 +127,8 @@ class LaunchOptions:
         until_done: whether the job runs again until it is done: it then ends with exit code 75
             after an attempt that another one may complete; see `rendezvous.until_done`.
         checkpoint_dir: directory in which an attempt leaves newer files; empty if it is unknown.
+        require_gpus: number of GPUs that this node's workers must see; else the job ends before the
+            script starts. 0 for any.
         insecure_no_token: whether nodes may join without the job's secret; anyone who can connect
             to node 0 can then end the job. Also allows Ray without authentication.
         gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
@@ -217,6 +219,9 @@ class LaunchOptions:
     )
     gpus: str | None = _option(
         None, "N", "GPUs of the workers, one worker each: a number, or 0,1 or device=5."
+    )
+    require_gpus: int = _option(
+        0, "N", "GPUs that the workers must see, else the job ends (default: 0).", _at_least(0)
     )
     insecure_no_token: bool = _option(
         False, "", "Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job."

@@ -26,6 +26,16 @@ def reported(out: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("launcher", ["agent", "srun"])
+def test_job_that_sees_no_gpu_ends_before_its_script(user: User, launcher: str) -> None:
+    done = user.run("print('ran')", "--gpus-per-node", "2", "--launcher", launcher, code=1)
+    assert "ran" not in done.stdout
+    # With --launcher srun, Slurm's output may be the only place of the line.
+    said = done.stderr + done.stdout
+    assert "this node has 0 of the" in said
+    assert "CUDA_VISIBLE_DEVICES 0,1" in said
+
+
+@pytest.mark.parametrize("launcher", ["agent", "srun"])
 def test_job_on_two_nodes_sets_rank_environment(user: User, launcher: str) -> None:
     options = (
         "--nodes",
@@ -34,6 +44,7 @@ def test_job_on_two_nodes_sets_rank_environment(user: User, launcher: str) -> No
         "8",
         "--nproc-per-node",
         "2",
+        "--no-require-gpus",  # the GPUs of this Slurm exist in its configuration alone
         "--exclude",
         "n1",
         "--launcher",
@@ -359,6 +370,7 @@ def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
     user.path("my image.sif").touch()
     out = user.run(
         "print('inside')",
+        "--no-require-gpus",
         "--gpus-per-node",
         "1",
         "--container",

@@ -205,7 +205,16 @@ def test_job_submitted_inside_job_inherits_no_rank_or_slurm_variables(user: User
                   "this process already runs inside a job" in refused.stderr)
     """
     out = user.run(
-        outer, "--nodes", "2", "--gpus-per-node", "4", "--nproc-per-node", "2", "--mem", "1G"
+        outer,
+        "--no-require-gpus",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--nproc-per-node",
+        "2",
+        "--mem",
+        "1G",
     ).stdout
     output = dict(line.partition("] ")[2].split(" ", 1) for line in out.splitlines())
     assert output["refused"] == "2 True"

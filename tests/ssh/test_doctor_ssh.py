@@ -259,8 +259,8 @@ def test_host_that_cannot_reach_first_host_fails_rendezvous(diagnose: HostDoctor
     assert "have to be open between the hosts" in found.hints("rendezvous")
 
 
-def test_missing_gpus_warn_and_fail_with_require_gpus(diagnose: HostDoctor) -> None:
-    assert diagnose("--gpus-per-node", "64").state("GPUs") == "warning"
-    found = diagnose("--gpus-per-node", "64", "--require-gpus")
+def test_missing_gpus_fail_and_warn_with_no_require_gpus(diagnose: HostDoctor) -> None:
+    assert diagnose("--gpus-per-node", "64", "--no-require-gpus").state("GPUs") == "warning"
+    found = diagnose("--gpus-per-node", "64")
     assert found.failed == ["GPUs"]
     assert re.fullmatch(r"gpu1, gpu2: (no|\d+) GPUs?, but the job needs 64", found.message("GPUs"))

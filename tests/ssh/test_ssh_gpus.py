@@ -93,12 +93,13 @@ def test_too_few_gpus_give_cpu_rehearsal_unless_required(
         'import os; print(repr(os.environ["CUDA_VISIBLE_DEVICES"]))',
         gpus_per_node=2,
         nproc_per_node=1,
+        require_gpus="false",
     )
     wait_until(lambda: polling.status(record).verdict, TEST_TIMEOUT, "its end")
     polling.collect(record)
     assert (record.job_dir / "logs" / "node0" / "rank0.out").read_text() == "''\n"
     assert "gpu1: 0 GPUs where 2 are asked for: a rehearsal" in caplog.text
-    error = submit_error(site, gpus_per_node=2, require_gpus="true")
+    error = submit_error(site, gpus_per_node=2)
     assert "gpu1: 0 GPUs where 2 are asked for" in error
     assert "gpu2: 0 GPUs where 2 are asked for" in error
 

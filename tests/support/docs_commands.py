@@ -346,7 +346,8 @@ class Shell:
         self.left.remove(command)
         if not (self.directory / "train.py").exists():
             self.write("train.py", TRAIN)
-        env = {**os.environ, **(environ or {})}
+        # The GPUs of the tests' clusters exist in their configuration alone.
+        env = {**os.environ, "CLUSTERJOB_REQUIRE_GPUS": "0", **(environ or {})}
         return subprocess.Popen(
             [*prefix, "bash", "-c", f"{before}\n{self.adapt(command)}"],
             cwd=self.directory,

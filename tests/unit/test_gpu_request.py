@@ -122,6 +122,24 @@ def test_gpus_is_the_number_on_each_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cluster", "flags", "promised"),
+    [
+        ("slurm", {}, 8),
+        ("mlp", {}, 8),
+        ("ssh", {"hosts": "a"}, 8),
+        ("slurm", {"require_gpus": "no"}, 0),
+        ("local", {}, 0),
+        ("local", {"require_gpus": True}, 8),
+    ],
+)
+def test_gpus_are_promised_on_other_machines(
+    tmp_path: Path, cluster: str, flags: dict[str, Any], promised: int
+) -> None:
+    spec = spec_of(tmp_path, cluster, gpus="8", **flags)
+    assert spec.launch_options().require_gpus == promised
+
+
+@pytest.mark.parametrize(
     ("cluster", "value", "message"),
     [
         ("slurm", "0,1", "--gpus 0,1: the slurm cluster cannot choose GPUs"),

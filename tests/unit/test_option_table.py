@@ -112,6 +112,7 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         lease=9.0,
         grace=4.0,
         warning=30.0,
+        require_gpus=8,
         insecure_no_token=True,
         lifeline=True,
         echo=False,

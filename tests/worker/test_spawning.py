@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import TEST_TIMEOUT, finish, free_port, run, script, start
+from launching import HOST, TEST_TIMEOUT, finish, free_port, run, script, start
 from preloaded import Preloaded
 from procs import own_processes, wait_for_no_processes, wait_until
 from ssh_network import python_without_torch
@@ -283,6 +283,27 @@ def test_launch_refuses_gpus_outside_visible_devices(tmp_path: Path) -> None:
         ran.err.splitlines()[0]
         == "clusterjob: GPU 4, 5 is not available here: CUDA_VISIBLE_DEVICES=0,1"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "who"),
+    [
+        (["ran.py"], "torch sees"),
+        (["--start", "exec", "ran.py"], "torch sees"),
+        (["--", "touch", "ran"], "this node has"),
+    ],
+)
+def test_workers_without_the_promised_gpus_do_not_start(
+    tmp_path: Path, words: list[str], who: str
+) -> None:
+    (tmp_path / "ran.py").write_text("open('ran', 'w')")
+    command = [sys.executable, "-m", "clusterjob", "launch", "--require-gpus", "999", *words]
+    ran = run(command, tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    assert (ran.code, (tmp_path / "ran").exists()) == (1, False)
+    line = ran.err.splitlines()[0]
+    assert f"{who} 0 of the 999 GPUs" in line
+    for word in ("torch ", "driver ", "CUDA_VISIBLE_DEVICES ", "--no-require-gpus", HOST):
+        assert word in line
 
 
 # -- multiprocessing processes with manual ranks ---------------------------------------------------

@@ -82,7 +82,7 @@ def of_nodes(spec: JobSpec) -> tuple[list[dict[str, str]], list[str]]:
         missing = f"this machine has {len(available)} of the {nodes * per_node} GPUs asked for"
         if spec.require_gpus:
             raise SpecError(
-                missing, "without --require-gpus the workers run on the CPU, as a rehearsal"
+                missing, "--no-require-gpus runs the workers on the CPU, as a rehearsal"
             )
         notes = [f"{missing}: a rehearsal, with the workers on the CPU and gloo"]
         shares = [[]] * nodes

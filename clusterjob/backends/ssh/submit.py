@@ -227,7 +227,7 @@ class Submission:
             raise HostError(
                 session.label,
                 answer["short"],
-                hint="without --require-gpus the workers run on the CPU, as a rehearsal",
+                hint="--no-require-gpus runs the workers on the CPU, as a rehearsal",
             )
         else:
             self._devices[node] = ""

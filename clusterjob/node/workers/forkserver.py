@@ -37,6 +37,7 @@ from clusterjob.node.workers import (
     early_variables,
     hook_directory,
     preload,
+    promised_gpus,
     snapshot_imports,
     torchrun,
     worker_process,
@@ -146,6 +147,9 @@ class Forkserver:
         else:
             os.setpgid(0, 0)
         why = self._preload_torch()
+        options = self._options
+        is_python = options.program.is_python
+        self._no_gpus = promised_gpus.missing(options.require_gpus, is_python=is_python)
         self._hook = hook_directory.write(self._job_dir)
         self._open()
         self._send(messages.Ready(why))
@@ -272,14 +276,20 @@ class Forkserver:
             snapshot_imports.install(os.environ)
             program.read_ahead(self._options.program)
         for start in starts:
+            error, pid = self._no_gpus, 0
             try:
-                pid = worker_process.start(start, self._reports.ends, close=own, stdin=self._stdin)
-            except OSError as error:
+                if not error:
+                    pid = worker_process.start(
+                        start, self._reports.ends, close=own, stdin=self._stdin
+                    )
+            except OSError as failed:
+                error = f"cannot start a worker: {failed}"
+            if error:
                 self._send(
                     messages.WorkerFailing(
                         start.local_rank,
                         time.monotonic(),
-                        message=f"cannot start a worker: {error}",
+                        message=error,
                         exit_code=1,
                         kind=FailureKind.LAUNCH.value,
                         started=False,

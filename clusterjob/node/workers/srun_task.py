@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from clusterjob.node import contract
-from clusterjob.node.environments import slurm_task
-from clusterjob.node.workers import hook_directory
+from clusterjob.node.environments import scheduler, slurm_task
+from clusterjob.node.workers import hook_directory, promised_gpus
 
 
-def main(argv: Sequence[str]) -> NoReturn:
+def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
     """Exec the program; its Python processes import the submitted code.
 
     Args:
         argv: the program's command line.
+        gpus: number of GPUs that the task must see; with fewer, it ends before the program starts.
     """
+    is_python = os.path.basename(argv[0]).startswith("python")
+    if error := promised_gpus.missing(gpus, is_python=is_python):
+        sys.exit(f"clusterjob: {scheduler.node_name()}: {error}")
     if os.environ.get(contract.CODE_TREE):
         directory = hook_directory.write(Path(os.environ[contract.JOB_DIR]))
         os.environ.update(hook_directory.variables(os.environ, directory))
