@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 from procs import WITH_TORCH, Job
 
 from clusterjob.node.program import Program
@@ -82,3 +84,29 @@ def test_cuda_that_a_fork_would_break_is_found(monkeypatch: pytest.MonkeyPatch) 
         # A function of torch for CUDA.
         monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda broken=broken: broken, False)
         assert preload._fork_breaks_cuda(torch) is broken
+
+
+def test_worker_frees_objects_of_nanobind_at_its_end_as_plain_python_does(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1)
+    job.script(
+        """
+        import sys, types
+        binding = sys.modules["binding"] = types.ModuleType("binding")
+        binding.function = type("nb_func", (), {"__module__": "nanobind"})()
+        """,
+        "sitecustomize.py",
+    )
+    script = job.script("""
+        import gc, os
+        class Last:
+            def __del__(self, write=os.write, count=gc.get_freeze_count):
+                write(1, b"frozen %d" % count())
+        print("frozen" if gc.get_freeze_count() else "not frozen", flush=True)
+        last = Last()
+    """)
+    env = {"PYTHONPATH": f"{job.dir.parent}{os.pathsep}{ROOT}"}
+    job.start(0, "--start", "fork", script, python=WITH_TORCH, env=env)
+    assert job.wait() == [0]
+    assert job.log(0, "rank0.out").split("\n") == ["frozen", "frozen 0"]

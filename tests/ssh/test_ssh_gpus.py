@@ -19,6 +19,8 @@ from clusterjob.node.host_server import gpus
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
+# The GPUs of the hosts are those of a fake nvidia-smi.
+MORE = {"nproc_per_node": 1, "require_gpus": "false"}
 DEVICES_SCRIPT = """
     import os, time
     print("devices", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
@@ -56,9 +58,9 @@ def test_jobs_get_different_idle_gpus_on_each_host(
     gpu_hosts["gpu1"].set_gpus([9000, 3, 3, 3], {0: [(1, "trainer")]})
     one, two = gpu_hosts["gpu1"].prefix, gpu_hosts["gpu2"].prefix
     first_devices = f"devices {one}1,{one}2", f"devices {two}0,{two}1"
-    first = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, nproc_per_node=1)
+    first = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, **MORE)
     wait_for_lines(first, *first_devices)
-    error = submit_error(site, gpus="auto", gpus_per_node=2, nproc_per_node=1)
+    error = submit_error(site, gpus="auto", gpus_per_node=2, **MORE)
     assert (
         "gpu1: 1 idle GPUs where 2 are asked for: 0 NVIDIA H100, 80GB:"
         f" root's trainer (pid 1), 9.4 of 86 GB used; 1 job {first.job_id}" in error
@@ -74,7 +76,7 @@ def test_jobs_get_different_idle_gpus_on_each_host(
         assert wait_for_verdict(record).state is JobState.SUCCEEDED
     # The verdict is written before the agents exit and release their GPUs.
     wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end of the agents")
-    third = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, nproc_per_node=1)
+    third = site.submit(DEVICES_SCRIPT, gpus="auto", gpus_per_node=2, **MORE)
     wait_for_lines(third, *first_devices)
     jobs.cancel([third])
 

@@ -15,13 +15,14 @@ def failure_of(job: Job) -> dict[str, str]:
     return json.loads((job.dir / "result.json").read_text())["failure"]
 
 
-@pytest.mark.parametrize("mode", ["fork", "exec"])
+@pytest.mark.parametrize(("mode", "leaks"), [("fork", 0), ("exec", 0), ("fork", 43)])
 def test_printed_traceback_before_exit_gives_exception_as_message(
-    make_job: MakeJob, mode: str
+    make_job: MakeJob, mode: str, leaks: int
 ) -> None:
     job = make_job(1)
-    script = job.script("""
-        import sys, traceback
+    script = job.script(f"""
+        import atexit, sys, traceback
+        atexit.register(lambda: sys.stderr.write("nanobind: leaked instance\\n" * {leaks}))
         try:
             raise ValueError("boom")
         except ValueError:
@@ -35,7 +36,13 @@ def test_printed_traceback_before_exit_gives_exception_as_message(
     job.start(0, "--start", mode, script)
     assert job.wait() == [1]
     exit_text = {"fork": "sys.exit(1)", "exec": "exited with code 1"}[mode]
-    assert failure_of(job)["message"] == f"ValueError: boom ({exit_text})"
+    failure = failure_of(job)
+    assert failure["message"] == f"ValueError: boom ({exit_text})"
+    assert failure["kind"] == "code"
+    if leaks:
+        assert failure["last_lines"][-2:] == [
+            "ValueError: boom", f"({leaks + 1} more lines followed)"
+        ]  # fmt: skip
 
 
 def test_c10d_warnings_are_removed_from_last_lines(make_job: MakeJob) -> None:

@@ -17,7 +17,8 @@ def quiet_defaults(environ: Mapping[str, str], master_addr: str, nnodes: int) ->
         master_addr: address of torch's store; the route to it determines the interface.
         nnodes: number of nodes of the job.
     """
-    wanted = {"PYTHONUNBUFFERED": "1"}
+    # torchrun sets TORCH_NCCL_ASYNC_ERROR_HANDLING to 1.
+    wanted = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     # The interface that the platform chose.
     named = environ.get("MLP_IFNAME", "").strip().strip("'\"")
     interface = (

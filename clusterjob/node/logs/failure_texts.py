@@ -282,6 +282,22 @@ def _last_error(lines: Sequence[str]) -> list[str]:
     return after[number:]
 
 
+def ending_at_error(lines: Sequence[str], count: int) -> tuple[str, ...]:
+    """Return the last lines; those that end at the last exception if as many lines follow it.
+
+    A library may print many lines at the end of the interpreter.
+
+    Args:
+        lines: the end of a worker's stderr.
+        count: the maximum number of lines; one more says how many followed.
+    """
+    followed = len(_last_error(lines)) - 1
+    if followed < count:
+        return tuple(lines[-count:])
+    end = len(lines) - followed
+    return (*lines[max(0, end - count) : end], f"({followed} more lines followed)")
+
+
 def place(lines: Sequence[str]) -> str:
     """Return the file and line of the last Python traceback, as ``train.py:12``, or ""."""
     found = ""

@@ -23,7 +23,7 @@ _NO_NCCL_HINT = (
     " and without GPUs"
 )
 # Limits for stderr. Many lines are read, because libraries may print warnings at the end.
-_MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 100, 20, 32768
+_MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 200, 20, 65536
 _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
 
 
@@ -86,17 +86,15 @@ class Failures:
         lines = log_files.last_lines(
             self.stderr_of(world, local_rank), _MAX_LINES, limit=_MAX_BYTES
         )
-        last = failure_texts.without_library_warnings(lines)[-_SHOWN_LINES:]
+        own = failure_texts.without_library_warnings(lines)
+        raised = signal_name in (None, "SIGABRT")  # not an exception that it has handled
+        last = failure_texts.ending_at_error(own, _SHOWN_LINES) if raised else own[-_SHOWN_LINES:]
         meanings = failure_texts.meanings_of_end(message, last, kind)
         # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
         # and SIGSEGV are never such an effect.
-        effect = signal_name in (None, "SIGABRT") and (
-            kind is FailureKind.RENDEZVOUS or failure_texts.is_effect(meanings)
-        )
-        exception = failure_texts.last_exception(last)
-        if exception is not None and (
-            kind in (None, FailureKind.EXIT_CODE) and signal_name in (None, "SIGABRT")
-        ):
+        effect = raised and (kind is FailureKind.RENDEZVOUS or failure_texts.is_effect(meanings))
+        exception = failure_texts.last_exception(own if raised else last)
+        if exception is not None and kind in (None, FailureKind.EXIT_CODE) and raised:
             message = f"{exception} ({message})"
         if not world.gpus and Meaning.NO_GPU_FOR_NCCL in failure_texts.meanings((message,)):
             message += _NO_NCCL_HINT
