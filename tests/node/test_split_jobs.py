@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,9 @@ WORKER = """
         time.sleep(0.05)
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(namespaces.skip_reason()), reason=namespaces.skip_reason() or "-"),
-]
+pytestmark = pytest.mark.skipif(
+    bool(namespaces.skip_reason()), reason=namespaces.skip_reason() or "-"
+)
 
 
 @pytest.fixture
@@ -36,13 +38,14 @@ def hosts() -> Iterator[list[Machine]]:
         yield made
 
 
-def start(job: Job, hosts: list[Machine]) -> None:
-    """Start a job on two hosts and a spare one; each has its own job directory."""
+def start(job: Job, hosts: list[Machine], *options: str) -> None:
+    """Start a job, by default on two hosts and a spare one; each has its own job directory."""
+    options = options or ("--spares", "1")
     script = job.script(WORKER)
     for node, host in enumerate(hosts):
         job.start(
             node,
-            *("--spares", "1", "--max-restarts", "3", "--heartbeat", "0.5", "--lease", "3", script),
+            *(*options, "--max-restarts", "3", "--heartbeat", "0.5", "--lease", "3", script),
             python=tuple(host.command(*PLAIN)),
             env={
                 "CLUSTERJOB_MASTER_ADDR": hosts[0].address,
@@ -68,6 +71,7 @@ def result(job: Job, node: int) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_job_goes_on_without_node_0_which_returns_as_spare(
     make_job: MakeJob, hosts: list[Machine]
 ) -> None:
@@ -85,6 +89,7 @@ def test_job_goes_on_without_node_0_which_returns_as_spare(
     assert not (job.directory / "host0" / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_successor_that_was_cut_off_returns_as_spare(
     make_job: MakeJob, hosts: list[Machine]
 ) -> None:
@@ -100,4 +105,32 @@ def test_successor_that_was_cut_off_returns_as_spare(
     assert job.wait() == [0, 0, 0]
     assert [event["nodes"] for event in events(job, 0, "started")] == [[0, 1], [0, 2]]
     assert events(job, 1, "started") == []
+    assert result(job, 0)["restarts"] == 1
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["reset", "reset and kill"])
+def test_of_two_halves_only_that_of_the_coordinator_goes_on(
+    make_job: MakeJob, *, kill: bool
+) -> None:
+    """The connections are closed on both sides, which shows nobody that the other has ended."""
+    with namespaces.machines(2) as hosts:
+        job = make_job(2)
+        start(job, hosts, "--min-nodes", "1")
+        agent = job.agent_of(0)
+        for host in hosts:
+            link(host, "down")
+            subprocess.run(host.command("ss", "-K", "-t"), check=True, capture_output=True)
+        if kill:
+            os.kill(agent, signal.SIGKILL)
+        job.wait_for("1.0")
+        lost = "node 1 lost the coordinator"
+        wait_until(lambda: lost in job.stderr(job.agents[1]), TEST_TIMEOUT)
+        time.sleep(6)  # node 1 would have taken the coordinator's place
+        assert events(job, 1, "started") == []
+        for host in hosts:
+            link(host, "up")
+        wait_until(lambda: len(events(job, 0, "joined")) >= 3 + kill, TEST_TIMEOUT)
+        job.path("enough").touch()
+        assert job.wait() == [0, 0]
+    assert [event["nodes"] for event in events(job, 0, "started")] == [[0, 1], [0]]
     assert result(job, 0)["restarts"] == 1

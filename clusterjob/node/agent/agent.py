@@ -309,6 +309,7 @@ class Agent:
             endpoints=tuple(network.with_port(address, p) for p in self._held.ports),
             wants_endpoints=worker_endpoints.may_be_used(self._options.program),
             again=self._parent is not None and bool(self._parent.kept("joined")),
+            rounds=(self._parent is not None and self._parent.kept("rounds")) or 0,
         )
 
     def _on_cancel(self) -> None:

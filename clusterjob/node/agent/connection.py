@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -103,14 +102,15 @@ class Connection:
         # An agent that was killed comes back after a second.
         after = _RETURN_SECONDS if lost.ended else _SEARCH_SECONDS
         after += self._alone * _AGAIN_SECONDS
-        if not self._joining.may_coordinate(ended=lost.ended):
-            after = math.inf
-        if not await self._until_cancelled(self._joining.join(self._hello, after=after)):
-            earlier = self._joining.earlier(lost.why, ended=lost.ended)
-            if earlier is None or self._requests.cancelled.done() or self._joining.has_ended():
+        while not await self._until_cancelled(self._joining.join(self._hello, after=after)):
+            if self._requests.cancelled.done() or self._joining.has_ended():
                 return False
-            self._coordinate(earlier)
-            self._alone += 1
+            gone = await self._joining.gone()
+            earlier = self._joining.earlier(lost.why, gone, ended=lost.ended)
+            if earlier is not None and self._joining.may_coordinate(gone):
+                self._coordinate(earlier)
+                self._alone += 1
+                break
         self._stops.repeat()  # another process may be the coordinator now
         return True
 
@@ -149,8 +149,12 @@ class Connection:
         return None
 
     def note_successors(self, order: Succession) -> None:
-        """Record which nodes may take the coordinator's place."""
+        """Record which nodes may take the coordinator's place, and that this node knows it."""
         self._keep("successors", self._joining.note(order))
+        if order.rounds_seen != self._hello.rounds:
+            self._hello = replace(self._hello, rounds=order.rounds_seen)
+            self._keep("rounds", order.rounds_seen)
+            self.send(messages.RoundSeen(order.rounds_seen))
 
     def note_round(self) -> None:
         """Record that a round has begun: a search for the coordinator was successful."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence, Set
 from typing import Any
 
 from clusterjob.node.agent.reconnecting import Search, reconnect
 from clusterjob.node.logs import ends
-from clusterjob.node.rendezvous import coordinator_link, messages
+from clusterjob.node.rendezvous import coordinator_link, messages, succession
 from clusterjob.node.rendezvous.coordinator_link import RemoteLink
 from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.identity import NodeJob
@@ -52,14 +53,23 @@ class Joining:
         """Record that a coordinator has begun a round with this node."""
         self._deadline = None
 
-    def may_coordinate(self, *, ended: bool) -> bool:
-        """Return whether more than half of the nodes could be with this one.
-
-        Args:
-            ended: whether the coordinator's process has certainly ended.
-        """
+    def may_coordinate(self, gone: Set[int]) -> bool:
+        """Return whether the job could go on if all nodes but the coordinator's joined this one."""
         state = self._succession.state if self._succession else None
-        return state is not None and (ended or 2 * (state.members - 1) > state.members)
+        if state is None:
+            return False
+        own = self._node.topology
+        others = set(range(own.nnodes)) - ({state.node} - {own.node_rank})
+        return succession.may_go_on(succession.groups(state), others, gone)
+
+    async def gone(self) -> frozenset[int]:
+        """Return the coordinator's node if it has certainly ended."""
+        state = self._succession.state if self._succession else None
+        if state is None or state.node == self._node.topology.node_rank:
+            return frozenset()
+        source = self._node.topology.source
+        ended = await asyncio.to_thread(succession.confirmed_ended, state, source)
+        return frozenset({state.node} if ended else ())
 
     def join(self, hello: messages.Hello, *, after: float = math.inf) -> Joins:
         """Join for the first time, or again if this node has joined before.
@@ -102,11 +112,12 @@ class Joining:
         """Return whether the verdict of this attempt is in the shared job directory."""
         return ends.has_result(self._node.directory, self._node.identity.attempt)
 
-    def earlier(self, why: str, *, ended: bool) -> Earlier | None:
+    def earlier(self, why: str, gone: frozenset[int], *, ended: bool) -> Earlier | None:
         """Return the lost coordinator, whose place this agent takes; None if it may not.
 
         Args:
             why: how it was lost.
+            gone: its node, if that has certainly ended.
             ended: whether its process has certainly ended.
         """
         known = self._succession
@@ -115,7 +126,13 @@ class Joining:
         state = known.state
         moved = state.node != self._node.topology.node_rank
         return Earlier(
-            state, known.rounds, why=why, ended=ended, moved=moved, received_at=self._received_at
+            state,
+            known.rounds,
+            why=why,
+            ended=ended,
+            moved=moved,
+            received_at=self._received_at,
+            gone=gone,
         )
 
     def _position(self) -> float:

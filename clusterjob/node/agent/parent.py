@@ -23,7 +23,7 @@ from clusterjob.node.system.shared_note import SharedNote
 
 # Seconds for the forkserver of a killed agent to stop its workers; then they are killed.
 _CLEAR_SECONDS = 5.0
-_KEPT = ("joined", "coordinates", "successors")  # notes of an agent for the next one
+_KEPT = ("joined", "coordinates", "successors", "rounds")  # notes of an agent for the next one
 _SI_KERNEL = 0x80  # `si_code` of Ctrl-C in a terminal, which the agent gets too
 
 
@@ -109,7 +109,7 @@ class AgentParent:
 
         ``joined``: whether this node has joined the coordinator; ``coordinates``: whether this node
         is the coordinator's; ``successors``: addresses where the next coordinator may listen;
-        ``sender``: the pid of the process
+        ``rounds``: the newest round that it has seen, plus 1; ``sender``: the pid of the process
         that sends notifications; ``why``: why this agent kills itself.
         """
         self._note.write(self._note.read() | {name: value})

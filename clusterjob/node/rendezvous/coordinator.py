@@ -19,6 +19,7 @@ from clusterjob.node.rendezvous import (
     ports,
     resize,
     stopping,
+    succession,
 )
 from clusterjob.node.rendezvous.history import History
 from clusterjob.node.rendezvous.identity import NodeJob
@@ -85,6 +86,7 @@ class Coordinator:
             own=self._own,
             events=self._events,
             print_line=node.print_line,
+            splits=succession.may_move(node),
         )
         self._inbox = self.membership.inbox
         self._peers = self.membership.peers
@@ -141,6 +143,7 @@ class Coordinator:
         self._handlers: dict[type, Callable[[Peer, Any], Outcome | None]] = {
             messages.KillNow: lambda _peer, _kill: None,
             messages.Hello: lambda peer, _hello: self._state.send(peer),
+            messages.RoundSeen: self._on_round_seen,
             messages.Running: self._on_running,
             messages.StartedByExec: self._on_started_by_exec,
             messages.Cancel: self._on_cancel,
@@ -235,7 +238,7 @@ class Coordinator:
 
     def _start_round(self) -> None:
         self._round_start.waits = False
-        nodes = self._nodes.choose()
+        nodes = self._nodes.choose(self._restarts)
         worlds, store = plan_round(
             nodes,
             self._peers,
@@ -289,6 +292,10 @@ class Coordinator:
             self._time_limit.run()
             self._state.keep(self._restarts, self._started_at)
 
+    def _on_round_seen(self, peer: Peer, message: messages.RoundSeen) -> None:
+        if self._nodes.note_seen(peer, message.rounds):
+            self._state.keep(self._restarts, self._started_at)
+
     def _on_started_by_exec(self, peer: Peer, message: messages.StartedByExec) -> None:
         self._events.add("exec", node_rank=peer.node_rank, why=message.why)
 
@@ -321,7 +328,8 @@ class Coordinator:
         self._round.unstopped.discard(peer.node_rank)
         if self._round_start.waits or peer.node_rank not in self._round.nodes:
             self._print_line(f"{failure.who}: {failure.message}")
-            return None  # it has no workers
+            if self._round_start.waits or self._nodes.has_majority():
+                return None  # it has no workers
         if self._preemption.reason and self._round.root() is None:
             # The scheduler has taken the node.
             return outcome.preempted(self._preemption.explain(failure.message))

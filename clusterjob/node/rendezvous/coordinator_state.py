@@ -33,7 +33,10 @@ class CoordinatorState:
         limit_runs: whether the time limit runs: all workers of a round have run.
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
-        members: the number of nodes that were alive when the round began.
+        process: the first process of the coordinator's node; see `processes.identity`.
+        members: the nodes that were alive when the round began.
+        before, before_node: the members of the last round that all its members have seen, and its
+            coordinator; empty and `node` if this is that round.
         wanted: the number of nodes of a round, if there are enough.
         nodes: the nodes of the round, in the order of their ranks.
         avoided: the nodes that caused failures, the latest last.
@@ -51,7 +54,10 @@ class CoordinatorState:
     node: _Node
     host: _Text
     moves: int
-    members: int
+    process: _Text
+    members: _Nodes
+    before: _Nodes
+    before_node: _Node
     wanted: int
     nodes: _Nodes
     avoided: _Nodes
@@ -85,11 +91,13 @@ class Succession:
     """The nodes that may become the coordinator, in the order of their turns.
 
     Attributes:
+        rounds_seen: the number of the round, plus 1.
         state: the coordinator's state; None for an agent that is no successor.
         rounds: the rounds that have ended; empty for an agent that is no successor.
     """
 
     successors: Annotated[tuple[Successor, ...], Limit(MAX_SUCCESSORS)]
+    rounds_seen: Annotated[int, Limit((1 << 31) - 1)]
     state: CoordinatorState | None = None
     rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
 

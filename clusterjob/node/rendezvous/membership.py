@@ -41,6 +41,7 @@ class Peer:
     address: str = ""
     endpoints: tuple[str, ...] = ()
     wants_endpoints: bool = False
+    rounds: int = 0  # the newest round that its node has seen, plus 1
     lost: bool = False
 
 
@@ -207,6 +208,7 @@ class Membership:
             address=sanitize(hello.address),
             endpoints=tuple(map(sanitize, hello.endpoints)),
             wants_endpoints=hello.wants_endpoints,
+            rounds=hello.rounds,
         )
         if len(self.peers) == self._nnodes:
             gc.freeze()  # a collection would look at the objects of all connections again

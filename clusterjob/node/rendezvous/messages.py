@@ -49,6 +49,7 @@ class Hello:
         endpoints: the host:port that this node holds for each worker, and one more.
         wants_endpoints: whether its workers need the endpoints of all nodes.
         again: whether the node has joined before.
+        rounds: the number of the newest round that the node has seen, plus 1; 0 without one.
     """
 
     node_rank: Rank
@@ -62,6 +63,14 @@ class Hello:
     endpoints: Annotated[tuple[Name, ...], Limit((1 << 12) + 1)] = ()
     wants_endpoints: bool = False
     again: bool = False
+    rounds: Rank = 0
+
+
+@dataclass(frozen=True)
+class RoundSeen:
+    """The agent knows the nodes of a round, whose number plus 1 is `rounds`."""
+
+    rounds: Rank
 
 
 @dataclass(frozen=True)
@@ -328,6 +337,7 @@ class ConnectionLost:
 FROM_AGENT = Codec(
     Hello,
     Heartbeat,
+    RoundSeen,
     Running,
     Done,
     Stopped,

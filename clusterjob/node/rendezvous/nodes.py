@@ -13,7 +13,7 @@ from clusterjob.node.rendezvous import messages, outcome
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.node_selection import NodeSelection
 from clusterjob.node.rendezvous.node_wait import NodeWait
-from clusterjob.node.rendezvous.succession import Earlier
+from clusterjob.node.rendezvous.succession import Earlier, Members, groups, may_go_on
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, FailureKind
 
@@ -25,9 +25,7 @@ class MinorityError(RendezvousError):
 class Nodes:
     """The nodes of a job.
 
-    If the network splits a job, only one part may go on: the part with more than half of the nodes
-    that were alive in the last round; of two halves, the one with that round's coordinator. A node
-    whose agent has certainly ended does not count.
+    If the network splits a job, only one part may go on (`succession.may_go_on`).
 
     Args:
         membership: the agents that have joined.
@@ -36,10 +34,12 @@ class Nodes:
         own: the coordinator's node.
         events: the job's events.
         print_line: prints one line for the user.
+        splits: whether another node may coordinate a part of the job.
 
     Attributes:
         selection: chooses the nodes of the next round.
-        members: the number of nodes that were alive when the last round began; 0 before the first.
+        groups: the members of the last round that all its nodes have seen, then those of the
+            current round, if that is another one; empty before the first.
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class Nodes:
         own: int,
         events: EventLog,
         print_line: Callable[[str], None],
+        *,
+        splits: bool,
     ) -> None:
         self._membership = membership
         self._options = options
@@ -59,15 +61,20 @@ class Nodes:
         self._print_line = print_line
         wanted = max(1, nnodes - options.spares)
         self.selection = NodeSelection(wanted, least=min(options.min_nodes or wanted, wanted))
-        self.members = 0
-        self._moved = self._took_over = False
+        self.groups: list[Members] = []
+        self._splits = splits
+        self._rounds = 0  # the number of the current round, plus 1
+        self._seen: set[int] = set()  # the members that have seen it
+        self._gone: frozenset[int] = frozenset()  # nodes that have certainly ended
+        self._took_over = False
         self._ended: set[int] = set()  # nodes whose agent has ended since the last round began
         self._losses: Counter[int] = Counter()
         self._full_disks: set[int] = set()  # nodes on which a disk was full or broken
 
     def take_over(self, earlier: Earlier) -> None:
         """Go on after an earlier coordinator."""
-        self.members, self._moved = earlier.state.members, earlier.moved
+        self.groups, self._gone = groups(earlier.state), earlier.gone
+        self._rounds = earlier.state.restarts + 1
         self._took_over = True
         self.selection.wanted = max(1, earlier.state.wanted)
         self.selection.nodes = list(earlier.state.nodes)
@@ -92,11 +99,11 @@ class Nodes:
 
     def has_majority(self) -> bool:
         """Return whether no other part of a split job can go on."""
-        if not self.members:
-            return True
-        twice = 2 * len(self._membership.usable())
-        others = self.members - len(self._ended)
-        return twice > others or (twice == others and not self._moved)
+        peers = self._membership.peers.values()
+        present = {
+            peer.node_rank for peer in peers if not peer.lost and 0 < peer.rounds <= self._rounds
+        }
+        return not self._splits or may_go_on(self.groups, present, self._gone)
 
     def wait(self, *, first: bool) -> NodeWait:
         """Return the wait for the nodes of the next round."""
@@ -112,13 +119,31 @@ class Nodes:
             print_line=self._print_line,
         )
 
-    def choose(self) -> list[int]:
+    def choose(self, restart: int) -> list[int]:
         """Begin a round; return its nodes in the order of their ranks."""
         usable = self._membership.usable()
-        self.members, self._moved, self._took_over = len(usable), False, False
+        self.groups = [*self.groups[:1], Members(frozenset(usable), self._own)]
+        self._rounds, self._gone, self._took_over = restart + 1, frozenset(), False
+        self._seen.clear()
         self._ended.clear()
+        for (
+            node
+        ) in usable:  # it is a part of the job even before it says that it has seen the round
+            peer = self._membership.peers[node]
+            peer.rounds = min(max(1, peer.rounds), self._rounds)
         self.selection.nodes = self.selection.choose(usable)
         return self.selection.nodes
+
+    def note_seen(self, peer: Peer, rounds: int) -> bool:
+        """Record what a node has seen; return whether now all members have seen the round."""
+        peer.rounds = rounds
+        if rounds != self._rounds or peer.node_rank not in self.groups[-1].nodes:
+            return False
+        self._seen.add(peer.node_rank)
+        if len(self.groups) == 1 or len(self._seen) < len(self.groups[-1].nodes):
+            return False
+        del self.groups[0]
+        return True
 
     def lose(
         self, peer: Peer, message: messages.CoordinatorLost | messages.ConnectionLost

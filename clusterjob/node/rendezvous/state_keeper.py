@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 
 from clusterjob.node.environments import scheduler
@@ -64,6 +65,7 @@ class StateKeeper:
             return
         moment, due = time.monotonic(), self._time_limit.due
         order = succession.successors(self._membership.peers, self._own)
+        before, now = self._nodes.groups[0], self._nodes.groups[-1]
         self._state = CoordinatorState(
             self._history.attempt,
             restarts,
@@ -73,7 +75,10 @@ class StateKeeper:
             node=self._own,
             host=scheduler.node_name(),
             moves=self._moves,
-            members=self._nodes.members,
+            process=processes.identity(os.getppid()),
+            members=tuple(sorted(now.nodes)),
+            before=tuple(sorted(before.nodes)) if before is not now else (),
+            before_node=before.coordinator,
             wanted=self._nodes.selection.wanted,
             nodes=tuple(self._nodes.selection.nodes),
             avoided=tuple(self._nodes.selection.avoided),
@@ -94,7 +99,9 @@ class StateKeeper:
         if not self._may_move:
             return
         heirs = {each.node for each in order}
-        full = Succession(order, self._state, tuple(self._history.rounds[-_MAX_ROUNDS:]))
-        brief = Succession(order)  # one message: it is encoded once for all agents
+        assert self._state is not None
+        seen = self._state.restarts + 1
+        full = Succession(order, seen, self._state, tuple(self._history.rounds[-_MAX_ROUNDS:]))
+        brief = Succession(order, seen)  # one message: it is encoded once for all agents
         for peer in peers:
             peer.send(full if peer.node_rank in heirs else brief)

@@ -3,24 +3,32 @@
 When a round begins, the coordinator tells every agent which nodes may take its place, in order, and
 gives these nodes its state. An agent that loses the coordinator looks for it at its old address and
 at those of the successors. A successor whose turn has come becomes the coordinator. It starts a
-round only if more than half of the nodes are with it (`clusterjob.node.rendezvous.nodes`).
+round only if no other part of the job can (`may_go_on`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterjob.node.environments import slurm_env
+from clusterjob.node.environments.slurm_commands import slurm_environment
 from clusterjob.node.logs import ends, rounds
 from clusterjob.node.rendezvous import coordinator_state
 from clusterjob.node.rendezvous.coordinator_state import MAX_SUCCESSORS, CoordinatorState, Successor
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Peer
+from clusterjob.node.system import processes
 from clusterjob.node.verdict import RoundEnd
 
 # Platforms on which every node of the job can be reached under the address that it has.
 _FREE_ADDRESSES = ("clusterjob", "slurm")
+_SCONTROL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Earlier:
         why: how it was lost.
         ended: whether its process has certainly ended.
         moved: whether it ran on another node.
+        gone: nodes that have certainly ended.
         received_at: when its state arrived, by this machine's monotonic clock.
     """
 
@@ -41,6 +50,7 @@ class Earlier:
     ended: bool
     moved: bool
     received_at: float
+    gone: frozenset[int] = frozenset()
 
     @property
     def moves(self) -> int:
@@ -51,6 +61,68 @@ class Earlier:
     def clock_shift(self) -> float:
         """Seconds from this machine's monotonic clock to the clock of the job's events."""
         return self.state.clock - (self.received_at if self.moved else self.state.made_at)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The nodes that were alive when a round began, and the node of its coordinator."""
+
+    nodes: frozenset[int]
+    coordinator: int
+
+
+def may_go_on(groups: Iterable[Members], present: Set[int], gone: Set[int] = frozenset()) -> bool:
+    """Return whether some nodes of a job may go on, because no others can.
+
+    Of the nodes of a round that are not gone, they must be more than half, or half with its
+    coordinator. A round that some of its nodes may not have seen adds its members to those of the
+    last round that all have seen: then this must hold for both.
+
+    Args:
+        groups: the members of these rounds.
+        present: the nodes that are together, and have seen no newer round.
+        gone: nodes that have certainly ended; a closed connection does not show that.
+    """
+
+    def holds(group: Members) -> bool:
+        alive = group.nodes - gone
+        twice = 2 * len(alive & present)
+        return twice > len(alive) or (twice == len(alive) and group.coordinator in present)
+
+    return all(map(holds, groups))
+
+
+def groups(state: CoordinatorState) -> list[Members]:
+    """Return the members of the rounds that `may_go_on` needs."""
+    before = [Members(frozenset(state.before), state.before_node)] if state.before else []
+    return [*before, Members(frozenset(state.members), state.node)]
+
+
+def confirmed_ended(state: CoordinatorState, source: str) -> bool:
+    """Return whether the coordinator's node has certainly ended; this may take seconds.
+
+    This machine knows that of its own processes, Slurm of its nodes.
+
+    Args:
+        state: the state of the coordinator.
+        source: the family that gave the rank assignment.
+    """
+    if processes.has_ended(state.process):
+        return True
+    if source != slurm_env.SOURCE:
+        return False
+    environment = slurm_environment(os.environ, "scontrol")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", state.host],
+            capture_output=True,
+            check=True,
+            env=environment,
+            text=True,
+            timeout=_SCONTROL_SECONDS,
+        ).stdout
+        return re.search(r" State=\S*DOWN", shown) is not None
+    return False
 
 
 def may_move(node: NodeJob) -> bool:

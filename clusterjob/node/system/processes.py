@@ -124,6 +124,21 @@ def boot_id() -> str:
     return files.read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
+def identity(pid: int) -> str:
+    """Return a text that identifies a process of this machine for `has_ended`."""
+    return f"{_pid_namespace()} {pid} {start_ticks(pid)}"
+
+
+def has_ended(identity: str) -> bool:
+    """Return whether a process has certainly ended; False if it was of another machine."""
+    place, pid, ticks = identity.rsplit(" ", 2)
+    return place == _pid_namespace() and str(start_ticks(int(pid))) != ticks
+
+
+def _pid_namespace() -> str:
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+
+
 def descendants(pid: int) -> list[int]:
     """Return the live (not zombie) descendants of a process, the nearest first."""
     stats = running()
