@@ -30,6 +30,7 @@ COLUMNS: dict[str, Callable[[ListRow], str]] = {
     "backend_id": lambda row: row.backend_id,
     "hosts": lambda row: row.hosts,
     "restarts": lambda row: str(row.restarts),
+    "values": lambda row: row.values,
     "reason": lambda row: row.reason,
 }
 DEFAULT = ("id", "state", "code", "nodes", "cluster", "submitted", "duration", "reason")
@@ -66,6 +67,8 @@ def cells(
         together: return one row per array, with the number of elements in each state.
         ages: whether the time of submission is an age.
     """
+    if columns == DEFAULT and any(row.values for row in rows):
+        columns = (*DEFAULT[:-1], "values", DEFAULT[-1])
     table = [tuple(name.upper() for name in columns)]
     for listed_id, group in itertools.groupby(
         rows, lambda row: (together and row.array_id) or row.job_id
@@ -95,6 +98,7 @@ def whole_array(array_id: str, elements: Sequence[ListRow]) -> ListRow:
         started_at="",
         ended_at="",
         seconds=None,
+        values=" ... ".join(dict.fromkeys((elements[0].values, elements[-1].values))),
     )
 
 

@@ -53,7 +53,8 @@ def list_jobs(
             "--columns",
             metavar="LIST",
             help="Columns: id, name, state, code, nodes, cluster, backend, submitted, started,"
-            " ended, duration, backend_id (Slurm's id), hosts, restarts, reason (default: most).",
+            " ended, duration, backend_id (Slurm's id), hosts, restarts, values (of a sweep),"
+            " reason (default: most).",
         ),
     ] = None,
     with_efficiency: Annotated[  # noqa: FBT002

@@ -71,6 +71,7 @@ def logs(
     """Show the workers' output, all ranks in chronological order.
 
     With -f, continue until the job ends, and exit with its exit code. All filters can be combined.
+    Of an array, the output of each element is shown in turn, labelled with its index and values.
     """
     from clusterjob.cli import watch
     from clusterjob.core.times import parse_age, parse_point
@@ -85,7 +86,10 @@ def logs(
         last=age,
         grep=grep,
     )
-    job = watch.Watch(named_or_latest(job_id), shown, raw=raw)
+    record = named_or_latest(job_id)
+    if record.array is not None:
+        return watch.elements(record, shown, raw=raw, tail=tail, follow=follow)
+    job = watch.Watch(record, shown, raw=raw)
     if tail is not None or not follow:
         job.so_far(tail, follow=follow)
     return job.to_the_end() if follow else 0

@@ -85,6 +85,7 @@ def job_json(
         "restarts": status.restarts,
         "attempts": [vars(each) for each in ended],
         "hosts": status.hosts,
+        "values": record.values,
         "stragglers": [straggler.to_json() for straggler in status.stragglers],
         "failure": {key: failure[key] for key in shown} if failure else None,
         "evidence": verdict.evidence or None if verdict else None,
@@ -165,6 +166,7 @@ class LogPrinter:
 
     Args:
         world_is_one: whether the job has one worker; its lines get no label.
+        element: the first part of each label, for an element of an array.
         raw: whether to print the workers' bytes unchanged: no labels, and equal lines are not
             joined.
 
@@ -172,8 +174,9 @@ class LogPrinter:
         has_open_lines: whether the terminal shows unfinished lines.
     """
 
-    def __init__(self, *, world_is_one: bool, raw: bool = False) -> None:
-        self._plain = world_is_one
+    def __init__(self, *, world_is_one: bool, raw: bool = False, element: str = "") -> None:
+        self._plain = world_is_one and not element
+        self._element, self._world_is_one = sanitize(element), world_is_one
         self._raw = raw
         self.has_open_lines = False
 
@@ -187,7 +190,7 @@ class LogPrinter:
         self.show_all(batches)
         if not self._raw and live.has_terminal:
             shown = [
-                line.text if self._plain else f"[{label(line)}] {line.text}"
+                line.text if self._plain else f"[{self._label(label(line))}] {line.text}"
                 for line in open_lines()
             ]
             self.has_open_lines = bool(shown)
@@ -218,11 +221,16 @@ class LogPrinter:
             stream.write(text)
             stream.flush()
 
+    def _label(self, ranks: str) -> str:
+        if not self._element:
+            return ranks
+        return self._element if self._world_is_one else f"{self._element}: {ranks}"
+
     def _shown(self, line: Folded) -> str:
         # A part of one long line gets no line break.
         end = "\n" if line.ended or not self._plain or len(line.text) < LONGEST else ""
         text = sanitize(line.text, colours=True)
-        return text + end if self._plain else f"[{line.label}] {text}{end}"
+        return text + end if self._plain else f"[{self._label(line.label)}] {text}{end}"
 
 
 class NodeLines:

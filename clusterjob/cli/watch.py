@@ -14,7 +14,7 @@ from clusterjob.cli.live_progress import LiveProgress
 from clusterjob.cli.output import LogPrinter, print_end, print_verdict
 from clusterjob.core import job_parts, jobs, polling
 from clusterjob.core.live import live
-from clusterjob.core.records import Record
+from clusterjob.core.records import Record, Records
 from clusterjob.errors import UsageError
 from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.system.sanitize import sanitize
@@ -51,6 +51,7 @@ class Watch:
         filters: the lines to show.
         raw: show the bytes unchanged.
         prints_phases: without a terminal, print one line for each phase of the job.
+        element: the first part of the lines' labels, for an element of an array.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Watch:
         *,
         raw: bool = False,
         prints_phases: bool = False,
+        element: str = "",
     ) -> None:
-        job_parts.check_single(record, "output")
         self._record = record
         self._filters = filters
         self._matching = _matching(filters.grep)
@@ -78,7 +79,7 @@ class Watch:
         world_size = job_parts.world_size(record)
         job_parts.check_ranks(record, filters.ranks, world_size)
         job_parts.check_nodes(record, filters.nodes)
-        self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw)
+        self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw, element=element)
         self._raw, self._has_shown = raw, False
         self._progress = LiveProgress(
             prints_phases=prints_phases, reads_terminal=lambda: jobs.reads_terminal(record)
@@ -154,6 +155,24 @@ def _matching(expression: str | None) -> Callable[[list[LogLine]], list[LogLine]
     from clusterjob.cli.line_search import LineSearch
 
     return LineSearch(expression).matching
+
+
+def elements(record: Record, filters: Filters, *, raw: bool, tail: int | None, follow: bool) -> int:
+    """Show the output of all elements of an array, labelled; return the exit code if followed."""
+    watches = {
+        one.job_id: Watch(one, filters, raw=raw, element=f"{one.index} {one.values_text}".strip())
+        for one in Records().elements(record)
+    }
+    if tail is not None or not follow:
+        for watch in watches.values():
+            watch.so_far(tail, follow=follow)
+    if not follow:
+        return 0
+    return polling.wait_for_all(
+        [record],
+        print_end,
+        show=lambda one, ended: watches[one.job_id].so_far(None, follow=not ended),
+    )
 
 
 def until_end(record: Record) -> Callable[[], int]:

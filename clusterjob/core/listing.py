@@ -38,6 +38,7 @@ def row_of(record: Record, status: Status) -> ListRow:
         backend_id=number,
         hosts=status.hosts,
         restarts=status.restarts,
+        values=record.values_text,
     )
 
 

@@ -197,18 +197,25 @@ def follow(
         time.sleep(pause)
 
 
-def wait_for_all(wanted: Sequence[Record], on_end: Callable[[Record, Status], None]) -> int:
+def wait_for_all(
+    wanted: Sequence[Record],
+    on_end: Callable[[Record, Status], None],
+    show: Callable[[Record, bool], object] = lambda *_: None,
+) -> int:
     """Wait until all jobs have ended; return the first exit code that is not 0, else 0.
 
     Args:
         wanted: the jobs, such as an array's elements; their order decides which code is "first".
         on_end: called with each job when its end is seen.
+        show: called before that with each open job at each poll, and whether it has ended.
     """
     open_ = [element for record in wanted for element in Records().elements(record)]
     codes = dict.fromkeys((record.job_id for record in open_), 0)
     pause = _FIRST_PAUSE
     while True:
         pairs = statuses(open_)
+        for record, now in pairs:
+            show(record, now.verdict is not None)
         ended = [(record, now) for record, now in pairs if now.verdict is not None]
         for record, now in ended:
             on_end(record, now)

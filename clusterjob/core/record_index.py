@@ -40,6 +40,7 @@ class ListRow(NamedTuple):
     backend_id: str = ""  # such as Slurm's job id
     hosts: str = ""  # the scheduler's list of its nodes, while it runs
     restarts: int = 0
+    values: str = ""  # of an element of a sweep
 
     @property
     def array_id(self) -> str:
@@ -64,6 +65,7 @@ def ended_row(record: Record, verdict: Verdict) -> ListRow:
         seconds=None if record.provisional else seconds_of(verdict),
         backend_id=record.handle.id if record.handle else "",
         restarts=verdict.restarts,
+        values=record.values_text,
     )
 
 

@@ -13,10 +13,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from clusterjob.core import arrays
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.state_home import home as home  # noqa: PLC0414 - re-exported
 from clusterjob.core.state_home import unchecked_home
-from clusterjob.errors import OTHER_HOME, RecordError
+from clusterjob.errors import OTHER_HOME, RecordError, SpecError
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.system.processes import ProcessIdentity
@@ -144,6 +145,22 @@ class Record:
             return False
 
     @property
+    def values(self) -> dict[str, str]:
+        """The values of an element of a sweep, by name; empty for any other job."""
+        sweep = self.spec.get("sweep")
+        if self.index is None or not sweep:
+            return {}
+        try:
+            return dict(_sweep_values(tuple(sweep))[self.index])
+        except (SpecError, IndexError, TypeError):  # the record is damaged
+            return {}
+
+    @property
+    def values_text(self) -> str:
+        """The values as lr=0.1 seed=3."""
+        return " ".join(f"{name}={value}" for name, value in self.values.items())
+
+    @property
     def verdict(self) -> Verdict | None:
         """The recorded verdict of the job; None if there is none."""
         return None if self.end is None else Verdict.from_json(self.end)
@@ -188,6 +205,12 @@ class Record:
         if not isinstance(ids, list) or piece >= len(ids):
             return None
         return replace(self.handle, id=f"{ids[piece]}_{index - self.array['pieces'][piece]}")
+
+
+@functools.lru_cache(maxsize=8)
+def _sweep_values(sweep: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    found = arrays.parse("", sweep)
+    return found.values if found else ()
 
 
 def secure_home() -> None:

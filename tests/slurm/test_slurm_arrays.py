@@ -49,6 +49,15 @@ def test_sweep_is_one_sbatch_call_and_each_element_is_job(user: User) -> None:
             ["first\nline", lr, "-x", f"--text={text}"],
         ]
     element = user.job(f"{job_id}_2")
+    assert element["values"] == {"lr": "0.01", "text": "a\nb; '$(id)"}
+    shown = user("logs", job_id).stdout.splitlines()
+    assert [line.partition("] ")[0] for line in shown] == [
+        f"[{index} lr={lr} text={text}".replace("\n", "\\n")
+        for index, (lr, text) in enumerate(values)
+    ]
+    assert sorted(user("logs", "-f", job_id, code=5).stdout.splitlines()) == sorted(shown)
+    assert "VALUES" in user("list").stdout.splitlines()[0]
+    assert " lr=0.01 text=☃" in user("status", job_id).stdout
     assert (element["state"], element["exit_code"], element["backend_id"]) == (
         "FAILED",
         5,
@@ -60,7 +69,6 @@ def test_sweep_is_one_sbatch_call_and_each_element_is_job(user: User) -> None:
     row = user("list").stdout.splitlines()[1]
     assert row.startswith(f"{job_id}  MIXED")
     assert "3 SUCCEEDED, 1 FAILED" in row
-    assert "is an array" in user("logs", job_id, code=2).stderr
     assert "has no element 4" in user("status", f"{job_id}_4", code=2).stderr
     wait_for_no_processes(PROMPT)
 

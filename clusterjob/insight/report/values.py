@@ -76,6 +76,7 @@ def of_array(
         rows.append(
             {
                 "id": element.job_id,
+                "values": sanitize(element.values_text)[:300],
                 "state": state,
                 "icon": icon,
                 "bad": tone == "bad",
@@ -240,6 +241,7 @@ def _facts(data: ReportData) -> list[tuple[str, str]]:
     record, verdict = data.record, data.verdict
     own = record.cluster == record.backend
     facts = [
+        *([("Sweep", record.values_text)] if record.values else []),
         ("Cluster", record.cluster if own else f"{record.cluster} ({record.backend})"),
         ("Nodes", str(record.nodes)),
         ("Ranks", str(len(data.ranks)) if data.ranks else "not known"),
