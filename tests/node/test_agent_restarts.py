@@ -164,6 +164,18 @@ def test_same_part_can_be_killed_as_often_as_restarts_are_left(make_job: MakeJob
     assert not own_processes()
 
 
+def test_each_kill_of_the_coordinator_costs_one_restart(make_job: MakeJob) -> None:
+    job = make_job()
+    job.start(0, *RESTARTS, job.script(ROUNDS))
+    for restart in range(3):
+        job.wait_for(f"up0.{restart}")
+        os.kill(job.agent_of(0), signal.SIGKILL)
+    job.path("go3").touch()
+    assert job.wait() == [0], job.stderr(job.agents[0])
+    assert (job.result["state"], job.result["restarts"]) == ("SUCCEEDED", 3)
+    assert [each["kind"] for each in job.result["attempts"]] == ["node_lost"] * 3 + [""]
+
+
 def test_agent_that_is_killed_while_it_joins_again_comes_back(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all(*RESTARTS, job.script(ROUNDS))

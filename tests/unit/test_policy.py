@@ -11,8 +11,8 @@ import pytest
 
 from clusterjob.errors import SpecError
 from clusterjob.node.logs import rounds
-from clusterjob.node.logs.events import EventLog
-from clusterjob.node.logs.job_dir import EVENTS
+from clusterjob.node.logs.events import EventLog, read_job_events
+from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import outcome
@@ -304,6 +304,28 @@ def test_round_without_end_was_lost_when_another_attempt_begins(tmp_path: Path) 
     assert (lost.attempt, lost.kind, lost.node, lost.ended_at) == (0, "node_lost", 0, None)
     log.add("listening", nnodes=1)
     assert rounds.ended(tmp_path, running=True) == (lost,)
+
+
+def test_round_that_two_coordinators_end_counts_once(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS)
+    for restart in range(2):
+        log.add("listening")  # the agent of the coordinator was killed
+        if restart:
+            lost = outcome.round_end(failed(FailureKind.NODE_LOST), 0, restart - 1, started_at="t")
+            log.add(rounds.ENDED, **vars(lost))
+        log.add("started", attempt=0, restart=restart)
+    ended = rounds.ended(tmp_path, running=True)
+    assert [(each.restart, each.kind) for each in ended] == [(0, "node_lost")]
+
+
+def test_coordinator_that_was_cut_off_leaves_no_events_of_the_job(tmp_path: Path) -> None:
+    EventLog(tmp_path / EVENTS).add("started", attempt=0, restart=0)
+    cut_off = EventLog(tmp_path / moved_events(1, 2))
+    cut_off.add("listening")
+    cut_off.add(rounds.ENDED, attempt=0, restart=0, kind="node_lost")
+    assert [event["event"] for event in read_job_events(tmp_path)] == ["started"]
+    cut_off.add("started", attempt=0, restart=1)
+    assert len(list(read_job_events(tmp_path))) == 4
 
 
 def test_forged_events_are_no_rounds(tmp_path: Path) -> None:

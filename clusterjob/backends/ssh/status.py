@@ -13,8 +13,8 @@ from clusterjob.backends.base import Status
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.events import now
-from clusterjob.node.logs.job_dir import event_files, events_node
+from clusterjob.node.logs.events import counted_files, now
+from clusterjob.node.logs.job_dir import events_node
 from clusterjob.node.verdict import JobState, Verdict
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def coordinator_node(record: Record, nodes: int) -> int:
     """
     if not (record.job.max_restarts or record.job.spares or record.job.min_nodes):
         return 0
-    return min(events_node(event_files(record.job_dir)[-1].name) or 0, nodes - 1)
+    return min(events_node(counted_files(record.job_dir)[-1].name) or 0, nodes - 1)
 
 
 def _until_reached(verdict: Verdict) -> Status:

@@ -67,8 +67,21 @@ def _cut(value: Any) -> Any:
 
 def read_job_events(job_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a job, those of a coordinator that has moved after the earlier ones."""
-    for path in event_files(job_dir):
+    for path in counted_files(job_dir):
         yield from read_events(path)
+
+
+def counted_files(job_dir: Path) -> list[Path]:
+    """Return the event files of a job, in order of time.
+
+    A coordinator that has moved counts from its first round: without one, it was cut off.
+    """
+    first, *moved = event_files(job_dir)
+    return [first, *(path for path in moved if any(map(_is_start, read_events(path))))]
+
+
+def _is_start(event: dict[str, Any]) -> bool:
+    return event.get("event") == "started"
 
 
 def read_events(path: Path, limit: int = _MAX_FILE) -> Iterator[dict[str, Any]]:

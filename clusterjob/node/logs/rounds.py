@@ -69,6 +69,10 @@ class _Rounds:
             self._running = None
 
     def _add(self, end: RoundEnd) -> None:
+        """Add an end; it replaces the loss that a later coordinator of the round has recorded."""
+        last = self._ended[-1] if self._ended else None
+        if last and (last.attempt, last.restart) == (end.attempt, end.restart):
+            self._ended.pop()
         self._ended.append(end)
         if len(self._ended) > _MAX_LISTED:
             self._ended = list(bounded(self._ended))
