@@ -34,6 +34,8 @@ CODE_ORIGIN = "CLUSTERJOB_CODE_ORIGIN"  # the directory of which CODE_TREE is th
 WAITS = "CLUSTERJOB_WAITS"  # "1": a worker measures how long it waits in collectives
 STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `log_protocol`
 
+_TOKEN_BYTES = 16  # minimum length of a token
+
 # Variables set for each worker; a job started inside another job must not inherit them.
 LAUNCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -160,14 +162,19 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
     It comes from CLUSTERJOB_TOKEN, otherwise from the file that CLUSTERJOB_TOKEN_FILE names.
 
     Raises:
-        PlacementError: the file cannot be read, or it is empty.
+        PlacementError: the file cannot be read, or the token is shorter than 16 bytes.
     """
-    if environ.get(TOKEN):
-        return environ[TOKEN].encode(errors="surrogateescape")
-    token = _read_file(environ, TOKEN_FILE, "token")
-    if token is not None and not token.strip():
-        raise PlacementError(f"{TOKEN_FILE}={environ[TOKEN_FILE]}: the file is empty")
-    return None if token is None else token.strip()
+    value = environ.get(TOKEN, "").encode(errors="surrogateescape")
+    token = (value or _read_file(environ, TOKEN_FILE, "token") or b"").strip()
+    if not token and not environ.get(TOKEN_FILE):
+        return None
+    if len(token) < _TOKEN_BYTES:
+        raise PlacementError(
+            f"{TOKEN if value else TOKEN_FILE}: the token has {len(token)} bytes:"
+            f" it must have at least {_TOKEN_BYTES}",
+            "`openssl rand -hex 32` makes one",
+        )
+    return token
 
 
 def _read_file(environ: Mapping[str, str], variable: str, content: str) -> bytes | None:

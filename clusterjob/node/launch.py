@@ -84,7 +84,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     os.environ.update(contract.read_secrets(environ))
     notifications = os.environ.pop(contract.NOTIFICATIONS, "")  # the workers must not get the URLs
     os.environ.pop(contract.SECRETS_FILE, None)  # another job in a worker must not inherit it
-    job = _identity(environ, topology, finding=finding, insecure=options.insecure_no_token)
+    job = _identity(environ, topology, finding=finding, options=options)
     job_dir, temporary = _job_directory(environ, topology, attempt=job.attempt)
     # Remove the variable: another job in a worker must not inherit it.
     numbered = os.environ.pop(contract.STREAM, "") == "1"
@@ -123,11 +123,10 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         numbered=numbered,
         note=parent.console if parent is not None else None,
     )
-    is_open = options.insecure_no_token and contract.read_token(environ) is None
-    if is_open and topology.nnodes > 1 and is_first:
+    if job.is_open and topology.node_rank == 0 and is_first:
+        origin = f"the nodes that {topology.source} names" if job.peers else "any address"
         console.print(
-            f"--insecure-no-token: everyone who can connect to {topology.master_addr}"
-            " can join this job or end it"
+            f"no {contract.TOKEN}: agents join from {origin}; this prevents accidents, not attacks"
         )
 
     async def live() -> Verdict:
@@ -345,7 +344,7 @@ def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
 
 
 def _identity(
-    environ: Mapping[str, str], topology: Topology, finding: Finding, *, insecure: bool
+    environ: Mapping[str, str], topology: Topology, finding: Finding, options: LaunchOptions
 ) -> JobIdentity:
     """Return the job's identity.
 
@@ -353,23 +352,25 @@ def _identity(
     takes a random one.
 
     Raises:
-        UsageError: the job has several nodes, no secret, and no --insecure-no-token.
+        UsageError: the job has several nodes and no secret, but requires one.
     """
     attempt = scheduler.read_attempt(environ)
     place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
     job_id = environ.get(contract.JOB_ID) or scheduler.step_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
-    if token is None and topology.nnodes == 1:  # no other node needs it
-        token = secrets.token_bytes(16)
-    elif token is None and insecure:
-        token = f"clusterjob:{job_id}:{attempt}:{place_text}".encode()
-    elif token is None:
+    is_open = token is None and topology.nnodes > 1
+    ray = options.launcher == "ray" and environ.get("RAY_AUTH_MODE") != "disabled"
+    if is_open and (options.require_token or ray):
+        danger = "run code as you in Ray" if ray else "join the job or end it"
         raise UsageError(
             f"{topology.nnodes} nodes and no {contract.TOKEN}:"
-            " everyone who can connect to node 0 could join the job or end it",
-            f"set {contract.TOKEN} to the same secret on every node, or use --insecure-no-token",
+            f" everyone who can connect to node 0 could {danger}",
+            f"set {contract.TOKEN} to the same secret on every node",
         )
+    if token is None:  # no other node needs that of a single node
+        open_token = f"clusterjob:{job_id}:{attempt}".encode()
+        token = open_token if is_open else secrets.token_bytes(16)
     counted_by = "" if topology.source == "clusterjob" else finding.evidence.get("node_rank", "")
     return JobIdentity(
         job_id,
@@ -378,6 +379,8 @@ def _identity(
         ports=ports.candidates(job_id, attempt, named_port=topology.master_port),
         has_torch=preload.has_torch(),
         counted_by=counted_by,
+        is_open=is_open,
+        peers=tuple(this_node.peers(topology, environ)) if is_open else (),
     )
 
 

@@ -129,8 +129,7 @@ class LaunchOptions:
         checkpoint_dir: directory in which an attempt leaves newer files; empty if it is unknown.
         require_gpus: number of GPUs that this node's workers must see; else the job ends before the
             script starts. 0 for any.
-        insecure_no_token: whether nodes may join without the job's secret; anyone who can connect
-            to node 0 can then end the job. Also allows Ray without authentication.
+        require_token: whether to refuse a job of several nodes without the job's secret.
         gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
             device=5; None for all visible ones.
         metrics: whether to sample CPU, memory and GPUs.
@@ -223,9 +222,7 @@ class LaunchOptions:
     require_gpus: int = _option(
         0, "N", "GPUs that the workers must see, else the job ends (default: 0).", _at_least(0)
     )
-    insecure_no_token: bool = _option(
-        False, "", "Let nodes join without CLUSTERJOB_TOKEN; anyone on the network can end the job."
-    )
+    require_token: bool = _option(False, "", "Refuse several nodes without CLUSTERJOB_TOKEN.")
     metrics: bool = _option(True, "", "Take no samples of CPU, memory and GPUs.")
     metrics_port: int = _option(
         0, "PORT", "Port on 127.0.0.1 for Prometheus (default: none).", _at_least(0)

@@ -887,7 +887,9 @@ def test_agent_with_wrong_token_is_refused(make_job: MakeJob) -> None:
     script = job.script("print('ran')")
     job.start(0, script)
     wait_until(lambda: job.events("listening"), TEST_TIMEOUT)
-    refused = job.start(1, "--join-timeout", "1", script, env={"CLUSTERJOB_TOKEN": "guessed"})
+    refused = job.start(
+        1, "--join-timeout", "1", script, env={"CLUSTERJOB_TOKEN": "guessed-by-others"}
+    )
     assert refused.wait(TEST_TIMEOUT) == 1
     assert "does not know the job's token" in job.node_end(1)["reason"]
     assert job.events("unauthenticated")

@@ -90,7 +90,11 @@ def test_agent_reports_silent_name_server_and_ends_within_seconds(
     ended, seconds = launched(
         machine,
         tmp_path,
-        {"CLUSTERJOB_NODE_RANK": str(node_rank), "CLUSTERJOB_NNODES": "2", "CLUSTERJOB_TOKEN": "s"},
+        {
+            "CLUSTERJOB_NODE_RANK": str(node_rank),
+            "CLUSTERJOB_NNODES": "2",
+            "CLUSTERJOB_TOKEN": "s" * 16,
+        },
     )
     assert ended.code == 1
     assert seconds < 30  # the resolver's own timeout is 60 s or more
@@ -107,7 +111,12 @@ def test_agent_reports_silent_name_server_and_ends_within_seconds(
 def test_agent_waits_for_name_when_platform_creates_names_late(
     machine: Machine, tmp_path: Path
 ) -> None:
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "23456", "CLUSTERJOB_TOKEN": "s"}
+    variables = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": "23456",
+        "CLUSTERJOB_TOKEN": "s" * 16,
+    }
     ended, _ = launched(machine, tmp_path, variables, "--join-timeout", "7")
     assert ended.code == 1
     lines = [

@@ -67,7 +67,6 @@ def variables(nodes: list[Machine], index: int, gpus: int, *, ipv6: bool = False
         "MLP_WORKER_NUM": str(len(nodes)),
         "MLP_WORKER_GPU": str(gpus),
     }
-    own["CLUSTERJOB_TOKEN"] = "secret"  # a private variable of the task
     own |= {f"MLP_WORKER_{number}_HOST": f"'{host}'" for number, host in enumerate(hosts)}
     return own | {
         "MLP_WORKER_0_PORT": "2222",
@@ -128,6 +127,27 @@ def test_node_ranks_follow_rack_order(four: list[Machine], tmp_path: Path) -> No
     for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, text)):
         assert code == 0, output
     assert [(tmp_path / f"node{index}").read_text() for index in range(3)] == racks
+
+
+def test_agent_from_an_address_of_no_node_is_refused_and_the_job_runs(
+    four: list[Machine], tmp_path: Path
+) -> None:
+    nodes, foreign = four[:2], four[2]
+    environs = [variables(nodes, index, 1) for index in range(2)]
+    program = script(tmp_path, "print('ran')")
+    options = ("--join-timeout", "4")
+    rejected = start(foreign.command(*ENTRY, *options, program), tmp_path, environs[1])
+    node_0 = start(nodes[0].command(*ENTRY, program), tmp_path, environs[0])
+    refused = finish(rejected)
+    assert (refused.code, "ran" in refused.out) == (1, False)
+    hosts = f"{nodes[0].address}, {nodes[1].address}"
+    why = f"{foreign.address} is no address of this job's nodes: {hosts}; set CLUSTERJOB_TOKEN"
+    assert why in refused.err
+    assert finish(start(nodes[1].command(*ENTRY, program), tmp_path, environs[1])).code == 0
+    ended = finish(node_0)
+    assert ended.code == 0, ended.err
+    notice = "no CLUSTERJOB_TOKEN: agents join from the nodes that mlp names; this prevents"
+    assert ended.err.count(notice) == 1
 
 
 def test_node_that_reads_rank_from_other_variable_is_refused(

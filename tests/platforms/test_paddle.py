@@ -228,7 +228,7 @@ def test_endpoints_are_addresses_that_nodes_reach_each_other_by(tmp_path: Path) 
             "CLUSTERJOB_NNODES": "2",
             "CLUSTERJOB_MASTER_ADDR": nodes[0].address,
             "CLUSTERJOB_NPROC_PER_NODE": "1",
-            "CLUSTERJOB_TOKEN": "s",
+            "CLUSTERJOB_TOKEN": "secret-of-the-job",
             "PYTHONPATH": with_paddle(tmp_path),
         }
         started = []

@@ -106,7 +106,7 @@ def submit(two_machines: list[Machine], tmp_path: Path) -> Iterator[Callable[...
             platform = hosts | {
                 "MLP_ROLE": "WORKER", "MLP_ROLE_INDEX": str(index), "MLP_WORKER_NUM": "2",
                 "MLP_WORKER_GPU": "2", "MLP_WORKER_0_PORT": "2222", "MLP_TASK_ID": task_id,
-                "CLUSTERJOB_TOKEN": "secret", "PYTHONPATH": "", "HOME": str(node_root),
+                "CLUSTERJOB_TOKEN": "secret-of-the-job", "PYTHONPATH": "", "HOME": str(node_root),
             }  # fmt: skip
             log = node_root / f"worker_{index}.log"
             argv = machine.command("bash", code / "clusterjob-entry" / "entry.sh")

@@ -216,7 +216,7 @@ def test_entry_script_runs_in_uploaded_code_directory(
     ran = run(
         ["bash", uploaded(staged.root, special_path / "code")],
         work,
-        ALONE | {"CLUSTERJOB_TOKEN": "secret"},
+        ALONE | {"CLUSTERJOB_TOKEN": "secret-of-the-job"},
     )
     assert ran.code == 0, ran.err + ran.out
     assert printed(job_dir, ran.out) == {

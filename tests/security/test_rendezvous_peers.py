@@ -12,15 +12,22 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import free_port
 from procs import TEST_TIMEOUT, Job, wait_until
 
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import messages, protocol, stack_messages
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
 from clusterjob.node.system.codec import Codec
+from clusterjob.node.verdict import Failure
 
 MakeJob = Callable[..., Job]
 FILE_LIMIT = 256  # open files
@@ -474,8 +481,8 @@ def run_node(job: Job, *options: str, nnodes: int) -> subprocess.CompletedProces
     )
 
 
-def test_several_nodes_without_secret_are_refused(make_job: MakeJob) -> None:
-    completed = run_node(make_job(2), nnodes=2)
+def test_several_nodes_without_a_required_token_are_refused(make_job: MakeJob) -> None:
+    completed = run_node(make_job(2), "--require-token", nnodes=2)
     assert completed.returncode == 2
     assert completed.stderr.splitlines()[0] == (
         "clusterjob: 2 nodes and no CLUSTERJOB_TOKEN: everyone who can connect to node 0 "
@@ -483,16 +490,72 @@ def test_several_nodes_without_secret_are_refused(make_job: MakeJob) -> None:
     )
 
 
-def test_insecure_no_token_lets_nodes_meet_without_secret_and_warns(
-    make_job: MakeJob,
+def test_short_token_is_refused(make_job: MakeJob) -> None:
+    job = make_job()
+    job.start(0, job.script(""), env={"CLUSTERJOB_TOKEN": "0123456789abcde"})
+    assert job.wait() == [2]
+    why = "CLUSTERJOB_TOKEN: the token has 15 bytes: it must have at least 16"
+    assert why in job.stderr(job.agents[0])
+
+
+OPEN = {"CLUSTERJOB_TOKEN": ""}
+WAIT = """
+    import os, pathlib, sys, time
+    restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    pathlib.Path(f"up{restart}{os.environ['RANK']}").touch()
+    while not pathlib.Path("leave" + restart).exists():
+        time.sleep(0.02)
+    sys.exit(3 if restart == "0" else 0)
+"""
+
+
+def evict(job: Job, *, key: str) -> BaseException | None:
+    """Try to join as node 1, which has joined."""
+    joining = join_and_send(job, coordinator_port(job), again=True, key=key)
+    return asyncio.run(asyncio.wait_for(joining, TEST_TIMEOUT))
+
+
+@pytest.mark.parametrize("secret", ["a token", "no token"])
+def test_member_cannot_join_in_the_place_of_another_node(make_job: MakeJob, secret: str) -> None:
+    """Also not in a job without a token, which runs and says once what that means."""
+    job = make_job(2)
+    env = OPEN if secret == "no token" else {}
+    script = job.script(WAIT)
+    for node in (0, 1):
+        job.start(node, "--max-restarts", "1", script, env=env)
+    job.wait_for("up00", "up01")
+    if env:
+        job.token = f"clusterjob:{job.id}:0"
+    for key in ("", "0" * 32, "\ud800"):
+        refused = evict(job, key=key)
+        assert isinstance(refused, protocol.RefusedError)
+        assert "node_rank 1 is claimed twice" in refused.message
+    job.path("leave0").touch()
+    job.path("leave1").touch()
+    assert job.wait() == [0, 0], job.stderr(job.agents[0])
+    assert (job.result["restarts"], job.events("lost")) == (1, [])
+    notice = "agents join from any address; this prevents accidents, not attacks"
+    assert [job.stderr(agent).count(notice) for agent in job.agents] == [bool(env), 0]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_lost_node_is_replaced_by_another_agent_only_with_a_token(
+    tmp_path: Path, is_open: bool
 ) -> None:
-    completed = run_node(make_job(2), "--insecure-no-token", nnodes=2)
-    warning = (
-        "clusterjob: --insecure-no-token: everyone who can connect to 127.0.0.1 "
-        "can join this job or end it"
-    )
-    assert warning in completed.stderr.splitlines()
-    assert "node 1 of 2 never joined" in completed.stderr
+    async def join_thrice() -> None:
+        job = JobIdentity("j", 0, b"t" * 16, ports=[0], has_torch=False, is_open=is_open)
+        events = EventLog(tmp_path / "events.jsonl")
+        members = Membership(2, 0, parse(["x.py"]), job=job, events=events)
+        hello = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
+        peer = members.join(hello, lambda _message: None)
+        members.lose(peer, Failure.of_node(1, "h", message="lost"))
+        expected = pytest.raises(protocol.RefusedError) if is_open else contextlib.nullcontext()
+        with expected:
+            members.join(replace(hello, key="other"), lambda _message: None)
+        if is_open:
+            members.join(hello, lambda _message: None)
+
+    asyncio.run(join_thrice())
 
 
 def test_one_node_without_secret_generates_an_unguessable_one(make_job: MakeJob) -> None:
@@ -503,7 +566,7 @@ def test_one_node_without_secret_generates_an_unguessable_one(make_job: MakeJob)
         0, job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)"), env=env
     )
     job.wait_for("up")
-    job.token = f"clusterjob:{job.id}:0:127.0.0.1-0-1"
+    job.token = f"clusterjob:{job.id}:0"
     with pytest.raises(protocol.UnauthenticatedError):
         asyncio.run(
             asyncio.wait_for(

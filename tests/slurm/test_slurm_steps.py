@@ -74,8 +74,6 @@ def test_one_task_per_node_gets_rank_of_its_node(slurm: SlurmCluster, tmp_path: 
 
 def test_agent_on_each_node_starts_all_ranks(slurm: SlurmCluster, tmp_path: Path) -> None:
     launch = [
-        "env",
-        "CLUSTERJOB_TOKEN=secret",
         sys.executable,
         "-m",
         "clusterjob",

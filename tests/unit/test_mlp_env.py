@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from clusterjob.node.environments import this_node
 from clusterjob.node.environments.detection import detect
-from clusterjob.node.environments.this_node import find_node
+from clusterjob.node.environments.this_node import find_node, node_of
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
@@ -179,6 +180,20 @@ def test_processes_of_mpirun_are_detected_as_openmpi() -> None:
     }  # fmt: skip
     finding = detect(NODE | {"MLP_MPI_HOSTS": "a,b"} | started)
     assert (finding.source, finding.level, finding.conflicts) == ("openmpi", "worker", ())
+
+
+def test_peers_are_all_hosts_of_the_role_or_none() -> None:
+    def peers(environ: dict[str, str]) -> set[str]:
+        return set(this_node.peers(node_of(find_node(environ)), environ))
+
+    rdma, vpc = ({f"{net}.{node}" for node in (1, 2, 3)} for net in ("192.168.0", "10.0.0"))
+    lists = ("MLP_WORKER_ALL_HOSTS", "MLP_WORKER_ALL_PRIMARY_HOSTS")
+    assert peers(NODE) == rdma | vpc
+    assert peers(without(*lists)) == rdma | {"10.0.0.1"}
+    assert peers(without(*lists, "MLP_WORKER_2_HOST")) == set()
+    assert peers({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"}) == set()
+    sky = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\nb"}
+    assert peers(sky) == {"10.0.0.1", "b"}
 
 
 def test_nodes_with_different_indices_are_refused_at_rendezvous(tmp_path: Path) -> None:

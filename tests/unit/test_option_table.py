@@ -113,7 +113,7 @@ def test_every_launch_option_is_parsed_from_its_own_arguments(tmp_path: Path) ->
         grace=4.0,
         warning=30.0,
         require_gpus=8,
-        insecure_no_token=True,
+        require_token=True,
         lifeline=True,
         echo=False,
         hang_timeout=60.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import slurm_addresses
+from clusterjob.node.environments import slurm_addresses, this_node
 from clusterjob.node.environments.topology import Topology
 
 NOWHERE = "no-such-node.invalid"
@@ -82,3 +82,18 @@ def test_scontrol_gives_address_and_never_gets_name_that_is_option(tmp_path: Pat
     with pytest.raises(PlacementError):
         slurm_addresses.resolve_master_address(replace(NODE, master_addr="-M.invalid"), environ)
     assert (tmp_path / "asked").read_text().count("\n") == 1
+
+
+def test_peers_of_a_step_are_its_nodes_or_their_addresses_in_slurm(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\necho "$*" > {tmp_path}/asked\n'
+        "echo 'NodeName=x NodeAddr=192.0.2.9 Port=1'; echo 'NodeName=y NodeAddr=192.0.2.10'\n"
+    )
+    scontrol.chmod(0o700)
+    environ = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+    known = environ | {"SLURM_STEP_NODELIST": "localhost,other"}
+    assert this_node.peers(NODE, known) == ["localhost", "other"]
+    unknown = environ | {"SLURM_STEP_NODELIST": "n[0-1].invalid"}
+    assert this_node.peers(NODE, unknown) == ["192.0.2.9", "192.0.2.10"]
+    assert (tmp_path / "asked").read_text() == "--oneliner show node n[0-1].invalid\n"

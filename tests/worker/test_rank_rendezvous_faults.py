@@ -166,7 +166,7 @@ def test_joining_agent_reports_master_addr_without_answer(tmp_path: Path) -> Non
             "CLUSTERJOB_NNODES": "2",
             "CLUSTERJOB_NODE_RANK": "1",
             "CLUSTERJOB_MASTER_ADDR": "10.77.0.9",
-            "CLUSTERJOB_TOKEN": "secret",
+            "CLUSTERJOB_TOKEN": "secret-of-the-job",
         }
         argv = [
             sys.executable,

@@ -310,6 +310,7 @@ class Agent:
             wants_endpoints=worker_endpoints.may_be_used(self._options.program),
             again=self._parent is not None and bool(self._parent.kept("joined")),
             rounds=(self._parent is not None and self._parent.kept("rounds")) or 0,
+            key=self._job.key,
         )
 
     def _on_cancel(self) -> None:

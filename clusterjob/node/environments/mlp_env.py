@@ -45,6 +45,21 @@ def detect(environ: Mapping[str, str]) -> Finding | None:
     )
 
 
+def peers(environ: Mapping[str, str], nnodes: int) -> list[str]:
+    """Return the names and addresses of all nodes; empty if the variables do not give them all."""
+    reading = Reading(environ, SOURCE, quoted=True)
+    role = (reading.value("MLP_ROLE") or "WORKER").upper()
+    found: list[str] = []
+    complete = False
+    for kind in ("HOST", "PRIMARY_HOST"):
+        each = [f"MLP_{role}_{node}_{kind}" for node in range(nnodes)]
+        for variables in (each, [f"MLP_{role}_ALL_{kind}S"]):
+            hosts = [host for variable in variables for host in placing.hosts(reading, variable)]
+            complete = complete or len(hosts) >= nnodes
+            found += hosts
+    return list(dict.fromkeys(found)) if complete else []
+
+
 def _index(reading: Reading, role: str) -> int | None:
     by_rack = f"MLP_{role}_RACK_RANK_INDEX"
     own = reading.number("node_rank", "MLP_ROLE_INDEX", required=not reading.is_set(by_rack))

@@ -40,7 +40,8 @@ def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> To
     address = (
         "127.0.0.1"
         if topology.nnodes == 1
-        else _launch_address(topology, environ) or _node_address(topology.master_addr, environ)
+        else _launch_address(topology, environ)
+        or next(iter(node_addresses(topology.master_addr, environ)), None)
     )
     if address is None:
         raise PlacementError(
@@ -77,15 +78,14 @@ def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | Non
     return address if first == [topology.master_addr] else None
 
 
-def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
-    """Return NodeAddr from ``scontrol show node``.
+def node_addresses(names: str, environ: Mapping[str, str]) -> list[str]:
+    """Return NodeAddr of each node of a list from ``scontrol show node``.
 
     Returns:
-        The address; None if there is no scontrol, no answer or no such node, or if the address does
-        not resolve.
+        The addresses that resolve; empty if there is no scontrol, no answer or no such node.
     """
-    if name.startswith("-"):
-        return None
+    if names.startswith("-"):
+        return []
     import re
     import subprocess
 
@@ -96,7 +96,7 @@ def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
     }
     try:
         shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", name],
+            ["scontrol", "--oneliner", "show", "node", names],
             env=kept,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -104,10 +104,7 @@ def _node_address(name: str, environ: Mapping[str, str]) -> str | None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"(?:^| )NodeAddr=(\S+)", os.fsdecode(shown.stdout))
-    return (
-        found[1]
-        if shown.returncode == 0 and found and not network.why_unresolvable(found[1])
-        else None
-    )
+        return []
+    found = re.findall(r"(?:^| )NodeAddr=(\S+)", os.fsdecode(shown.stdout), re.MULTILINE)
+    known = [] if shown.returncode else found
+    return [address for address in known if not network.why_unresolvable(address)]

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import slurm_addresses, slurm_env
+from clusterjob.node.environments import mlp_env, placing, slurm_addresses, slurm_env
 from clusterjob.node.environments.detection import detect
 from clusterjob.node.environments.lookups import look_up
-from clusterjob.node.environments.reading import Finding
+from clusterjob.node.environments.reading import Finding, Reading
 from clusterjob.node.environments.topology import Topology
+from clusterjob.node.system import network
+from clusterjob.node.system.hostlist import expand_hostlist
 
 
 def find_node(environ: Mapping[str, str]) -> Finding:
@@ -64,3 +66,18 @@ def with_reachable_master(finding: Finding, environ: Mapping[str, str]) -> Topol
         PlacementError: node 0's name does not resolve here, and Slurm has no address for it.
     """
     return slurm_addresses.resolve_master_address(node_of(finding), environ)
+
+
+def peers(topology: Topology, environ: Mapping[str, str]) -> list[str]:
+    """Return the names or addresses of all nodes of the job; empty if the variables name none."""
+    if topology.source == slurm_env.SOURCE:
+        listed = environ.get("SLURM_STEP_NODELIST", "")
+        names = expand_hostlist(listed)
+        if names and network.why_unresolvable(names[0]):  # a NodeName need not be a host name
+            return slurm_addresses.node_addresses(listed, environ)
+        return names
+    if topology.source == mlp_env.SOURCE:
+        return mlp_env.peers(environ, topology.nnodes)
+    if topology.source == "skypilot":
+        return placing.hosts(Reading(environ, topology.source), "SKYPILOT_NODE_IPS")
+    return []

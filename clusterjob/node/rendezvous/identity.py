@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterjob.node.environments.topology import Topology
@@ -22,6 +23,10 @@ class JobIdentity:
         has_torch: whether this node's interpreter finds torch and can serve its store.
         counted_by: the platform's variable from which node_rank was read; empty if the user set it.
             A platform may have several such variables; all nodes must use the same one.
+        key: drawn by this node; only who has it can join again as this node.
+        is_open: whether the token is no secret: the user gave none.
+        peers: the names of all nodes; an open job accepts agents from their addresses only. Empty
+            for any address.
     """
 
     job_id: str
@@ -30,6 +35,9 @@ class JobIdentity:
     ports: list[int]
     has_torch: bool
     counted_by: str = ""
+    key: str = field(default_factory=lambda: secrets.token_hex(16))
+    is_open: bool = False
+    peers: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"JobIdentity({self.job_id!r}, attempt={self.attempt})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import socket
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterjob.errors import RendezvousError
+from clusterjob.node.contract import TOKEN
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
@@ -19,12 +21,14 @@ from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.rendezvous.sender_check import check_sender
 from clusterjob.node.rendezvous.stalls import Stalls
+from clusterjob.node.system import network
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure
 
 _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
 _MAX_REJECTED = 20  # rejected connections that get an event each; later ones are counted
+_RESOLVE_INTERVAL = 1.0  # seconds between two lookups of the names of all nodes
 _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected connections
 
 
@@ -42,6 +46,7 @@ class Peer:
     endpoints: tuple[str, ...] = ()
     wants_endpoints: bool = False
     rounds: int = 0  # the newest round that its node has seen, plus 1
+    key: str = ""
     lost: bool = False
 
 
@@ -83,6 +88,9 @@ class Membership:
         self.stalls = Stalls(options.heartbeat)
         self._rejected = 0  # connections with an event
         self._uncounted = 0  # rejected connections since the last event
+        self._addresses: set[str] = set()  # of the nodes of an open job, as far as they resolved
+        self._resolves_at = 0.0  # the time from which their names may be resolved again
+        self._resolving = asyncio.Lock()
         self.tasks: list[asyncio.Task[None]] = []
         self._rejected_at = float("-inf")
 
@@ -182,18 +190,19 @@ class Membership:
                 f"{who} reads its node_rank from {counted_by}, node 0 from {self._job.counted_by}:"
                 " all nodes must use the same variable"
             )
-        elif hello.again and node_rank in self.peers and not self.peers[node_rank].lost:
-            # It retries until its earlier connection counts as lost.
-            self.inbox.put_nowait(
-                (node_rank, messages.ConnectionLost("its agent joins again", ended=True))
-            )
-            raise protocol.RefusedError(f"the earlier connection of {who} is not lost yet")
-        elif node_rank in self.peers and not self.peers[node_rank].lost:
-            first = self.peers[node_rank]
-            problem = (
-                f"node_rank {node_rank} is claimed twice:"
-                f" by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
-            )
+        elif (first := self.peers.get(node_rank)) is not None:
+            is_same = hmac.compare_digest(ascii(hello.key), ascii(first.key))
+            if is_same and not first.lost:
+                # It retries until its earlier connection counts as lost.
+                self.inbox.put_nowait(
+                    (node_rank, messages.ConnectionLost("its agent joins again", ended=True))
+                )
+                raise protocol.RefusedError(f"the earlier connection of {who} is not lost yet")
+            if not is_same and (self._job.is_open or not first.lost):
+                problem = (
+                    f"node_rank {node_rank} is claimed twice:"
+                    f" by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
+                )
         if problem:
             if len(self.refusals) < _MAX_REJECTED:
                 self.refusals.append(Failure.of_node(node_rank, host, message=problem))
@@ -209,6 +218,7 @@ class Membership:
             endpoints=tuple(map(sanitize, hello.endpoints)),
             wants_endpoints=hello.wants_endpoints,
             rounds=hello.rounds,
+            key=hello.key,
         )
         if len(self.peers) == self._nnodes:
             gc.freeze()  # a collection would look at the objects of all connections again
@@ -232,7 +242,24 @@ class Membership:
         if not isinstance(message, messages.Heartbeat):
             self.inbox.put_nowait((node_rank, message))
 
+    async def _foreign(self, writer: asyncio.StreamWriter) -> str:
+        """Return the address of a peer that may not join an open job; empty if it may."""
+        peers = self._job.peers
+        if not peers:
+            return ""
+        address = network.plain_address(writer.get_extra_info("peername")[0])
+        async with self._resolving:
+            if address not in self._addresses and time.monotonic() > self._resolves_at:
+                self._addresses |= await asyncio.to_thread(network.addresses_of_all, peers)
+                self._resolves_at = time.monotonic() + _RESOLVE_INTERVAL
+        return "" if address in self._addresses else address
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if address := await self._foreign(writer):
+            why = f"{address} is no address of this job's nodes: {', '.join(self._job.peers)[:300]}"
+            self._note_rejected(address, why)
+            await protocol.refuse_address(reader, writer, f"{why}; set {TOKEN} on every node")
+            return
         try:
             channel, hello = await protocol.accept(
                 reader, writer, token=self._job.token, job_id=self._job.job_id

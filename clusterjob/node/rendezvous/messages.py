@@ -50,6 +50,7 @@ class Hello:
         wants_endpoints: whether its workers need the endpoints of all nodes.
         again: whether the node has joined before.
         rounds: the number of the newest round that the node has seen, plus 1; 0 without one.
+        key: drawn by the node; to join again it needs the same one.
     """
 
     node_rank: Rank
@@ -64,6 +65,7 @@ class Hello:
     wants_endpoints: bool = False
     again: bool = False
     rounds: Rank = 0
+    key: Name = ""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from clusterjob.errors import RendezvousError
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.system.codec import Codec, MalformedMessageError
+from clusterjob.node.system.sanitize import sanitize
 
 _T = TypeVar("_T")
 
@@ -25,6 +26,7 @@ PROTOCOL = 1
 LINE_BYTES = 1 << 18  # maximum bytes of a message
 _UNAUTHENTICATED_LINE_BYTES = 4096
 HANDSHAKE_SECONDS = 5.0  # seconds for a peer that has not proved the token to answer
+_MAX_REFUSAL = 1000  # characters of a reason from a peer that has not proved the token
 _TURNS = 10  # parts of such a wait; see `_answer_of`
 
 
@@ -130,6 +132,8 @@ async def authenticate_to_coordinator(
     nonce = secrets.token_hex(16)
     _write(writer, {"clusterjob": PROTOCOL, "job": job_id, "nonce": nonce})
     challenge = await _read(reader)
+    if "refused" in challenge:
+        raise UnauthenticatedError(sanitize(str(challenge["refused"])[:_MAX_REFUSAL]))
     session = _sign(token, b"session", nonce.encode(), _bytes(challenge.get("nonce")))
     if not hmac.compare_digest(_bytes(challenge.get("proof")), _sign(session, b"coordinator")):
         raise UnauthenticatedError("it does not know the job's token")
@@ -232,6 +236,16 @@ async def accept(
         await refuse(channel, why)
         raise RefusedError(why)
     return channel, hello
+
+
+async def refuse_address(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, why: str
+) -> None:
+    """Send a peer the reason why its address may not join, and close the connection."""
+    await asyncio.wait_for(reader.readline(), HANDSHAKE_SECONDS)  # unread, it would reset that
+    _write(writer, {"refused": why})
+    writer.close()
+    await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)
 
 
 async def refuse(channel: Channel, why: str) -> None:

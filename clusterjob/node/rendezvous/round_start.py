@@ -15,6 +15,7 @@ from clusterjob.node.rendezvous.nodes import MinorityError, Nodes
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preemption import Preemption
 from clusterjob.node.rendezvous.preflight_run import Preflight
+from clusterjob.node.verdict import Failure
 
 _INTERVAL = 0.25  # seconds between two checks of the nodes for which a round waits
 _NOT_STARTED = "before its workers had started"
@@ -86,6 +87,8 @@ class RoundStart:
         """
         self.waits = True
         wait = self._nodes.wait(first=after is None)
+        # Later, who may not join is nobody that the job waits for.
+        refusals = self._membership.refusals if after is None else []
         checked = time.monotonic()
         earliest = checked + pause
         while time.monotonic() < earliest or not wait.over():
@@ -93,8 +96,8 @@ class RoundStart:
             message = await self._membership.next_message(left)
             end = self._handle(*message) if message is not None else None
             end = end or self._handle_waiting()  # look at all nodes once, not for each message
-            if end is not None or self._membership.refusals:
-                return self._refused() or end
+            if end is not None or refusals:
+                return self._refused(refusals) or end
             if time.monotonic() - checked < _INTERVAL:
                 continue
             checked = time.monotonic()
@@ -102,7 +105,7 @@ class RoundStart:
                 raise MinorityError("the other nodes may still run without this one")
             if checked > self._preemption.due:
                 return outcome.preempted(self._preemption.explain(_NOT_STARTED))
-            end = self._refused() or outcome.too_few(wait.failure(), after)
+            end = self._refused(refusals) or outcome.too_few(wait.failure(), after)
             if end is not None:
                 return end
         # Start no worker if the job was cancelled when the last agent joined.
@@ -111,7 +114,7 @@ class RoundStart:
             return outcome.preempted(self._preemption.explain(_NOT_STARTED))
         return end
 
-    def _refused(self) -> Outcome | None:
+    def _refused(self, refusals: list[Failure]) -> Outcome | None:
         """Return the failure of a node that was refused or could not start its agent, else None."""
-        refused = self._membership.refusals or ends.refusals(self._job_dir, self._attempt)
+        refused = refusals or ends.refusals(self._job_dir, self._attempt)
         return outcome.failed(refused[0]) if refused else None

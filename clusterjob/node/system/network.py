@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from clusterjob.node.system import files
@@ -89,6 +90,28 @@ def addresses_of(host: str) -> list[str]:
     if lookup.error is not None:
         raise lookup.error
     return lookup.addresses
+
+
+def addresses_of_all(hosts: Iterable[str]) -> set[str]:
+    """Return the addresses of those hosts that resolve now; see `plain_address`."""
+    found = set()
+    for host in hosts:
+        try:
+            found |= set(map(plain_address, addresses_of(host)))
+        except NoNameServerError:
+            break  # it would not answer for the others either
+        except OSError:
+            continue
+    # Debian resolves its own name to 127.0.1.1, but connects from 127.0.0.1.
+    return found | {"127.0.0.1"} if "127.0.1.1" in found else found
+
+
+def plain_address(address: str) -> str:
+    """Return an address without its zone, and an IPv4-mapped one as IPv4."""
+    import ipaddress
+
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(plain, "ipv4_mapped", None) or plain)
 
 
 def connect(host: str, port: int, timeout: float) -> socket.socket:

@@ -73,7 +73,6 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
         directory,
         f"{options.join_timeout:g}",
         str(cpus),
-        str(int(options.insecure_no_token)),
         program.kind,
         program.target,
         *program.args,
@@ -305,7 +304,7 @@ class RayNode:
         processes.kill_descendants()
 
 
-def _check_version(*, nodes: int, insecure: bool) -> None:
+def _check_version(nodes: int) -> None:
     """Check that Ray is installed, and that a cluster of several nodes has authentication.
 
     Raises:
@@ -316,11 +315,11 @@ def _check_version(*, nodes: int, insecure: bool) -> None:
     # A fork of Ray may have another name, and its version is unknown.
     version = next((one.version for one in importlib.metadata.distributions(name="ray")), "unknown")
     is_old = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _WITH_TOKENS
-    if is_old and nodes > 1 and not insecure and os.environ.get("RAY_AUTH_MODE") != "disabled":
+    if is_old and nodes > 1 and os.environ.get("RAY_AUTH_MODE") != "disabled":
         raise ClusterJobError(
             f"Ray {version} has no authentication: everyone who can connect to the {nodes} nodes"
             " could run code as you; pip install 'ray>=2.52', or accept that with"
-            " RAY_AUTH_MODE=disabled or `clusterjob launch --insecure-no-token`"
+            " RAY_AUTH_MODE=disabled"
         )
 
 
@@ -355,8 +354,8 @@ def _address_of(host: str) -> str:
 
 def _main(argv: Sequence[str]) -> int:
     """Run this node; return the exit code, negative for a signal."""
-    directory, join_timeout, cpus, insecure, kind, target, *args = argv
-    _check_version(nodes=int(os.environ["GROUP_WORLD_SIZE"]), insecure=insecure == "1")
+    directory, join_timeout, cpus, kind, target, *args = argv
+    _check_version(int(os.environ["GROUP_WORLD_SIZE"]))
     processes.adopt_orphans()  # so that `stop` finds Ray's daemons
     node = RayNode(directory, float(join_timeout), cpus=int(cpus))
 
