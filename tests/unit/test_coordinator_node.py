@@ -9,12 +9,13 @@ import pytest
 from clusterjob.backends.ssh.status import coordinator_node
 from clusterjob.core.records import Record
 from clusterjob.core.spec import JobSpec
+from clusterjob.node.logs.events import EventLog
 from clusterjob.node.program import Program
 
 
 def job(tmp_path: Path, restarts: int, *names: str) -> Record:
     for name in names:
-        (tmp_path / name).touch()
+        EventLog(tmp_path / name).add("started")
     spec = JobSpec(Program("command", "true"), tmp_path, max_restarts=restarts)
     return Record(
         "job-1", "job", "ssh", "ssh", tmp_path, nodes=3, submitted_at="", spec=spec.to_json()
