@@ -15,7 +15,9 @@ from slurm_user import GUEST, PROMPT, SLEEPER, User
 REPORT = """
     import json, os, sys
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
-             "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
+             "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", "SLURM_NODEID", "SLURM_NTASKS",
+             "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID",
+             "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_STEP_NODELIST")
     print(json.dumps({name: os.environ.get(name) for name in names}))
 """
 
@@ -63,6 +65,14 @@ def test_job_on_two_nodes_sets_rank_environment(user: User, launcher: str) -> No
         ("2", "0", "4", "n3"),
         ("3", "1", "4", "n3"),
     ]
+    # Agents give a worker the variables that srun gives to a task.
+    for one in ranks:
+        assert (one["SLURM_PROCID"], one["SLURM_LOCALID"]) == (one["RANK"], one["LOCAL_RANK"])
+        assert one["SLURM_NODEID"] == one["GROUP_RANK"]
+        assert one["SLURM_NTASKS"] == one["SLURM_NPROCS"] == one["SLURM_STEP_NUM_TASKS"] == "4"
+        assert (one["SLURM_STEP_NUM_NODES"], one["SLURM_STEP_TASKS_PER_NODE"]) == ("2", "2(x2)")
+        assert one["SLURM_GTIDS"] == ("0,1" if one["GROUP_RANK"] == "0" else "2,3")
+        assert one["SLURM_STEP_NODELIST"] == "n[2-3]"
     # Each rank sees the GPUs of its peers, too.
     assert {one["CUDA_VISIBLE_DEVICES"] for one in ranks} == {"0,1,2,3,4,5,6,7"}
     [job] = user.jobs()

@@ -13,10 +13,13 @@ Slurm 22.05.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError
+from clusterjob.node.contract import World
 from clusterjob.node.environments import placing
 from clusterjob.node.environments.candidate_ports import candidates
 from clusterjob.node.environments.placing import Master, Ranks
@@ -34,6 +37,7 @@ TASK_RANK = "CLUSTERJOB_TASK_RANK"
 _LOWEST_OF_NO_STEP = 0xFFFFFFF0
 _NO_STEPS = ("batch", "interactive", "extern")
 _MAX_NODES = 65536
+_LONGEST_LIST = 32768  # characters of the list of nodes in a message
 _SIGNS = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_JOB_ID")
 
 
@@ -99,6 +103,54 @@ def rendezvous_port(environ: Mapping[str, str]) -> int:
     return candidates(
         f"slurm {job}.{step}", whole_number(environ.get("SLURM_RESTART_COUNT", "").strip()) or 0
     )[0]
+
+
+def tasks_per_node(counts: Sequence[int]) -> str:
+    """Return numbers of tasks in Slurm's form: ``8(x2),4``."""
+    runs = [(count, len([*same])) for count, same in itertools.groupby(counts)]
+    return ",".join(f"{count}(x{times})" if times > 1 else f"{count}" for count, times in runs)
+
+
+def nodes_of_round(hosts: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the names of a round's nodes; empty if they are the step's, or outside a step.
+
+    Args:
+        hosts: the nodes that run workers, in the order of their ranks.
+        environ: the coordinator's environment.
+    """
+    listed, text = environ.get("SLURM_STEP_NODELIST", ""), ",".join(hosts)
+    with contextlib.suppress(PlacementError):
+        if expand_hostlist(listed) == [*hosts]:
+            return ""
+    return text if listed and len(text) <= _LONGEST_LIST else ""
+
+
+def worker_variables(world: World, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return Slurm's variables of a worker as of a task of its own; empty outside a step.
+
+    An agent is the only task of its node. Programs that read its rank and number of tasks would
+    form worlds of one process each.
+
+    Args:
+        world: the round of the worker.
+        local_rank: the worker's index on this node.
+        environ: the agent's environment.
+    """
+    if not environ.get("SLURM_STEP_ID"):
+        return {}
+    count, first = str(world.world_size), world.first_rank
+    nodes = {"SLURM_STEP_NODELIST": world.step_nodes} if world.step_nodes else {}
+    return nodes | {
+        "SLURM_PROCID": str(first + local_rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(world.node_rank),
+        "SLURM_NTASKS": count,
+        "SLURM_NPROCS": count,
+        "SLURM_STEP_NUM_TASKS": count,
+        "SLURM_STEP_NUM_NODES": str(world.nnodes),
+        "SLURM_STEP_TASKS_PER_NODE": world.tasks_per_node,
+        "SLURM_GTIDS": ",".join(map(str, range(first, first + world.nproc))),
+    }
 
 
 def _no_step(environ: Mapping[str, str], step: str) -> Finding | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from clusterjob.node.contract import World
-from clusterjob.node.environments import candidate_ports, worker_endpoints
+from clusterjob.node.environments import candidate_ports, slurm_env, worker_endpoints
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.rendezvous import ports
 from clusterjob.node.rendezvous.identity import JobIdentity
@@ -61,6 +62,9 @@ def plan_round(
         of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
         endpoints = worker_endpoints.listed(of_all)
 
+    tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
+    step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)
+
     def world(peer: Peer, node_rank: int, first_rank: int, nproc: int) -> World:
         return World(
             restart,
@@ -75,6 +79,8 @@ def plan_round(
             endpoints_master=working[0].endpoints[-1] if held else "",
             endpoints=endpoints if peer.wants_endpoints else "",
             own_endpoints=",".join(peer.endpoints[:nproc]),
+            tasks_per_node=tasks,
+            step_nodes=step_nodes,
         )
 
     worlds = {

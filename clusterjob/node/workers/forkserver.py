@@ -23,7 +23,7 @@ from typing import Any
 
 from clusterjob.node import contract, program
 from clusterjob.node.contract import World
-from clusterjob.node.environments import scheduler, worker_endpoints
+from clusterjob.node.environments import scheduler, slurm_env, worker_endpoints
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
@@ -322,7 +322,8 @@ class Forkserver:
                 | contract.worker_variables(
                     world, local_rank, job_id=self._job_id, max_restarts=self._options.max_restarts
                 )
-                | worker_endpoints.worker_variables(world, local_rank),
+                | worker_endpoints.worker_variables(world, local_rank)
+                | slurm_env.worker_variables(world, local_rank, os.environ),
                 command,
                 *files[local_rank],
             )
