@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from clusterjob.backends.base import Status
@@ -18,7 +19,10 @@ from clusterjob.core.records import Record, Records
 from clusterjob.errors import UsageError
 from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import JobState
+from clusterjob.node.verdict import JobState, Verdict
+
+_HOLD = 2.0  # seconds for which a traceback waits for the root cause
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class Watch:
         job_parts.check_nodes(record, filters.nodes)
         self._printer = LogPrinter(world_is_one=world_size == 1, raw=raw, element=element)
         self._raw, self._has_shown = raw, False
+        self._holds = not raw and (filters.ranks, filters.nodes, filters.grep) == (None,) * 3
+        self._held: list[LogLine] = []
+        self._held_since = 0.0
         self._progress = LiveProgress(
             prints_phases=prints_phases, reads_terminal=lambda: jobs.reads_terminal(record)
         )
@@ -130,7 +137,14 @@ class Watch:
             )
         finally:
             live.clear()
+        folded = self._release(
+            _effects(verdict, {line.rank for line in self._held if line.rank is not None})
+        )
         print_verdict(self._record, verdict)
+        if folded:
+            ranks = ",".join(map(str, sorted(folded)))
+            text = f"  their tracebacks: clusterjob logs {self._record.job_id} --rank {ranks}"
+            print(sanitize(text), file=sys.stderr)
         if verdict.state is not JobState.SUCCEEDED:
             print(sanitize(f"  logs: {self._record.job_dir / 'logs'}"), file=sys.stderr)
         return verdict.exit_code
@@ -138,14 +152,43 @@ class Watch:
     def _show(self, batches: Iterable[list[LogLine]]) -> None:
         self._has_shown = True
         self._progress.hear()
-        self._printer.show(
-            map(self._matching, batches), lambda: self._matching(self._reader.open_lines())
-        )
+        batches = map(self._without_tracebacks if self._holds else self._matching, batches)
+        self._printer.show(batches, lambda: self._matching(self._reader.open_lines()))
+
+    def _without_tracebacks(self, lines: list[LogLine]) -> list[LogLine]:
+        """Hold the stderr of a rank from a traceback on, until the root cause is known or 2 s."""
+        shown = []
+        holding = {line.rank for line in self._held}
+        for line in lines:
+            if line.stream == "err" and (line.rank in holding or line.text.endswith(_TRACEBACK)):
+                self._held_since = self._held_since if self._held else time.monotonic()
+                self._held.append(line)
+                holding.add(line.rank)
+            else:
+                shown.append(line)
+        return shown
+
+    def _release(self, effects: Collection[int] = ()) -> set[int]:
+        """Show the held lines but those of some ranks; return those of these that had lines."""
+        held, self._held = self._held, []
+        if held:
+            self._printer.show_all([[line for line in held if line.rank not in effects]])
+        return {line.rank for line in held if line.rank is not None and line.rank in effects}
 
     def _show_phase(self, status: Status) -> None:
+        if self._held and time.monotonic() - self._held_since >= _HOLD:
+            self._release()
         # The last output of --raw may have no newline.
         if not (self._raw and self._has_shown and live.has_terminal):
             self._progress.update(status, has_open_lines=self._printer.has_open_lines)
+
+
+def _effects(verdict: Verdict, held: set[int]) -> set[int]:
+    """Return the ranks whose tracebacks follow from another rank's, or from the same Ctrl-C."""
+    root = verdict.failure.rank if verdict.failure is not None else None
+    if verdict.state is JobState.CANCELLED:
+        root = min(held, default=None)
+    return held - {root} if root in held else set()
 
 
 def _matching(expression: str | None) -> Callable[[list[LogLine]], list[LogLine]]:

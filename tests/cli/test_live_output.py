@@ -172,3 +172,28 @@ def test_closed_terminal_ends_only_live_lines(monkeypatch: pytest.MonkeyPatch) -
         os.close(controller)
         live.show(["10%"])
         assert not live.has_terminal
+
+
+def test_tracebacks_that_follow_from_the_root_cause_are_folded(tmp_path: Path) -> None:
+    """A traceback that the script survives is shown after 2 s, in its place in the output."""
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys, time, traceback\n"
+        "rank = int(os.environ['RANK'])\n"
+        "def end(*_): raise ConnectionError('closed by peer')\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "try: raise OSError('survived')\n"
+        "except OSError: traceback.print_exc()\n"
+        "open(f'up{rank}', 'w').close()\n"
+        "while not os.path.exists('up0') or not os.path.exists('go'): time.sleep(0.01)\n"
+        "if rank == 1: raise ValueError('root')\n"
+        "time.sleep(60)\n"
+    )
+    argv = [*CLUSTERJOB, "run", "--nproc-per-node", "2", "train.py"]
+    with Terminal(argv, cwd=tmp_path) as terminal:
+        terminal.read_until(b"OSError: survived")
+        (tmp_path / "go").touch()
+        assert terminal.finish() == 1
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.shown.decode())
+    assert text.index("[1] ValueError: root") < text.index("FAILED: rank 1")
+    assert "closed by peer" not in text.partition("FAILED: rank 1")[0]
+    assert re.search(r"their tracebacks: clusterjob logs train-\w+ --rank 0\b", text)
