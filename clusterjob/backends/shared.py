@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import contract
-from clusterjob.node.logs import ends, size_request
+from clusterjob.node.logs import ends, log_files, size_request
 from clusterjob.node.logs.events import now
 from clusterjob.node.logs.job_dir import CODE, SPEC
 from clusterjob.node.program import Program
@@ -312,9 +313,9 @@ def verdict_without_coordinator(
         )
     if (verdict := refused(job_dir, **common)) is not None:
         return verdict
-    for end in ends.written(job_dir):
-        if end.get("reason"):
-            return Verdict(JobState.LOST, 1, reason=str(end["reason"]), **common)
+    reasons = dict.fromkeys(end["reason"] for end in ends.written(job_dir) if end["reason"])
+    if reasons:  # two nodes: each may know nothing of the other
+        return Verdict(JobState.LOST, 1, reason="; ".join(list(reasons)[:2]), **common)
     if not job_dir.exists() and (isinstance(otherwise, str) or otherwise.state is JobState.LOST):
         return Verdict(JobState.LOST, 1, reason=f"its directory {job_dir} is gone", **common)
     if isinstance(otherwise, Verdict):
@@ -322,6 +323,17 @@ def verdict_without_coordinator(
     return Verdict(
         JobState.LOST,
         1,
-        reason="; ".join(filter(None, (otherwise, files.why_full(job_dir)))),
+        reason="; ".join(filter(None, (otherwise, _last_seen(job_dir), files.why_full(job_dir)))),
         **common,
     )
+
+
+def _last_seen(job_dir: Path) -> str:
+    """Return when each node has written its last file; of many, the first four. Empty if none."""
+    seen = []
+    for node in log_files.nodes(job_dir)[:4]:
+        with contextlib.suppress(OSError):  # a file or the directory was just removed
+            folder = log_files.node_directory(job_dir, node)
+            at = max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
+            seen.append(f"node {node} at {datetime.fromtimestamp(at, timezone.utc):%H:%M:%S}")
+    return f"last written (UTC): {', '.join(seen)}" if seen else ""
