@@ -307,6 +307,7 @@ def _fork_forkserver(
                 node_rank=topology.node_rank,
                 stdin=stdin,
                 agent_parent=parent.pid if parent is not None else None,
+                lease=parent.lease if parent is not None else None,
             )
         )
     forkserver_end.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from procs import TEST_TIMEOUT, Job, below, kill_all, wait_until
+from procs import TEST_TIMEOUT, Job, alive, below, kill_all, wait_until
 
 from clusterjob.node.logs.events import read_events, read_job_events
 from clusterjob.node.rendezvous.node_selection import NodeSelection
@@ -52,6 +52,38 @@ def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
     assert job.log(2, "rank2.restart1.out") == "restart 1.2\n"
     assert [event["nodes"] for event in job.events("started")] == [[0, 1], [0, 2]]
     assert job.result["restarts"] == 1
+
+
+def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3)
+    lease = ("--heartbeat", "0.2", "--lease", "2")
+    job.start_all("--spares", "1", *lease, job.script(PLACES))
+    job.wait_for("0.0", "0.1")
+    worker = json.loads(job.path("0.1").read_text())["pid"]
+    os.kill(job.agent_of(1), signal.SIGSTOP)
+    job.wait_for("1.1")
+    assert not alive(worker)
+    os.kill(job.agent_of(1), signal.SIGCONT)
+    job.path("enough").touch()
+    assert job.wait()[::2] == [0, 0]
+    assert [event["nodes"] for event in job.events("started")] == [[0, 1], [0, 2]]
+
+
+def test_replacement_waits_for_a_lease_when_nothing_is_known_of_a_lost_node(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3)
+    lease = ("--heartbeat", "0.2", "--lease", "2")
+    job.start_all("--spares", "1", *lease, job.script(PLACES))
+    job.wait_for("0.0", "0.1")
+    kill_all([job.agents[1].pid, *below(job.agents[1].pid)])  # the machine
+    job.wait_for("1.1")
+    job.path("enough").touch()
+    assert job.wait()[::2] == [0, 0]
+    [lost], [_, started] = job.events("lost"), job.events("started")
+    assert 4 <= started["monotonic"] - lost["monotonic"] < 8
 
 
 @pytest.mark.parametrize(("error", "marked"), [("ENOSPC", []), ("EIO", [1])])

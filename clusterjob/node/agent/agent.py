@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from clusterjob.node.workers.forkserver_client import ForkserverClient
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
-_LOST_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the coordinator is lost
+_RENEW_INTERVAL = 0.5  # seconds
 _GONE_SECONDS = 6.0  # seconds for the workers to end before this node joins again
 
 
@@ -211,6 +212,7 @@ class Agent:
         if not await connection.join():
             ended = self._without_coordinator()
             return ended or self._end.verdict(JobState.LOST, "the job has ended without this node")
+        self._crashes.watch(asyncio.create_task(self._renew_lease(connection)))
         if self.coordinates:
             await self._start_notifier()
         handlers: dict[type, Callable[[Any], None]] = {
@@ -250,8 +252,10 @@ class Agent:
         round_ = evidence_files.Round(
             self._job.job_id, self._job.attempt, self._restart, self._topology.node_rank
         )
-        saved = await self._reports.save(self._job_dir, round_, why=reason)
-        self._workers.stop(_LOST_GRACE)
+        saved = ("", 0)
+        if not self._options.restarts:  # else other nodes may start workers soon
+            saved = await self._reports.save(self._job_dir, round_, why=reason)
+        self._workers.stop(0.0, signal.SIGKILL)
         if self._options.restarts:
             await connection.close()
             self._console.print(f"{reason}; it may come back")
@@ -319,6 +323,13 @@ class Agent:
     def _send(self, message: Any) -> bool:
         """Send a message to the coordinator; return False without a connection."""
         return self._connection is not None and self._connection.send(message)
+
+    async def _renew_lease(self, connection: Connection) -> None:
+        """Tell the forkserver, which outlives this process, until when the workers may run."""
+        while self._parent is not None:
+            if heard_at := connection.heard_at:
+                self._parent.lease.write({"until": heard_at + self._options.lease})
+            await asyncio.sleep(_RENEW_INTERVAL)
 
     # -- output ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,13 @@ class Connection:
     def follows(self) -> bool:
         """Whether the coordinator is on another node."""
         return isinstance(self._link, RemoteLink)
+
+    @property
+    def heard_at(self) -> float:
+        """The monotonic time of the coordinator's last message; 0 without a coordinator."""
+        if self._link is None:
+            return 0.0
+        return self._link.heard_at if isinstance(self._link, RemoteLink) else time.monotonic()
 
     def send(self, message: Any) -> bool:
         """Send a message to the coordinator; return False without a connection."""

@@ -165,6 +165,7 @@ class Coordinator:
         self._time_limit.resume(state.deadline, runs=state.limit_runs)
         self._history.resume(earlier.rounds)
         self._nodes.take_over(earlier)
+        self.membership.fence(state.nodes)
         if earlier.moved:
             self._print_line(f"node {self._own} coordinates the job now: {earlier.why}")
         self._events.add("lost", node_rank=state.node, host=state.host, why=earlier.why)

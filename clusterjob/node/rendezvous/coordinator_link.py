@@ -74,13 +74,14 @@ class RemoteLink:
     Attributes:
         orders: messages of the coordinator, and `ConnectionLost` when it is lost.
         tasks: the background tasks of the link.
+        heard_at: the monotonic time of the last message.
     """
 
     def __init__(self, channel: Channel, options: LaunchOptions) -> None:
         self.orders: asyncio.Queue[Any] = asyncio.Queue()
         self._channel = channel
         self._options = options
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         self._stalls = Stalls(options.heartbeat)
         self.tasks = [
             asyncio.create_task(self._receive()),
@@ -101,7 +102,7 @@ class RemoteLink:
         why, ended = "the connection to it was closed", True
         try:
             while (message := await self._channel.receive()) is not None:
-                self._heard_at = time.monotonic()
+                self.heard_at = time.monotonic()
                 if not isinstance(message, messages.Heartbeat):
                     self.orders.put_nowait(message)
         except (RendezvousError, MalformedMessageError) as error:
@@ -120,8 +121,8 @@ class RemoteLink:
             await asyncio.sleep(self._options.heartbeat)
             self.send(messages.Heartbeat())
             if self._stalls.tick():
-                self._heard_at = time.monotonic()  # this process could not receive meanwhile
-            silence = time.monotonic() - self._heard_at
+                self.heard_at = time.monotonic()  # this process could not receive meanwhile
+            silence = time.monotonic() - self.heard_at
             if silence > self._options.lease:
                 self.orders.put_nowait(
                     messages.ConnectionLost(f"no message from it for {silence:.0f} s")

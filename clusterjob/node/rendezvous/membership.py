@@ -7,7 +7,7 @@ import gc
 import hmac
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
 _MAX_REJECTED = 20  # rejected connections that get an event each; later ones are counted
 _RESOLVE_INTERVAL = 1.0  # seconds between two lookups of the names of all nodes
 _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected connections
+
+_END_SECONDS = 2.0  # seconds for an agent or its forkserver to kill the workers after the lease
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Membership:
         peers: the agents that have joined, by the number of their node. A lost agent stays until
             another one joins for its node.
         losses: the failure of each lost node, the latest last.
+        may_train: the monotonic time until which workers of a lost node may run.
         joined_at: the monotonic time at which the last agent joined.
         inbox: (node_rank, message) in order of arrival: `Hello` first, `ConnectionLost` when an
             agent is gone.
@@ -77,6 +80,7 @@ class Membership:
     ) -> None:
         self.peers: dict[int, Peer] = {}
         self.losses: dict[int, Failure] = {}
+        self.may_train: dict[int, float] = {}
         self.joined_at = 0.0
         self.inbox: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self.refusals: list[Failure] = []
@@ -159,8 +163,14 @@ class Membership:
     def lose(self, peer: Peer, failure: Failure) -> None:
         """Record that an agent is lost; another one may join for its node."""
         peer.lost = True
+        self.fence([peer.node_rank])
         self.losses.pop(peer.node_rank, None)
         self.losses[peer.node_rank] = failure
+
+    def fence(self, nodes: Iterable[int]) -> None:
+        """Record that workers of lost nodes may run until their agents' leases are over."""
+        until = time.monotonic() + self._options.lease + _END_SECONDS
+        self.may_train.update(dict.fromkeys(nodes, until))
 
     def join(self, hello: messages.Hello, send: Callable[[Any], None]) -> Peer:
         """Admit an agent that has proved the token; return it.
@@ -220,6 +230,7 @@ class Membership:
             rounds=hello.rounds,
             key=hello.key,
         )
+        self.may_train.pop(node_rank, None)  # it has stopped its workers before
         if len(self.peers) == self._nnodes:
             gc.freeze()  # a collection would look at the objects of all connections again
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)

@@ -91,7 +91,7 @@ class RoundStart:
         refusals = self._membership.refusals if after is None else []
         checked = time.monotonic()
         earliest = checked + pause
-        while time.monotonic() < earliest or not wait.over():
+        while not (over := wait.over()) or time.monotonic() < earliest or self._may_train(after):
             left = checked + _INTERVAL - time.monotonic()
             message = await self._membership.next_message(left)
             end = self._handle(*message) if message is not None else None
@@ -105,7 +105,8 @@ class RoundStart:
                 raise MinorityError("the other nodes may still run without this one")
             if checked > self._preemption.due:
                 return outcome.preempted(self._preemption.explain(_NOT_STARTED))
-            end = self._refused(refusals) or outcome.too_few(wait.failure(), after)
+            missing = wait.failure()  # prints it, too
+            end = self._refused(refusals) or (None if over else outcome.too_few(missing, after))
             if end is not None:
                 return end
         # Start no worker if the job was cancelled when the last agent joined.
@@ -113,6 +114,15 @@ class RoundStart:
         if end is None and after is None and self._preemption.reason:
             return outcome.preempted(self._preemption.explain(_NOT_STARTED))
         return end
+
+    def _may_train(self, after: Outcome | None) -> bool:
+        """Return whether workers of the last round may still run on a lost node."""
+        moment, until = time.monotonic(), self._membership.may_train
+        lost = {node for node in self._nodes.selection.nodes if until.get(node, 0.0) > moment}
+        if after is None or not lost:
+            return False
+        ended = {end["node_rank"] for end in ends.written(self._job_dir, self._attempt)}
+        return not lost <= ended
 
     def _refused(self, refusals: list[Failure]) -> Outcome | None:
         """Return the failure of a node that was refused or could not start its agent, else None."""

@@ -38,6 +38,8 @@ def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
     if end.failure is None:
         return min(options.grace, _KILL_WAIT) if end.terminated else options.grace
     grace = options.grace if options.grace != LaunchOptions.grace else _FAILURE_GRACE
+    if end.failure.kind is FailureKind.NODE_LOST:  # another part of the job may go on
+        grace = min(grace, options.lease)
     return min(grace, max(_LEAST_GRACE, left))
 
 

@@ -32,6 +32,7 @@ from clusterjob.node.program import Program
 from clusterjob.node.stacks import kernel, waits
 from clusterjob.node.stacks.request import StackRequest
 from clusterjob.node.system import processes, signals
+from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import (
     early_variables,
@@ -58,6 +59,7 @@ _LEFTOVER_KILL = 0.5
 _EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
+_LEASE_INTERVAL, _LEASE_MARGIN = 0.5, 1.0
 
 
 class Forkserver:
@@ -73,6 +75,7 @@ class Forkserver:
         stdin: the descriptor that becomes the first worker's stdin; None for an empty stdin. The
             stdin of all other workers is empty.
         agent_parent: the pid of the process that starts the agent again; None without one.
+        lease: until when the workers may run without a sign of the agent; None for ever.
     """
 
     def __init__(
@@ -85,7 +88,10 @@ class Forkserver:
         node_rank: int,
         stdin: int | None,
         agent_parent: int | None = None,
+        lease: SharedNote | None = None,
     ) -> None:
+        self._lease = lease
+        self._checked_at, self._over = time.monotonic(), 0.0  # seconds since the lease is over
         self._control = control
         self._options = options
         self._job_dir = job_dir
@@ -162,6 +168,7 @@ class Forkserver:
                 elif (found := self._handle_message()) is not None:
                     return found
             self._reap()
+            self._check_lease()
             self._continue_stop()
             if self._status_probe.ready():
                 answers = self._status_probe.answers(forked=self._fork)
@@ -203,7 +210,8 @@ class Forkserver:
         if self._stopping is not None:
             return _SWEEP_INTERVAL
         due = self._status_probe.due
-        return None if due is None else max(0.0, due - time.monotonic())
+        timeout = None if self._lease is None else _LEASE_INTERVAL
+        return timeout if due is None else max(0.0, due - time.monotonic())
 
     def _handle_message(self) -> Program | None:
         try:
@@ -354,6 +362,22 @@ class Forkserver:
                 self._sigterm[message.local_rank] = (message.state, time.monotonic())
             elif message.local_rank in local_ranks or isinstance(message, ours):
                 self._send(message)
+
+    def _check_lease(self) -> None:
+        """Kill the workers of a frozen agent: the job may go on without this node.
+
+        After a pause of the whole machine, the agent has a second to renew its lease.
+        """
+        moment, checked_at = time.monotonic(), self._checked_at
+        self._checked_at = moment
+        if self._lease is None or not self._running or self._stopping is not None:
+            return
+        if moment <= self._lease.read().get("until", moment):
+            self._over = 0.0
+            return
+        self._over += min(moment - checked_at, 2 * _LEASE_INTERVAL)
+        if self._over > _LEASE_MARGIN:
+            self._begin_stop(0.0, signal.SIGKILL)
 
     # -- stopping ----------------------------------------------------------------------------------
 
