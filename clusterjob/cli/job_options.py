@@ -111,6 +111,8 @@ class ProgramCommand(JobOptionsCommand):
             if not word.startswith("-"):
                 return args[:index], Program("script", word, args=tuple(args[index + 1 :]))
             name = dashes(word) if word.startswith("--") else word
+            if name in BARE and args[index + 1 : index + 2] == [BARE[name]]:  # not the script
+                del args[index + 1]
             index += 2 if name in takes_value else 1
         return args, None
 

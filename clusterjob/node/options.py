@@ -344,6 +344,8 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
         if kind != "script" or not word.startswith("-"):
             words = argv[index:] if kind == "script" else argv[index + 1 :]
             return argv[:index], Program(kind, words[0], args=tuple(words[1:])) if words else None
+        if word == "--preflight" and argv[index + 1 : index + 2] == ["refuse"]:  # not the script
+            del argv[index + 1]
         index += 2 if word in takes_value else 1
     return argv, None
 

@@ -309,6 +309,17 @@ def test_verdict_names_no_rank_if_all_wait_alike() -> None:
     assert found.reason.startswith("no progress for 90s: all 2 ranks wait in all_reduce")
 
 
+def test_verdict_names_the_last_rank_that_runs() -> None:
+    last = replace(stack("train.py:main", f"{TORCH}:barrier", rank=3), node_rank=1, host="gpu9")
+    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
+    end = hang_verdict.hang(own, 90.0)
+    found = hang_verdict.with_ranks(end, [last], step=-1, local_rank=lambda _node, rank: rank - 2)
+    failure = found.failure
+    assert failure is not None
+    place = (failure.rank, failure.local_rank, failure.node_rank, failure.host)
+    assert place == (3, 1, 1, "gpu9")
+
+
 def test_evidence_of_a_verdict_survives_json_and_old_verdicts_have_none() -> None:
     verdict = Verdict(JobState.FAILED, 1, evidence="logs/node0/stacks.txt", evidence_ranks=7)
     data = verdict.to_json()

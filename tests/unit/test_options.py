@@ -322,6 +322,8 @@ def test_preflight_stands_alone_or_has_value_after_equals_sign() -> None:
     assert (alone.preflight, alone.program.target) == ("refuse", "train.py")
     assert alone.program.args == ("--preflight",)
     assert parse(["--preflight", "--nodes", "2", "x.py"]).preflight == "refuse"
+    named = parse(["--preflight", "refuse", "train.py"])
+    assert (named.preflight, named.program.target) == ("refuse", "train.py")
     warned = parse(["--preflight=warn", "train.py"])
     assert warned.preflight == "warn"
     assert warned.arguments() == ["--preflight=warn", "train.py"]

@@ -73,13 +73,15 @@ def with_ranks(
 
 
 def _odd(groups: Sequence[Group]) -> Group | None:
-    """Return the group for which the others wait, or None.
+    """Return the group for which the others wait, the last rank that runs, or None.
 
     It is the one that is stopped or does not answer, else the one that is not in a collective, else
     the smallest one.
     """
     ordered = sorted(groups, key=_order)
-    if len(ordered) == 1 or _order(ordered[0]) == _order(ordered[1]):
+    if len(ordered) == 1:
+        return ordered[0] if len(ordered[0].ranks) == 1 else None
+    if _order(ordered[0]) == _order(ordered[1]):
         return None
     return ordered[0]
 

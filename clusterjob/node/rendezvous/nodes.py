@@ -202,7 +202,8 @@ class Nodes:
         is emptied.
         """
         node = failure.node_rank
-        agent_killed = failure.kind is FailureKind.NODE_LOST and node in self._ended
+        ended = {*self._ended, self._own}  # a coordinator whose agent was killed is here again
+        agent_killed = failure.kind is FailureKind.NODE_LOST and node in ended
         shared_disk = failure.kind is FailureKind.DISK and self._shares_disk()
         full_disk = failure_texts.is_full_disk(failure.message)
         if not (agent_killed or shared_disk or full_disk):

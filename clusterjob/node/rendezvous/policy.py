@@ -124,7 +124,7 @@ class Policy:
         self._in_a_row = 0  # rounds that ended with a failure whose restarts are delayed
         self._charged, self._free = 0, free  # used, and left
         self._uncharged: Counter[FailureKind] = Counter()
-        self._errors = {_error(each.kind, each.message, where=each.where) for each in earlier}
+        self._errors = {error_of(each.kind, each.message, where=each.where) for each in earlier}
         for each in earlier:
             if each.attempt == attempt and each.kind in set(FailureKind):
                 self._count(FailureKind(each.kind))
@@ -139,7 +139,7 @@ class Policy:
             return Decision(retry=False)
         decision = self._decide(failure)
         self._kinds[failure.kind] += 1
-        self._errors.add(_error(failure.kind, failure.message, where=failure.where))
+        self._errors.add(error_of(failure.kind, failure.message, where=failure.where))
         if not decision.retry:
             return decision
         self._count(failure.kind)
@@ -195,7 +195,7 @@ class Policy:
             and any(map(_USAGE.match, failure.last_lines))
         ):
             return f"its arguments are wrong: {_AGAIN}"
-        error = _error(failure.kind, failure.message, where=failure.where)
+        error = error_of(failure.kind, failure.message, where=failure.where)
         # Without a rank, it is the loss of a forkserver or a store, which any node may suffer.
         unstartable = failure.kind is FailureKind.LAUNCH and failure.rank is not None
         if rule.once and (failure.where or unstartable) and error in self._errors:
@@ -204,7 +204,7 @@ class Policy:
         return ""
 
 
-def _error(kind: str, message: str, where: str) -> tuple[str, str, str]:
+def error_of(kind: str, message: str, where: str) -> tuple[str, str, str]:
     """Return what is equal for two failures by the same error; numbers in the text may differ."""
     text = _END.sub("", message[: RoundEnd.MAX_MESSAGE])
     return str(kind), _NUMBERS.sub("0", text), where

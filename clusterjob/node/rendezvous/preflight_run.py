@@ -266,7 +266,8 @@ class Preflight:
         """Complete the result, print it and write it into the events."""
         result = self.result
         for node, why in self._steps.broken.items():
-            result.slow.setdefault(node, why)
+            if not self._peers[node].lost:
+                result.slow.setdefault(node, why)
         names = self._names()
         measured = {node: names[node] for node in nodes}
         result.findings += differing_versions(self._known, names)

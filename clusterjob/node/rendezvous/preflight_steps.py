@@ -100,7 +100,11 @@ class PreflightSteps:
             )
             self._ask_clock(node)
         deadline = time.monotonic() + timeout
-        while any(node not in self.started and node not in self.broken for node in nodes):
+        peers = self._membership.peers
+        while any(
+            node not in self.started and node not in self.broken and not peers[node].lost
+            for node in nodes
+        ):
             left = deadline - time.monotonic()
             end = await self._receive(left) if left > 0 else None
             if end is not None or left <= 0:

@@ -71,9 +71,11 @@ class RoundStart:
         if end is not None or self._options.preflight == "off":
             return end
         end = await self._preflight.run(self._membership.usable())
-        if end is not None or self._nodes.replace(self._preflight.result.slow):
-            return end
-        return self._preflight.refusal()
+        if end is None and not self._nodes.replace(self._preflight.result.slow):
+            end = self._preflight.refusal()
+        if end is None and any(peer.lost for peer in self._membership.peers.values()):
+            return await self.next(after=None)
+        return end
 
     async def next(self, after: Outcome | None, pause: float = 0.0) -> Outcome | None:
         """Wait for the nodes of the next round; return an outcome if it cannot begin.

@@ -1,16 +1,18 @@
 """Decide at the end of an attempt whether the job runs again (--until-done).
 
 A job that runs again has the verdict PREEMPTED: the script that the scheduler runs queues it.
-The job ends on success, on a failure of its own code, or after two attempts in a row without
-progress. An attempt makes progress if it leaves a newer file in the checkpoint directory; without
-such a directory, if it lasts a minute. The coordinator uses this module; times of files are only
-compared with times of files in the same directory.
+The job ends on success, on a failure of its own code, after two attempts in a row without progress,
+or after three in a row that ended within a minute by the same error. An attempt makes progress if
+it leaves a newer file in the checkpoint directory; without such a directory, if it lasts a minute.
+The coordinator uses this module; times of files are only compared with times of files in the same
+directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,13 +21,15 @@ from pathlib import Path
 
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.rendezvous.policy import RULES
+from clusterjob.node.rendezvous.policy import RULES, error_of
 from clusterjob.node.system import files
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE, JobState, Verdict
 
 MAX_IDLE = 2  # attempts in a row without progress that end the job
+MAX_EQUAL = 3  # short attempts in a row with the same error that end the job
 SHORT_ATTEMPT = 60.0  # seconds; a shorter attempt makes no progress, without a checkpoint directory
 _MAX_FILES = 100_000  # maximum entries of the checkpoint directory to look at
+_NO_CHECKPOINT = re.compile(r"(?:\.log|\.out|\.err|\.pyc)$|^events\.out\.tfevents")  # file names
 _WALK_TIMEOUT = 3.0  # seconds at the end of an attempt: a shared disk may hang
 
 
@@ -43,7 +47,8 @@ class UntilDone:
         self._file = ends.directory(job_dir) / "progress.json"
         self._attempt = attempt
         self._begun = time.monotonic()
-        self._newest_before = 0
+        self._newest_before = self._equal = 0  # equal: short attempts that ended with this error
+        self._error = ""
         self._idle_before = 0
         if options.until_done:
             self._walk = _in_thread(self._begin)
@@ -53,6 +58,7 @@ class UntilDone:
         known = files.read_json(self._file)
         known = known if isinstance(known, dict) else {}
         self._idle_before = _number(known.get("idle"))
+        self._error, self._equal = str(known.get("error", "")), _number(known.get("equal"))
         if known.get("attempt") == self._attempt:  # another node has begun this attempt
             self._newest_before = _number(known.get("newest"))
             return
@@ -76,16 +82,18 @@ class UntilDone:
         again = replace(verdict, state=JobState.PREEMPTED, exit_code=PREEMPTED_EXIT_CODE)
         if verdict.state is JobState.PREEMPTED and verdict.started_at is None:
             return again  # the scheduler took the nodes before the workers had started
-        if self._made_progress():
-            self._write(0)
-            return again
-        self._write(self._idle_before + 1)
-        if self._idle_before + 1 < MAX_IDLE:
+        idle = 0 if self._made_progress() else self._idle_before + 1
+        self._count_equal(verdict)
+        self._write(idle)
+        if idle < MAX_IDLE and self._equal < MAX_EQUAL:
             return again
         code = verdict.exit_code if verdict.state is JobState.FAILED else 1
-        reason = (
-            f"{MAX_IDLE} attempts in a row {self._missing_progress}; the last: {verdict.reason}"
-        )
+        why = f"{MAX_IDLE} attempts in a row {self._missing_progress}"
+        if idle < MAX_IDLE:
+            why = (
+                f"{MAX_EQUAL} attempts in a row ended within {SHORT_ATTEMPT:g} s by the same error"
+            )
+        reason = f"{why}; the last: {verdict.reason}"
         return replace(verdict, state=JobState.FAILED, exit_code=code, reason=reason)
 
     @property
@@ -93,6 +101,16 @@ class UntilDone:
         if self._options.checkpoint_dir:
             return f"left nothing newer in {self._options.checkpoint_dir}"
         return f"ended within {SHORT_ATTEMPT:g} s"
+
+    def _count_equal(self, verdict: Verdict) -> None:
+        """Count the short attempts in a row that ended with the same error."""
+        failure, seconds = verdict.failure, time.monotonic() - self._begun
+        if failure is None or seconds >= SHORT_ATTEMPT:
+            self._error, self._equal = "", 0
+            return
+        error = repr(error_of(failure.kind, failure.message, where=failure.where))
+        self._equal = self._equal + 1 if error == self._error else 1
+        self._error = error
 
     def _made_progress(self) -> bool:
         """Return whether the attempt made progress; True if that cannot be found out in time."""
@@ -113,7 +131,13 @@ class UntilDone:
         return not found or found[0]
 
     def _write(self, idle: int) -> None:
-        data = {"attempt": self._attempt, "newest": self._newest_before, "idle": idle}
+        data = {
+            "attempt": self._attempt,
+            "newest": self._newest_before,
+            "idle": idle,
+            "error": self._error,
+            "equal": self._equal,
+        }
         with contextlib.suppress(OSError):
             files.write_json(self._file, data)
 
@@ -135,6 +159,8 @@ def newest(directory: Path, newer_than: int | None = None) -> tuple[int, bool]:
                         return latest, False
                     if entry.is_dir(follow_symlinks=False):
                         todo.append(entry.path)
+                        continue
+                    if _NO_CHECKPOINT.search(entry.name):
                         continue
                     with contextlib.suppress(OSError):  # removed meanwhile
                         latest = max(latest, entry.stat(follow_symlinks=False).st_mtime_ns)
