@@ -10,7 +10,7 @@ FOUR := --numprocesses 4 --dist worksteal
 # Some images set this variable. Without cached bytecode, each command of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-unit test-slow test-gpu packages paddle lint bench clean
+.PHONY: help demo test test-unit test-slow test-gpu packages paddle lint bench picture clean
 
 help:  ## Print these targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 12
@@ -49,6 +49,9 @@ bench: $(READY) packages  ## Measure the speed against torchrun on this machine
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/start.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/slurm.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/place.py
+
+picture: $(READY)  ## Draw the picture of the README anew, from a real run
+	$(BIN)/python tools/picture.py
 
 $(DEMO): pyproject.toml constraints.txt tools/setup.sh
 	tools/setup.sh demo

@@ -197,3 +197,16 @@ def test_tracebacks_that_follow_from_the_root_cause_are_folded(tmp_path: Path) -
     assert text.index("[1] ValueError: root") < text.index("FAILED: rank 1")
     assert "closed by peer" not in text.partition("FAILED: rank 1")[0]
     assert re.search(r"their tracebacks: clusterjob logs train-\w+ --rank 0\b", text)
+
+
+def test_ctrl_c_prints_one_traceback_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    argv = [*CLUSTERJOB, "run", "--nproc-per-node", "2", "train.py"]
+    with Terminal(argv, cwd=tmp_path, controlling=True) as terminal:
+        terminal.read_until(b"[0-1] up")
+        terminal.type(b"\x03")
+        assert terminal.finish() == 130
+    text = terminal.shown.decode()
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("train.py") == 1
+    assert text.count('File "') == 1, text

@@ -221,7 +221,8 @@ def test_readme_pictures_show_failing_rank_and_load_nothing() -> None:
     assert len(pictures) == 2
     for picture in pictures:
         text = html.unescape((ROOT / picture).read_text(encoding="utf-8")).replace("\xa0", " ")
-        assert "FAILED: rank 2 (node 1, local rank 0, host " in text
+        words = re.sub(r"<[^>]*>", "", text)  # FAILED has a colour of its own
+        assert "FAILED: rank 2 (node 1, local rank 0, host " in words
         assert re.findall(r"url\((?!#)|href=", text) == []
 
 
@@ -248,7 +249,7 @@ def test_chinese_quick_start_shows_commands_of_english_page() -> None:
     assert [block for block in blocks if block not in chinese] == []
 
 
-def test_pages_have_at_most_15500_words_beside_generated_tables() -> None:
+def test_pages_have_at_most_16000_words_beside_generated_tables() -> None:
     generated = re.compile(r"<!-- begin (.+?) -->.*?<!-- end \1 -->", re.DOTALL)
     words = [
         word
@@ -256,4 +257,4 @@ def test_pages_have_at_most_15500_words_beside_generated_tables() -> None:
         for word in generated.sub("", page.read_text(encoding="utf-8")).split()
         if re.search(r"\w", word)
     ]
-    assert 10_000 < len(words) <= 15_500
+    assert 10_000 < len(words) <= 16_000
