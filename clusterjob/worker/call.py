@@ -6,12 +6,15 @@ directory, which only its owner can read.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from clusterjob.errors import ClusterJobError, UsageError
@@ -75,6 +78,9 @@ def main() -> None:
     job_dir = Path(named)
     index = os.environ.get(contract.ARRAY_INDEX)
     base, number = (job_dir.parent.parent, int(index)) if index else (job_dir, 0)
+    _hide_own_frames()
+    with contextlib.suppress(ModuleNotFoundError):  # a plain call needs no torch
+        _let_form_group()
     paths, function_call = _load(call_file(base, number))
     if isinstance(function_call, PlainCall):
         _make(
@@ -89,6 +95,55 @@ def main() -> None:
         _make(function_call, job_dir, rank=context.rank, world_size=context.world_size)
 
 
+def _let_form_group() -> None:
+    """Let a function form the process group itself, as a script does; ours then makes way.
+
+    The group stays that of the context. It runs before the function is loaded, which may bind
+    ``init_process_group``.
+    """
+    import torch.distributed as dist
+
+    from clusterjob.worker.ending import state
+
+    form = dist.init_process_group
+
+    @functools.wraps(form)
+    def init_process_group(*args: Any, **options: Any) -> Any:
+        context = state.context
+        if context is None or not context.holds_group() or replaced:
+            return form(*args, **options)
+        replaced.append(True)  # a second call is an error, as in a script
+        dist.destroy_process_group()
+        shown = sys.excepthook
+        form(*args, **options)
+        sys.excepthook = shown  # torch's, which holds back what it shows, is already below it
+        context.join_group(owned=True)
+        return None
+
+    replaced: list[bool] = []
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+
+
+def _hide_own_frames() -> None:
+    """Let an uncaught exception's traceback begin in the user's function."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error.with_traceback(_of_function(trace)), error.__traceback__)
+
+    sys.excepthook = hook
+
+
+def _of_function(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback below this module's last frame."""
+    own, part = _of_function.__code__.co_filename, trace
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == own:
+            part = trace.tb_next
+        trace = trace.tb_next
+    return part
+
+
 def _make(function_call: Any, job_dir: Path, rank: int, world_size: int) -> None:
     """Run a call and write its outcome."""
     attempt = scheduler.read_attempt(os.environ)
@@ -96,6 +151,7 @@ def _make(function_call: Any, job_dir: Path, rank: int, world_size: int) -> None
         value = function_call.result()
         outcomes.write_value(job_dir, rank, attempt=attempt, value=value, world_size=world_size)
     except Exception as error:
+        error.__traceback__ = _of_function(error.__traceback__)
         outcomes.write_error(job_dir, rank, attempt=attempt, error=error)
         raise
 

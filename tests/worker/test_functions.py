@@ -29,6 +29,19 @@ def reduce_ranks(value: float, *, factor: float = 1.0) -> tuple[int, int, float]
     return context.rank, context.world_size, context.reduce(value * factor + context.rank, "sum")
 
 
+def form_group_itself() -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if dist.get_rank() == 1:
+        raise KeyError(f"after {total.item():g}")
+    dist.destroy_process_group()
+    return total.item()
+
+
 def raise_on_rank_1() -> int:
     from clusterjob import bootstrap
 
@@ -98,6 +111,21 @@ def test_local_function_exception_is_raised_by_result() -> None:
         job.result()
     assert "in raise_on_rank_1" in str(caught.value.__cause__)
     assert job.state is clusterjob.JobState.FAILED
+
+
+def test_function_may_form_the_group_itself_and_its_traceback_begins_in_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    job = clusterjob.submit(form_group_itself, cluster="local", nproc_per_node=2)
+    with pytest.raises(KeyError, match="after 2") as caught:
+        job.result(timeout=TEST_TIMEOUT)
+    told = str(caught.value.__cause__)
+    failure = job.wait().failure
+    assert failure is not None
+    for text in (told, "\n".join(failure.last_lines)):
+        frames = [line for line in text.splitlines() if 'File "' in line]
+        assert len(frames) == 1
+        assert frames[0].endswith("in form_group_itself")
 
 
 def test_map_on_slurm_submits_one_array(slurm: SlurmCluster) -> None:
