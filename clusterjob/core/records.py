@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core import arrays
+from clusterjob.core.resources import MOST_NODES
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.state_home import home as home  # noqa: PLC0414 - re-exported
 from clusterjob.core.state_home import unchecked_home
@@ -114,9 +115,9 @@ class Record:
         array = record.array
         lists = [] if array is None else [array.get("indices"), array.get("pieces")]
         if (
-            record.nodes < 1
+            not 1 <= record.nodes <= MOST_NODES
             or (record.index or 0) < 0
-            or not all(numbers and min(numbers) >= 0 for numbers in lists)
+            or not all(numbers and len(numbers) <= arrays.MOST and min(numbers) >= 0 for numbers in lists)
         ):
             raise ValueError("a field has an invalid value")
         return record

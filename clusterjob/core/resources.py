@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from clusterjob.errors import SpecError
 
+MOST_NODES = 20_000  # of one job; a larger number in an untrusted file would exhaust the memory
+MOST_WORKERS = 4096  # of one node
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -28,22 +31,24 @@ class Resources:
     gpu_type: str = ""
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--nodes", self.nodes, 1),
-            ("--gpus", self.gpus_per_node, 0),
-            ("--cpus-per-task", self.cpus_per_task, 1),
-            ("--mem", self.mem, 0),
-            ("--time", self.time_limit, 1),
+        for flag, value, least, most in (
+            ("--nodes", self.nodes, 1, MOST_NODES),
+            ("--gpus", self.gpus_per_node, 0, MOST_WORKERS),
+            ("--cpus-per-task", self.cpus_per_task, 1, None),
+            ("--mem", self.mem, 0, None),
+            ("--time", self.time_limit, 1, None),
         ):
-            at_least(flag, value, least=least)
+            at_least(flag, value, least=least, most=most)
 
 
-def at_least(flag: str, value: int | None, least: int) -> None:
-    """Check that an option's value is not too small; None is none.
+def at_least(flag: str, value: int | None, least: int, most: int | None = None) -> None:
+    """Check that an option's value is neither too small nor too large; None is neither.
 
     Raises:
         SpecError: it is.
     """
+    if value is not None and most is not None and value > most:
+        raise SpecError(f"{flag} {value}: the greatest value is {most}")
     if value is not None and value < least:
         raise SpecError(
             f"{flag} {value}: the least value is {least}",

@@ -19,7 +19,7 @@ from clusterjob.core.job_secrets import Secret
 from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.option import Target
 from clusterjob.core.options import OPTIONS
-from clusterjob.core.resources import Resources, at_least
+from clusterjob.core.resources import MOST_WORKERS, Resources, at_least
 from clusterjob.errors import SpecError
 from clusterjob.node import contract
 from clusterjob.node.notifications import DEFAULT_KINDS
@@ -160,7 +160,7 @@ class JobSpec:
                 f"{self.name[:MAX_NAME]!r} is not a valid job name",
                 f"use up to {MAX_NAME} printable characters on one line",
             )
-        at_least("--nproc-per-node", self.nproc_per_node, least=1)
+        at_least("--nproc-per-node", self.nproc_per_node, least=1, most=MOST_WORKERS)
         at_least("--spares", self.spares, least=0)
         at_least("--max-restarts", self.max_restarts, least=0)
         _one_of("start", self.start, known=START_MODES)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.python_env import PYTHON, PythonEnv
+from clusterjob.core.snapshot.secret_files import looks_secret
 from clusterjob.core.units import show_size
 from clusterjob.errors import SpecError
 from clusterjob.node.system import files
@@ -89,8 +90,23 @@ def read(workdir: Path, python: str) -> PythonEnv:
 
 
 def _text(workdir: Path, name: str, *, needed: bool = False, limit: int = _MAX_FILE) -> bytes:
+    """Return a file of the project; links may not lead out of it, or to a secret.
+
+    Raises:
+        SpecError: the file is missing, too large, or not one that may be sent.
+    """
+    top = workdir.resolve()
+    place = Path(os.path.realpath(top / name))
+    if not place.is_relative_to(top):
+        raise SpecError(f"--uv: {workdir / name} leads out of {workdir}", "copy the file into it")
     try:
-        return files.read_regular(workdir / name, limit)
+        content = files.read_regular(place, limit)
+        real = place.relative_to(top)
+        if looks_secret(top, str(real), is_directory=False) or any(
+            looks_secret(top, str(folder), is_directory=True) for folder in real.parents
+        ):
+            raise SpecError(f"--uv: {workdir / name} looks like a secret, and is not sent")
+        return content
     except FileNotFoundError as error:
         if not needed:
             return b""

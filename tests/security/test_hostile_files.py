@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fuzzing import JSON, changed, emptied, fuzz
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT
@@ -18,15 +19,17 @@ from procs import TEST_TIMEOUT
 from clusterjob.backends import job_progress
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.cli.phase_text import phase_text
-from clusterjob.core import polling
+from clusterjob.core import job_settings, polling
 from clusterjob.core.listing import Listing
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.selection import Selection
+from clusterjob.errors import SpecError
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import read_events
 from clusterjob.node.logs.job_dir import PHASES
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.logs.phases import Phase, read_phases
+from clusterjob.node.program import Program
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
@@ -106,6 +109,28 @@ def test_record_of_any_content_hides_no_other_job(tmp_path: Path, data: object) 
         (records.directory / f"{name}.json").unlink(missing_ok=True)
     assert "good-222222" in listed_job_ids()
     assert "good-222222" in [record.job_id for record, _ in polling.statuses(records.all())]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nodes": 10**18},
+        {"array": {"indices": list(range(300_000)), "pieces": [0]}},
+        {"array": {"indices": [0], "pieces": [0] * 300_000}},
+    ],
+)
+def test_record_with_huge_numbers_is_damaged(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="invalid value"):
+        Record.from_json(RECORD.to_json() | changes)
+
+
+@pytest.mark.parametrize("key", ["nodes", "nproc_per_node", "gpus_per_node", "spares"])
+def test_huge_number_of_untrusted_file_is_refused_at_once(tmp_path: Path, key: str) -> None:
+    """Such a number needs no trust."""
+    (tmp_path / "clusterjob.toml").write_text(f"[defaults]\n{key} = 100000000\n")
+    settings = job_settings.resolve({}, "local", directory=tmp_path)
+    with pytest.raises(SpecError, match="100000000: the greatest value is"):
+        job_settings.make_spec(Program("command", "true"), settings, directory=tmp_path)
 
 
 @fuzz(

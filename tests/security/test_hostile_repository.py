@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from launching import write_tree
 from procs import TEST_TIMEOUT
 
-from clusterjob.core import snapshot
+from clusterjob.core import snapshot, uv_project
 from clusterjob.core.snapshot import git_revision
 from clusterjob.core.snapshot.git_revision import Git
 from clusterjob.core.snapshot.ignore_rules import Patterns
+from clusterjob.errors import SpecError
 
 
 def git(root: Path, *args: str) -> str:
@@ -417,3 +418,41 @@ def test_ignore_patterns_match_bytes_of_a_name() -> None:
     assert Patterns([b"?"]).verdict("é", is_directory=False) is None
     assert Patterns([b"??"]).verdict("é", is_directory=False) is True
     assert Patterns([b"\xff*"]).verdict(os.fsdecode(b"\xffx"), is_directory=False) is True
+
+
+UV_LOCK = """
+version = 1
+[[package]]
+name = "evil"
+source = { path = "%s" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "why"),
+    [
+        ("uv.toml", "../secret", "leads out of"),
+        ("evil.whl", "../secret", "leads out of"),
+        ("wheels/evil.whl", "", "leads out of"),  # the directory is a link
+        ("evil.whl", ".env", "looks like a secret"),
+        (".env", "", "looks like a secret"),
+        (".ssh/evil.whl", "", "looks like a secret"),
+    ],
+)
+def test_uv_sends_neither_files_behind_links_nor_secrets(
+    tmp_path: Path, name: str, link: str, why: str
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (tmp_path / "secret").write_text("of mine")
+    (tmp_path / "evil.whl").write_text("of mine")
+    (project / "wheels").symlink_to(tmp_path)
+    (project / ".ssh").mkdir()
+    for path in (project / ".env", project / ".ssh" / "evil.whl"):
+        path.write_text("of mine")
+    (project / "pyproject.toml").write_text("[project]\nname = 'evil'\n")
+    (project / "uv.lock").write_text(UV_LOCK % name)
+    if link:
+        (project / name).symlink_to(link)
+    with pytest.raises(SpecError, match=why):
+        uv_project.read(project, "python3")

@@ -285,10 +285,10 @@ def _write_aside(job_dir: Path, verdict: Verdict) -> None:
 def _aside(job_dir: Path) -> Path:
     """Return the file for a verdict that cannot be written to the job's directory.
 
-    If another user created the directory in /tmp, the path is one that does not exist.
+    If another user created the directory in /tmp, the path is one that cannot exist.
     """
     name = hashlib.sha256(os.fsencode(job_dir)).hexdigest()
-    return _ASIDE / f"{name}.json" if _is_ours(_ASIDE) else Path("/nonexistent")
+    return _ASIDE / f"{name}.json" if _is_ours(_ASIDE) else Path(os.devnull, "none")
 
 
 def _is_ours(path: Path) -> bool:
