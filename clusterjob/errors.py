@@ -7,7 +7,9 @@ clusterjob catches the errors of libraries and raises one of these, with the lib
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 OTHER_HOME = "set CLUSTERJOB_HOME to another directory"  # hint for a directory that is unusable
 
@@ -83,7 +85,13 @@ class Untrusted(ConfigError):
         message: the error, with the file's path.
         hint: the command that trusts the file.
         lines: the settings that it would execute or follow.
+
+    Attributes:
+        path, data: the file and its content, for `clusterjob.core.trust.record`.
     """
+
+    path: Path
+    data: Mapping[str, Any]
 
     def __init__(self, message: str, hint: str, lines: Sequence[str]) -> None:
         super().__init__(message, hint)

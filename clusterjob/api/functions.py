@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
@@ -26,7 +26,6 @@ from clusterjob.core.capabilities import Capability
 from clusterjob.core.options import OPTIONS, read_setting
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.records import Record, Records
-from clusterjob.core.trust import Usage
 from clusterjob.errors import UsageError, did_you_mean
 from clusterjob.worker import call
 from clusterjob.worker.call import FunctionCall
@@ -206,9 +205,7 @@ def _submit(
     at_once = values.pop("array", "") if many else ""
     flags = job_flags(values)
     flags.setdefault("name", getattr(function, "__name__", type(function).__name__).strip("<>"))
-    settings = job_settings.resolve(
-        flags, cluster, directory=Path.cwd(), use=Usage(sources=tuple(_sources(function)))
-    )
+    settings = job_settings.resolve(flags, cluster, directory=Path.cwd(), executes=True)
     backend = base.instance(settings.backend)
     arrays = Capability.ARRAYS in getattr(backend, "capabilities", ())
     if at_once and not arrays:
@@ -256,19 +253,6 @@ def job_flags(given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in given.items()
         if value is not None
     }
-
-
-def _sources(function: Callable[..., Any]) -> Iterator[Path]:
-    """Yield the files with the code that submits the job, for the trust check.
-
-    They are the function's file and the running script; in an interactive session, the current
-    directory replaces the script.
-    """
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    yield Path(main) if main else Path.cwd()
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        yield Path(code.co_filename)
 
 
 def _start(settings: Settings, payloads: Sequence[bytes]) -> list[Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -162,6 +163,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from clusterjob.core import polling
 
         return _complain(polling.with_states(error))
+    except Untrusted as error:
+        return _run(words) if _is_trusted_now(error) else error.exit_code
     except ClusterJobError as error:
         return _complain(error)
     except typer.Abort:
@@ -173,6 +176,20 @@ def _run(argv: Sequence[str] | None) -> int:
     except OSError as error:
         return _complain(ClusterJobError(os_error_text(error)))
     return code if isinstance(code, int) else 0
+
+
+def _is_trusted_now(error: Untrusted) -> bool:
+    """Show the lines of a project's file; on a terminal, ask whether to trust it."""
+    from clusterjob.core import trust
+
+    _complain(error)
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    with contextlib.suppress(typer.Abort):
+        if typer.confirm("Trust it?", err=True):
+            trust.record(error.path, error.data)
+            return True
+    return False
 
 
 def _refusal(error: typer.TyperException) -> UsageError:

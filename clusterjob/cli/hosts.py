@@ -259,7 +259,6 @@ def settings_of(cluster: str | None, flags: dict[str, Any]) -> Any:
     """Return the settings of a profile and of flags."""
     from clusterjob.backends import base
     from clusterjob.core import config
-    from clusterjob.core.trust import Usage
 
     return config.resolve(
         flags_given(flags),
@@ -268,5 +267,5 @@ def settings_of(cluster: str | None, flags: dict[str, Any]) -> Any:
         directory=Path.cwd(),
         backends=base.names(),
         fallback=lambda: "ssh",
-        use=Usage(),
+        executes=True,
     )

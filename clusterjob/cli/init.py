@@ -37,8 +37,8 @@ def init(
     """Write a clusterjob.toml for this directory and this machine.
 
     The command looks for Slurm, the hosts of the SSH configuration, a platform's variables, GPUs,
-    and environments of uv, venv and conda. It asks at most five questions. Existing files are only
-    replaced with --force.
+    and environments of uv, venv and conda; it runs none of them. It asks at most six questions.
+    Existing files are only replaced with --force.
     """
     from clusterjob.cli import output
     from clusterjob.core import config_files, interpreters, trust
@@ -56,16 +56,33 @@ def init(
     found = interpreters.find(Path.cwd(), os.environ) if chosen.here else []
     if found:
         chosen = _with_interpreter(chosen, found, ask=not yes)
+    # The user writes the file, but a program in this directory may be that of a cloned repository.
+    python = str(chosen.values.get("python", ""))
+    trusted = not _is_of_project(python) or (
+        not yes and typer.confirm(f"python = {python} is in this directory. Trust it?", err=True)
+    )
     others = [proposal for proposal in proposals if proposal.name != chosen.name]
     _write(path, _text(chosen, others, directory=Path.cwd()))
     try:
         file = config_files.project_file(path)
-        trust.record(file.path, file.data)  # the user has just written it
+        if trusted:
+            trust.record(file.path, file.data)
     except ConfigError as error:
         raise ConfigError(f"{path} is written, but: {error.message}", error.hint) from error
     output.print_message(f"{_FILE} is written: jobs run on {chosen.name}")
+    if not trusted:
+        output.print_message(f"{python} is not trusted: `clusterjob trust` trusts the file")
     output.print_message(f"check it with `clusterjob doctor{_doctor_options(chosen)}`")
     return 0
+
+
+def _is_of_project(python: str) -> bool:
+    """Return whether an interpreter is in this directory, and the user has not activated it."""
+    used = [sys.prefix, os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX")]
+    place = Path(python)
+    return place.is_relative_to(Path.cwd()) and not any(
+        one and place.is_relative_to(one) for one in used
+    )
 
 
 def _proposals() -> list[Proposal]:

@@ -72,7 +72,7 @@ def trust(
     """Show and trust the configuration file of a project.
 
     The command shows the lines that the file executes, and asks for a confirmation. The trust ends
-    when the file changes, or when the ssh configuration, template or host file in it changes.
+    when one of them changes, or the ssh configuration, template or host file in it.
     """
     from clusterjob.cli import output
     from clusterjob.core import config_files
@@ -125,12 +125,11 @@ def doctor(
         return preflight.measure_hosts(flags, as_json=as_json)
     from clusterjob.cli import output
     from clusterjob.core import job_settings, jobs
-    from clusterjob.core.trust import Usage
     from clusterjob.doctor.engine import CheckState
 
     directory = Path.cwd()
     cluster = flags.pop("cluster")
-    settings = job_settings.resolve(flags_given(flags), cluster, directory=directory, use=Usage())
+    settings = job_settings.resolve(flags_given(flags), cluster, directory=directory, executes=True)
     done = []
     for check in jobs.doctor_checks(settings, directory):
         done.append(check)

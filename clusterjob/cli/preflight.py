@@ -21,7 +21,6 @@ def measure_hosts(flags: dict[str, Any], *, as_json: bool) -> int:
     from clusterjob.cli.job_options import flags_given
     from clusterjob.core import job_settings, jobs, polling
     from clusterjob.core.live import live
-    from clusterjob.core.trust import Usage
     from clusterjob.insight.preflight import read_preflight
     from clusterjob.node.program import Program
 
@@ -32,7 +31,7 @@ def measure_hosts(flags: dict[str, Any], *, as_json: bool) -> int:
         given | flags_given(flags),
         cluster,
         directory=Path.cwd(),
-        use=Usage(program=program),
+        executes=True,
     )
     spec = job_settings.make_spec(program, settings, directory=Path.cwd())
     with tempfile.TemporaryDirectory(prefix="clusterjob-") as empty:

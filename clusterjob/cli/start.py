@@ -205,7 +205,7 @@ def _plan(
     ctx: typer.Context, flags: dict[str, Any], *, dry: bool = False, foreground: bool = False
 ) -> tuple[Plan, str]:
     from clusterjob.cli import output
-    from clusterjob.core import job_settings, jobs, trust
+    from clusterjob.core import job_settings, jobs
 
     program = program_of(ctx)
     directory = Path.cwd()
@@ -214,7 +214,7 @@ def _plan(
         flags_given(flags),
         cluster,
         directory=directory,
-        use=trust.LOOK if dry else trust.Usage(program=program),
+        executes=not dry,
     )
     spec = job_settings.make_spec(program, settings, directory=directory)
     source = Program("script", str(spec.workdir / program.file)).source().decode(errors="replace")

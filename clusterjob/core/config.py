@@ -17,7 +17,7 @@ from clusterjob.core import trust
 from clusterjob.core.config_files import ConfigFile, find_files, nearest
 from clusterjob.core.gpu_request import IDLE
 from clusterjob.core.options import OPTIONS, read_setting
-from clusterjob.core.trust import RiskySetting, Usage
+from clusterjob.core.trust import RiskySetting
 from clusterjob.core.units import show_size
 from clusterjob.errors import ConfigError, UnknownCluster
 
@@ -53,7 +53,8 @@ def resolve(
     directory: Path,
     backends: Sequence[str],
     fallback: Callable[[], str] | None = None,
-    use: Usage = trust.LOOK,
+    *,
+    executes: bool = False,
 ) -> Settings:
     """Return the settings of a job.
 
@@ -65,7 +66,8 @@ def resolve(
         backends: names of the backends; each is also the name of a cluster.
         fallback: returns the cluster; called only if no cluster is named. The default is the first
             backend.
-        use: how the caller will use the settings; by default nothing is executed.
+        executes: whether the caller will execute anything or contact a host; a dry run does
+            neither.
 
     Raises:
         Untrusted: the project's file would execute something, and the user has not trusted it.
@@ -111,16 +113,12 @@ def resolve(
     settings = Settings(
         cluster, _backend_of(cluster, files, backends=backends), values=values, origins=origins
     )
-    if files and not files[-1].own:
+    if executes and files and not files[-1].own:
         held = [
             line for key, lines in of_project.items() if key not in trust.HARMLESS for line in lines
         ]
         held += _sent_elsewhere(files[-1], settings, chosen_at=chosen_at)
-        workdirs = [
-            directory / values.get("workdir", ""),
-            *([directory] if of_project.get("workdir") else ()),
-        ]
-        trust.check(files[-1].path, files[-1].data, lines=held, workdirs=workdirs, use=use)
+        trust.check(files[-1].path, files[-1].data, held)
     return settings
 
 

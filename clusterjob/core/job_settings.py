@@ -16,9 +16,8 @@ from clusterjob.core import config, gpu_request, hosts, node_count
 from clusterjob.core.option import Target
 from clusterjob.core.options import OPTIONS
 from clusterjob.core.records import home, secure_home
-from clusterjob.core.resources import Resources, at_least
+from clusterjob.core.resources import MOST_NODES, Resources, at_least
 from clusterjob.core.spec import JobSpec
-from clusterjob.core.trust import LOOK, Usage
 from clusterjob.errors import OTHER_HOME, PlacementError, RecordError, SpecError
 from clusterjob.node.environments import detection
 from clusterjob.node.program import Program
@@ -28,7 +27,7 @@ _PREPARE_TIMEOUT = 1800.0  # default of --join-timeout if nodes prepare an envir
 
 
 def resolve(
-    flags: Mapping[str, Any], cluster: str | None, directory: Path, use: Usage = LOOK
+    flags: Mapping[str, Any], cluster: str | None, directory: Path, *, executes: bool = False
 ) -> config.Settings:
     """Return the settings of a job that is submitted from a directory.
 
@@ -36,7 +35,7 @@ def resolve(
         flags: options of the command line.
         cluster: value of --cluster, or None.
         directory: the working directory.
-        use: how the caller will use the settings; by default nothing is executed.
+        executes: whether the caller will execute anything or contact a host.
 
     Raises:
         PlacementError: this process runs inside a job, and no cluster was named.
@@ -61,9 +60,9 @@ def resolve(
         directory=directory,
         backends=base.names(),
         fallback=preferred,
-        use=use,
+        executes=executes,
     )
-    return _with_kept_ssh_config(settings) if use.program is not None or use.sources else settings
+    return _with_kept_ssh_config(settings) if executes else settings
 
 
 def _with_kept_ssh_config(settings: config.Settings) -> config.Settings:
@@ -140,8 +139,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     chosen = _hosts(values, settings.backend, directory=directory, sized=sized)
     slots = max((host.slots or 1 for host in chosen), default=1)
     wanted, spares = values.pop("nodes", None), values.get("spares", 0)
-    at_least("--spares", spares, least=0)
-    at_least("--nodes", wanted if isinstance(wanted, int) else None, least=1)
+    at_least("--spares", spares, least=0, most=MOST_NODES)
+    at_least("--nodes", wanted if isinstance(wanted, int) else None, least=1, most=MOST_NODES)
     nodes, min_nodes = node_count.machines(wanted, spares, hosts=len(chosen))
     resources = Resources(
         nodes=nodes,
@@ -219,9 +218,10 @@ def default_python(environ: Mapping[str, str]) -> str:
     is python3 from PATH.
     """
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        candidate = Path(environ.get(variable) or "/nonexistent") / "bin" / "python"
-        if candidate.is_file():
-            return str(candidate)
+        if folder := environ.get(variable):
+            candidate = Path(folder) / "bin" / "python"
+            if candidate.is_file():
+                return str(candidate)
     marks = ("pipx_metadata.json", "uv-receipt.toml")
     isolated = any((Path(sys.prefix) / mark).is_file() for mark in marks)
     return (shutil.which("python3") if isolated else None) or sys.executable

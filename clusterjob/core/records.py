@@ -117,7 +117,9 @@ class Record:
         if (
             not 1 <= record.nodes <= MOST_NODES
             or (record.index or 0) < 0
-            or not all(numbers and len(numbers) <= arrays.MOST and min(numbers) >= 0 for numbers in lists)
+            or not all(
+                numbers and len(numbers) <= arrays.MOST and min(numbers) >= 0 for numbers in lists
+            )
         ):
             raise ValueError("a field has an invalid value")
         return record

@@ -22,7 +22,7 @@ from clusterjob.backends import base
 from clusterjob.core import job_settings, jobs
 from clusterjob.core.capabilities import Capability
 from clusterjob.core.records import Record, Records
-from clusterjob.core.trust import HERE, Usage
+from clusterjob.core.trust import HERE
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import Verdict
@@ -72,9 +72,7 @@ class Sweep:
             for key, value in settings.items()
         }
         flags = {"name": str(config.hydra.job.name), **job_flags(plain)}
-        self._settings = job_settings.resolve(
-            flags, cluster, directory=Path.cwd(), use=Usage(program=self._program)
-        )
+        self._settings = job_settings.resolve(flags, cluster, directory=Path.cwd(), executes=True)
         backend = base.instance(self._settings.backend)
         self.has_queue = Capability.ARRAYS in getattr(backend, "capabilities", ())
 

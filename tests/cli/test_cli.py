@@ -343,6 +343,7 @@ def test_workers_get_variables_of_command_line_and_file(terminal: Terminal) -> N
     terminal.path("clusterjob.toml").write_text(
         '[defaults]\nenv = {A = "file", B = "file"}\nsetup = ["export C=file"]\n'
     )
+    terminal("trust", "--yes")
     script = terminal.script("import os; print(*(os.environ[name] for name in 'ABCD'))")
     assert (
         terminal("run", "--env", "B=x=y z", "--env", "D=", "--setup", "C=$C,flag", script).stdout

@@ -41,6 +41,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     library = light_torch(tmp_path / "lib")
     python.write_text(f'#!/bin/sh\nPYTHONPATH={library}:$PYTHONPATH exec {plain} "$@"\n')
     python.chmod(0o755)
+    (work / ".venv/lib/python3.11/site-packages").mkdir(parents=True)
+    (work / ".venv/lib/python3.11/site-packages/torch").symlink_to(library / "torch")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("PATH", f"/usr/bin:/bin:{tmp_path}")
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
@@ -95,6 +97,8 @@ def test_bare_machine_gets_a_profile_that_passes_doctor(place: Path) -> None:
     text = (place / FILE).read_text()
     assert "the project's .venv" in text
     assert re.search("; /.*/python3?: .+", text), "the other interpreters"
+    assert "`clusterjob trust` trusts the file" in done.stderr, "a program of the project"
+    subprocess.run([*CLUSTERJOB, "trust", "--yes"], check=True)
     found = doctor(cwd=place)
     assert found.fit, found
     assert "2.9.0" in found.message("torch")
@@ -129,6 +133,7 @@ def test_variables_of_a_platform_are_found(place: Path, monkeypatch: pytest.Monk
     assert "found a task of the platform with 2 workers: `clusterjob launch SCRIPT`" in done.stderr
     assert "check it with `clusterjob doctor --cluster local`" in done.stderr
     assert written(place)["cluster"] == "local"
+    subprocess.run([*CLUSTERJOB, "trust", "--yes"], check=True)
     assert doctor("--cluster", "local", cwd=place).fit
 
 

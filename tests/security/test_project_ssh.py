@@ -8,9 +8,9 @@ import pytest
 from sshsite import Site
 from verdicts import wait_for_verdict
 
-from clusterjob.core import job_settings, jobs, polling
+from clusterjob.core import job_settings, jobs, polling, trust
+from clusterjob.core.config_files import project_file
 from clusterjob.core.records import Records
-from clusterjob.core.trust import Usage
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
@@ -28,13 +28,14 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
         f'transport = "{transport}"\n'
         'set = { ssh_config = "ssh_config", need_torch = false }\n'
     )
-    settings = job_settings.resolve({}, "lab", directory=site.directory, use=Usage(program=program))
+    trust.record(site.path("clusterjob.toml"), project_file(site.path("clusterjob.toml")).data)
+    settings = job_settings.resolve({}, "lab", directory=site.directory, executes=True)
     kept = Path(settings.values["set"]["ssh_config"])
     assert kept != ours
     assert kept.stat().st_mode & 0o777 == 0o600
-    assert job_settings.resolve(
-        {}, "lab", directory=site.directory, use=Usage(program=program)
-    ).values["set"]["ssh_config"] == str(kept), "one copy for each content"
+    assert job_settings.resolve({}, "lab", directory=site.directory, executes=True).values["set"][
+        "ssh_config"
+    ] == str(kept), "one copy for each content"
     record = jobs.submit(
         jobs.plan(job_settings.make_spec(program, settings, directory=site.directory), settings),
         "lab",
@@ -51,7 +52,5 @@ def test_status_ignores_ssh_configuration_changed_after_submission(
 def test_ssh_configuration_of_user_is_not_copied(site: Site) -> None:
     site.script("", "train.py")
     flags = {"hosts": "gpu1", "set": [f"ssh_config={site.ssh_network.config}"]}
-    settings = job_settings.resolve(
-        flags, "ssh", directory=site.directory, use=Usage(program=Program("script", "train.py"))
-    )
+    settings = job_settings.resolve(flags, "ssh", directory=site.directory, executes=True)
     assert settings.values["set"]["ssh_config"] == str(site.ssh_network.config)

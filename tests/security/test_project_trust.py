@@ -1,4 +1,4 @@
-"""A foreign clusterjob.toml executes nothing until its program runs or the user trusts it."""
+"""A foreign clusterjob.toml executes nothing until the user trusts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from clusterjob.core.config import resolve
 from clusterjob.core.config_files import find_files, project_file
 from clusterjob.core.options import OPTIONS
 from clusterjob.errors import ConfigError, Untrusted
-from clusterjob.node.program import Program
 
 NOBODY = 65534
 BACKENDS = ("local", "slurm", "ssh", "mlp")
@@ -227,157 +226,50 @@ def test_config_file_of_user_in_sticky_directory_is_used(clone: Clone) -> None:
     )
 
 
-# -- (b) running a program of a project needs no trust ---------------------------------------------
+# -- (b) every command that executes a setting needs trust -----------------------------------------
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        ("train.py",),
-        ("-m", "pkg"),
-        ("--", "./run.sh"),
-        ("--", "sh", "run.sh"),
-        ("--", sys.executable, "-m", "pkg"),
+        ("run", "train.py"),
+        ("run", "-m", "pkg"),
+        ("run", "--", "./run.sh"),
+        ("submit", "train.py"),
+        ("submit", "--", "sleep", "30"),
+        ("doctor",),
     ],
 )
-@pytest.mark.usefixtures("plain_python")
-def test_program_of_project_runs_without_trust(clone: Clone, args: tuple[str, ...]) -> None:
-    done = clone.call("run", "--cluster", "local", *args)
-    assert (done.returncode, done.stdout.strip()) == (0, "trained"), done.stderr
-    assert clone.executed
-
-
-@pytest.mark.parametrize(
-    ("program", "inside"),
-    [
-        (Program("script", "train.py"), True),
-        (Program("script", "../mine.py"), False),
-        (Program("script", "/bin/true"), False),
-        (Program("module", "nowhere"), True),
-        (Program("module", "pkg"), True),
-        (Program("module", "installed.of.it"), True),
-        (
-            Program("module", "torch.distributed.run", args=("--nproc-per-node", "2", "train.py")),
-            True,
-        ),
-        (
-            Program(
-                "module", "torch.distributed.run", args=("--nproc-per-node", "2", "../mine.py")
-            ),
-            False,
-        ),
-        (Program("module", "timeit", args=("-n1", "pass")), False),
-        (Program("module", "sys"), False),
-        (Program("command", "true"), False),
-        (Program("command", "cat", args=("README.md",)), False),
-        (Program("command", "sh", args=("-c", "./run.sh; true")), False),
-        (Program("command", "torchrun", args=("--nproc-per-node", "2", "train.py")), True),
-        (Program("command", "/usr/bin/env", args=("python", "pkg/../train.py")), True),
-        (Program("command", "cat", args=("run.sh",)), False),
-        (Program("command", "grep", args=("foo", "train.py")), False),
-        (Program("command", "python", args=("../mine.py", "train.py")), False),
-        (Program("command", "python", args=("-c", "pass", "train.py")), False),
-        (
-            Program(
-                "command", "torchrun", args=("--nproc-per-node", "2", "../mine.py", "train.py")
-            ),
-            False,
-        ),
-        (
-            Program(
-                "command",
-                "python",
-                args=("-m", "torch.distributed.run", "--standalone", "train.py"),
-            ),
-            True,
-        ),
-        (Program("command", "accelerate", args=("launch", "train.py")), True),
-    ],
-)
-def test_program_inside_project_needs_no_trust_and_program_outside_does(
-    clone: Clone, program: Program, inside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (clone.root / "src" / "installed").mkdir(parents=True)
-    monkeypatch.syspath_prepend(clone.root / "src")  # as `pip install --editable .` does
-    (clone.root / "README.md").write_text("")
-    (clone.root / "2").write_text("")
-    (clone.root.parent / "mine.py").write_text("")
-    use = trust.Usage(program=program)
-    if inside:
-        assert resolve(
-            {}, "local", environ={}, directory=clone.root, backends=BACKENDS, use=use
-        ).values["setup"]
-    else:
-        with pytest.raises(Untrusted):
-            resolve({}, "local", environ={}, directory=clone.root, backends=BACKENDS, use=use)
-
-
-@pytest.mark.parametrize(
-    "args",
-    [("script", "../mine/train.py"), ("command", "sh", ("../mine/train.py",)), ("module", "train")],
-)
-def test_workdir_setting_does_not_make_foreign_program_part_of_project(
+def test_every_command_is_refused_until_config_file_is_trusted(
     clone: Clone, args: tuple[str, ...]
 ) -> None:
-    for place in (clone.root.parent / "mine", clone.root / "a" / "mine"):
-        place.mkdir(parents=True)
-        (place / "train.py").write_text("")
-    clone.config("[defaults]\nworkdir = 'a/b'\nsetup = ['evil']\n")
-    (clone.root / "a" / "b").mkdir()
-    program = Program(*args)  # type: ignore[arg-type]
-    if program.kind == "module":
-        assert resolve(
-            {},
-            "local",
-            environ={},
-            directory=clone.root,
-            backends=BACKENDS,
-            use=trust.Usage(program=program),
-        ).values["setup"]
-        clone.config("[defaults]\nworkdir = '../mine'\nsetup = ['evil']\n")
-    with pytest.raises(Untrusted):
-        resolve(
-            {},
-            "local",
-            environ={},
-            directory=clone.root,
-            backends=BACKENDS,
-            use=trust.Usage(program=program),
-        )
+    args = (args[0], "--cluster", "local", *args[1:])
+    assert_refused(clone.call(*args), f'[defaults] setup = ["touch {clone.mark}"]')
+    assert not clone.executed
 
 
-@pytest.mark.parametrize(
-    "program", [Program("script", "x.py"), Program("command", "torchrun", args=("x.py",))]
-)
-def test_program_in_workdir_below_project_belongs_to_project(
-    clone: Clone, program: Program
-) -> None:
-    (clone.root / "src").mkdir()
-    (clone.root / "src" / "x.py").write_text("")
-    clone.config("[defaults]\nworkdir = 'src'\n")
-    assert (
-        resolve(
-            {},
-            "local",
-            environ={},
-            directory=clone.root,
-            backends=BACKENDS,
-            use=trust.Usage(program=program),
-        ).values["workdir"]
-        == clone.root / "src"
-    )
-
-
+@pytest.mark.parametrize(("answer", "code"), [("n\n", 2), ("y\n", 0)])
 @pytest.mark.usefixtures("plain_python")
-def test_script_of_project_needs_no_trust_from_a_subdirectory(clone: Clone) -> None:
-    (clone.root / "sub").mkdir()
-    done = clone.call(
-        "submit", "--cluster", "local", "--follow", "../train.py", cwd=clone.root / "sub"
-    )
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "trained"), done.stderr
-
-
-# -- (c) everything else needs trust ---------------------------------------------------------------
+def test_command_on_terminal_asks_once_and_goes_on(clone: Clone, answer: str, code: int) -> None:
+    ours, theirs = pty.openpty()
+    args = ("run", "--cluster", "local", "train.py")
+    try:
+        os.write(ours, answer.encode())
+        done = subprocess.run(
+            [*CLUSTERJOB, *args],
+            cwd=clone.root,
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            timeout=TEST_TIMEOUT,
+            check=False,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (done.returncode, b"trained" in done.stdout) == (code, code == 0)
+    assert clone.executed is (code == 0)
+    assert clone.call(*args).returncode == code, "the answer is kept"
 
 
 @pytest.mark.usefixtures("plain_python")
@@ -463,10 +355,10 @@ def test_settings_that_execute_or_redirect_need_trust(
 ) -> None:
     clone.config(text)
     if not lines:
-        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Usage())
+        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, executes=True)
         return
     with pytest.raises(Untrusted) as caught:
-        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, use=trust.Usage())
+        resolve({}, None, environ={}, directory=clone.root, backends=BACKENDS, executes=True)
     assert sorted(caught.value.lines) == sorted(lines)
     assert {line.text() for line in trust.risky_settings(find_files(clone.root)[-1].data)} >= set(
         lines
@@ -482,7 +374,7 @@ def test_setting_overridden_on_command_line_needs_no_trust(clone: Clone) -> None
             environ={},
             directory=clone.root,
             backends=BACKENDS,
-            use=trust.Usage(),
+            executes=True,
         ).values["python"]
         == "python3"
     )
@@ -524,7 +416,7 @@ def test_user_configuration_needs_no_trust(tmp_path: Path) -> None:
         "[clusters.hpc]\nbackend = 'ssh'\nhosts = 'a'\n"
     )
     assert resolve(
-        {}, None, environ={}, directory=tmp_path, backends=BACKENDS, use=trust.Usage()
+        {}, None, environ={}, directory=tmp_path, backends=BACKENDS, executes=True
     ).values["setup"] == ("true",)
 
 
@@ -539,9 +431,7 @@ def test_trust_ends_when_config_file_or_a_file_it_names_changes(
     for change in (
         lambda: None,
         lambda: clone.config(
-            (clone.root / "clusterjob.toml")
-            .read_text()
-            .replace("max_restarts = 1", "max_restarts = 2")
+            (clone.root / "clusterjob.toml").read_text().replace("touch", "command touch")
         ),
         lambda: (clone.root / "ssh_config").write_text("ProxyCommand evil\n"),
     ):
@@ -550,7 +440,7 @@ def test_trust_ends_when_config_file_or_a_file_it_names_changes(
         assert clone.call("trust", str(clone.root / "clusterjob.toml"), "--yes").returncode == 0
         assert clone.call(*args).returncode == 0
     (clone.root / "clusterjob.toml").write_text(
-        (clone.root / "clusterjob.toml").read_text() + "# a comment changes nothing\n"
+        (clone.root / "clusterjob.toml").read_text().replace("max_restarts = 1", "nodes = 1")
     )
     assert clone.call(*args).returncode == 0
 
@@ -705,35 +595,59 @@ def test_read_only_commands_execute_nothing_of_project(clone: Clone) -> None:
     assert not clone.executed
 
 
-def test_function_of_script_in_project_needs_no_trust_and_elsewhere_does(
-    clone: Clone, tmp_path: Path
+@pytest.mark.parametrize(
+    ("answers", "trusted"), [("", False), ("\n\nn\n", False), ("\n\ny\n", True)]
+)
+def test_init_runs_no_interpreter_of_project_and_asks_before_it_is_trusted(
+    tmp_path: Path, answers: str, trusted: bool
 ) -> None:
-    text = """\
-        import clusterjob
+    """Without answers, init takes what it finds (--yes)."""
+    clone, python = Clone(tmp_path / "clone"), tmp_path / "clone" / ".venv" / "bin" / "python"
+    (clone.root / "clusterjob.toml").unlink()
+    (clone.root / ".venv/lib/python3.99/site-packages/torch").mkdir(parents=True)
+    (clone.root / ".venv/lib/python3.99/site-packages/torch/__init__.py").touch()
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\ntouch {clone.mark}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, answers.encode())
+        done = clone.call("init", *([] if answers else ["--yes"]), stdin=theirs)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (done.returncode, clone.executed) == (0, False), done.stderr
+    assert str(python) in done.stderr
+    assert ("`clusterjob trust` trusts the file" in done.stderr) is not trusted
+    file = project_file(clone.root)
+    assert file.data["clusters"]["local"]["python"] == str(python)
+    assert trust.is_trusted(file.path, file.data) is trusted
+    if not trusted:
+        assert_refused(clone.call("doctor", "--cluster", "local"))
+        assert not clone.executed
 
-        def work():
-            return 7
 
-        if __name__ == "__main__":
-            print(clusterjob.submit(work, cluster="local").result())
-        """
-    for place in (clone.root, tmp_path):
-        (place / "ask.py").write_text(textwrap.dedent(text))
-    inside = subprocess.run(
-        [sys.executable, "ask.py"], cwd=clone.root, capture_output=True, text=True, check=False
+def test_function_needs_trust_as_a_script_does(clone: Clone) -> None:
+    (clone.root / "ask.py").write_text(
+        textwrap.dedent(
+            """\
+            import clusterjob
+
+            def work():
+                return 7
+
+            if __name__ == "__main__":
+                print(clusterjob.submit(work, cluster="local").result())
+            """
+        )
     )
-    assert (inside.returncode, inside.stdout) == (0, "7\n"), inside.stderr
-    clone.mark.unlink()
-    elsewhere = subprocess.run(
-        [sys.executable, str(tmp_path / "ask.py")],
-        cwd=clone.root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert elsewhere.returncode == 1
-    assert "Untrusted" in elsewhere.stderr
-    assert not clone.executed
+    argv = [sys.executable, "ask.py"]
+    done = subprocess.run(argv, cwd=clone.root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, clone.executed) == (1, "", False)
+    assert "Untrusted" in done.stderr
+    assert clone.call("trust", "--yes").returncode == 0
+    done = subprocess.run(argv, cwd=clone.root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
 def test_project_file_of_directory_without_configuration_is_an_error(tmp_path: Path) -> None:
