@@ -61,7 +61,7 @@ def test_line_of_sbatch_sets_the_same_options(terminal: Terminal) -> None:  # no
     done = terminal("render", "--json", "--cluster", "slurm", *line.split(), "--", "true")
     argv = json.loads(done.stdout)["commands"][0]["argv"]
     wanted = {
-        "--nodes=2", "--partition=train", "--time=0-00:30:00", "--job-name=first", "--account=team",
+        "--nodes=2", "--partition=train", "--time=0-00:30:00", "--account=team",
         "--cpus-per-task=32", "--gpus-per-node=8",
     }  # fmt: skip
     assert wanted <= set(argv)
