@@ -371,7 +371,7 @@ def _identity(
     job_id = environ.get(contract.JOB_ID) or scheduler.step_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
     is_open = token is None and topology.nnodes > 1
-    ray = options.launcher == "ray" and environ.get("RAY_AUTH_MODE") != "disabled"
+    ray = options.launcher == "ray" and not environ.get("RAY_AUTH_MODE")
     if is_open and (options.require_token or ray):
         danger = "run code as you in Ray" if ray else "join the job or end it"
         raise UsageError(

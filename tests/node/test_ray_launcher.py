@@ -43,7 +43,7 @@ def test_node_runs_one_worker_that_knows_the_program() -> None:
     words = ["--launcher", "ray", "--nproc-per-node", "4", "--cpus-per-task", "2", "a.py", "-x"]
     options = ray_node.node_options(parse([*words, "--start", "y"]))
     assert (options.nproc_per_node, options.start, options.program.kind) == (1, "exec", "module")
-    assert options.program.args[1:] == ("300", "8", "0", "script", "a.py", "-x", "--start", "y")
+    assert options.program.args[1:] == ("300", "8", "script", "a.py", "-x", "--start", "y")
 
 
 def test_missing_ray_is_one_line(tmp_path: Path) -> None:
@@ -70,27 +70,26 @@ def install_ray(directory: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "nodes", "insecure", "mode", "refused"),
+    ("version", "nodes", "mode", "refused"),
     [
-        ("2.51.2", 2, False, "", True),
-        ("2.51.2", 2, False, "token", True),  # this Ray ignores the variable
-        ("2.9.3", 2, False, "", True),
-        ("2.51.2", 2, True, "", False),
-        ("2.51.2", 2, False, "disabled", False),
-        ("2.51.2", 1, False, "", False),
-        ("2.52.0", 2, False, "", False),
-        ("3.0.0.dev0", 2, False, "", False),
+        ("2.51.2", 2, "", True),
+        ("2.51.2", 2, "token", True),  # this Ray ignores the variable
+        ("2.9.3", 2, "", True),
+        ("2.51.2", 2, "disabled", False),
+        ("2.51.2", 1, "", False),
+        ("2.52.0", 2, "", False),
+        ("3.0.0.dev0", 2, "", False),
     ],
 )
 def test_ray_without_tokens_is_refused_over_several_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    version: str, nodes: int, insecure: bool, mode: str, refused: bool,
+    version: str, nodes: int, mode: str, refused: bool,
 ) -> None:  # fmt: skip
     install_ray(tmp_path, version)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     with pytest.raises(ClusterJobError, match=version) if refused else contextlib.nullcontext():
-        ray_node._check_version(nodes=nodes, insecure=insecure)
+        ray_node._check_version(nodes)
 
 
 def test_job_with_ray_without_tokens_ends_before_ray_starts(

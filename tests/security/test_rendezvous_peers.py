@@ -481,12 +481,21 @@ def run_node(job: Job, *options: str, nnodes: int) -> subprocess.CompletedProces
     )
 
 
-def test_several_nodes_without_a_required_token_are_refused(make_job: MakeJob) -> None:
-    completed = run_node(make_job(2), "--require-token", nnodes=2)
+@pytest.mark.parametrize(
+    ("options", "danger"),
+    [
+        (["--require-token"], "join the job or end it"),
+        (["--launcher", "ray"], "run code as you in Ray"),
+    ],
+)
+def test_several_nodes_without_a_required_token_are_refused(
+    make_job: MakeJob, options: list[str], danger: str
+) -> None:
+    completed = run_node(make_job(2), *options, nnodes=2)
     assert completed.returncode == 2
     assert completed.stderr.splitlines()[0] == (
         "clusterjob: 2 nodes and no CLUSTERJOB_TOKEN: everyone who can connect to node 0 "
-        "could join the job or end it"
+        f"could {danger}"
     )
 
 
