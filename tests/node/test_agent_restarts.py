@@ -98,6 +98,7 @@ def test_killed_part_restarts_the_workers(make_job: MakeJob, victim: str) -> Non
     (restart,) = job.events("restart")
     assert f"node {node} " in restart["why"]
     assert kind in restart["why"]
+    assert not job.events("avoid"), "the host is healthy"
     for rank in (0, 1):
         assert (
             job.log(rank, f"rank{rank}.restart1.out")

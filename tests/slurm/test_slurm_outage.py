@@ -20,6 +20,8 @@ from clusterjob.backends.slurm import job_end
 from clusterjob.backends.slurm.accounting import Accounting
 from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.squeue import JobRow
+from clusterjob.node.logs.events import EventLog
+from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.verdict import JobState, Verdict
 
 
@@ -203,6 +205,9 @@ def test_node_fail_reason_names_node_only_if_slurm_does(tmp_path: Path) -> None:
         JobState.LOST,
         "Slurm reports NODE_FAIL: a node of the job failed",
     )
+    EventLog(tmp_path / EVENTS).add("lost", node_rank=1, host="n3", why="no message for 10 s")
+    ended = job_end.of_slurm(JobRow("7", "NODE_FAIL"), None, job_dir=tmp_path, started_at=None)
+    assert ended.reason.endswith("a node of the job failed; its agents lost n3")
 
 
 @pytest.mark.slow

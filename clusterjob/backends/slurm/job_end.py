@@ -15,10 +15,11 @@ from clusterjob.backends.slurm.squeue import JobRow, is_number
 from clusterjob.core import arrays
 from clusterjob.errors import SpecError
 from clusterjob.node.logs import ends, failure_texts
-from clusterjob.node.logs.events import now
+from clusterjob.node.logs.events import now, read_job_events
 from clusterjob.node.logs.job_dir import ALIVE, LOGS, SLURM_LOG
 from clusterjob.node.logs.log_files import last_lines, rank_files
 from clusterjob.node.system.processes import signal_name
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
     CANCELLED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
@@ -239,6 +240,10 @@ def of_slurm(row: JobRow, own: Verdict | None, job_dir: Path, started_at: str | 
         return verdict(*_BY_SLURM[row.state])
     if row.state in _LOST:
         which = f": {row.failed_node}" if row.failed_node else ""
+        if not row.failed_node.startswith("node "):  # Slurm does not know which one
+            events = read_job_events(job_dir)
+            lost = {str(each.get("host")) for each in events if each.get("event") == "lost"}
+            which += f"; its agents lost {sanitize(', '.join(sorted(lost))[:200])}" if lost else ""
         return verdict(JobState.LOST, 1, f"{reported}: a node of the job failed{which}")
     if row.reason and row.reason != row.state:
         reported += f" ({row.reason})"
