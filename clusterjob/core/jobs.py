@@ -172,11 +172,14 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
     spec, avoided = bad_hosts.hosts_last(spec, settings.cluster)
     plan = backend.plan(spec)
     spec.private_values(os.environ, settings.cluster)  # raises if a secret has no value
-    notifications.check_urls(spec.notify, os.environ)
+    # On this machine, the job sends with this very Python, unless another one is prepared.
+    own = isinstance(backend, Foreground) and not (spec.setup or spec.uv or spec.env_archive)
+    unchecked = notifications.check_urls(spec.notify, os.environ, spec.python if own else "")
     # A note, no error: the Python of the job may be newer than this one.
     wrong = program_check.syntax_error(spec)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     notes = [f"{wrong} (checked with Python {version})"] if wrong else []
+    notes += unchecked
     if avoided:
         notes.append(bad_hosts.text(avoided))
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node

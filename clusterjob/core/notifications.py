@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,19 +112,31 @@ def check_kinds(kinds: Iterable[str]) -> None:
             raise SpecError(f"--notify-on {kind!r}: unknown event", f"use {', '.join(known)}")
 
 
-def check_urls(places: Iterable[NotifyPlace], environ: Mapping[str, str]) -> None:
-    """Check the URLs with apprise, if it is installed here.
+def check_urls(
+    places: Iterable[NotifyPlace], environ: Mapping[str, str], python: str = ""
+) -> list[str]:
+    """Check the URLs with apprise; return a note if it is not installed here.
+
+    Args:
+        places: the values of --notify.
+        environ: the variables of this process.
+        python: the interpreter with which the job sends notifications; empty if it is not known.
 
     Raises:
-        SpecError: a place has no URL, or apprise cannot read one.
+        SpecError: a place has no URL, apprise cannot read one, or the job would have no apprise.
     """
     found = [(place, url) for place in places for url in place.urls(environ)]
     if not found:
-        return
+        return []
     try:
         import apprise
-    except ImportError:  # the job's interpreter may have it
-        return
+    except ImportError:
+        if python == sys.executable:
+            raise SpecError(
+                f"--notify {found[0][0]}: nothing would be sent: {python} has no apprise",
+                "python -m pip install apprise, or use --notify-cmd",
+            ) from None
+        return [f"--notify {found[0][0]}: not checked, and the job's Python needs apprise"]
     import logging
     import warnings
 
@@ -139,6 +152,7 @@ def check_urls(places: Iterable[NotifyPlace], environ: Mapping[str, str]) -> Non
                 f"--notify {place}: apprise cannot read this {scheme}:// URL",
                 "https://appriseit.com/services/ has the form of each service's URL",
             )
+    return []
 
 
 def packed(

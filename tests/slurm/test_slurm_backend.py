@@ -347,6 +347,11 @@ def test_custom_template_is_used(user: User) -> None:
     assert (user.directory_of(job_id) / "logs" / "slurm.out").read_text().startswith("mine\n")
 
 
+def test_container_without_pyxis_is_refused_before_it_waits(user: User) -> None:
+    message = user.refused("--container", "pyxis:nvcr.io/nvidia/pytorch:24.01-py3")
+    assert "srun has no --container-image (no Pyxis)" in message
+
+
 def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
     """Neither engine can run here.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,16 @@ def test_url_that_apprise_cannot_read_is_refused_without_showing_it() -> None:
         notifications.check_urls([NotifyPlace(f"nowhere://{SECRET}")], {})
     assert caught.value.message == "--notify nowhere://***: apprise cannot read this nowhere:// URL"
     assert SECRET not in caught.value.hint
+
+
+def test_url_without_apprise_is_refused_or_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apprise", None)  # its import fails
+    places = [NotifyPlace(f"slak://{SECRET}")]
+    with pytest.raises(ClusterJobError) as caught:
+        notifications.check_urls(places, {}, sys.executable)
+    assert caught.value.message.startswith("--notify slak://***: nothing would be sent")
+    [note] = notifications.check_urls(places, {}, "/elsewhere/python")
+    assert note == "--notify slak://***: not checked, and the job's Python needs apprise"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class SlurmBackend:
         if (login := planning.login_of(plan.spec)) is not None:
             return self._submit_there(plan, login)
         client = Client(hidden=plan.spec.hidden_variables)
+        submit.check_pyxis(client, plan)
         submit.preflight(client, plan.spec, plan.commands[0].argv)
         ids, cluster = submit.submit_pieces(client, submit.without_bad_nodes(client, plan))
         return _handle(ids, cluster, conf=os.environ.get("SLURM_CONF"))
@@ -101,6 +102,7 @@ class SlurmBackend:
         asked = False
         try:
             data = host.put(plan)
+            submit.check_pyxis(client, plan)
             submit.preflight(client, plan.spec, plan.commands[0].argv)
             data["code"] = host.send_code(plan)
             plan = submit.without_bad_nodes(client, plan)

@@ -90,6 +90,22 @@ def preflight(client: Client, spec: JobSpec, argv: Sequence[str]) -> SlurmOutput
     return answer
 
 
+def check_pyxis(client: Client, plan: Plan) -> None:
+    """Refuse a job whose srun needs Pyxis, if this Slurm has none: it would fail after its wait.
+
+    Raises:
+        SubmitError: srun has no --container-image.
+    """
+    if not any(b"--container-image=" in file.data for file in plan.files):
+        return
+    known = client.run(["srun", "--help"], timeout=_CONFIG_TIMEOUT)
+    if known.code == 0 and "--container-image" not in known.out + known.err:
+        raise SubmitError(
+            f"--container {plan.spec.container}: srun has no --container-image (no Pyxis)",
+            "use --container apptainer:IMAGE, or ask the site's administrators for Pyxis",
+        )
+
+
 def without_bad_nodes(client: Client, plan: Plan) -> Plan:
     """Return the plan with --exclude for the nodes to avoid, if Slurm has enough others."""
     names = [name for name in plan.avoid if NODE_NAME.fullmatch(name)]
