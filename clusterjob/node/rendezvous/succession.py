@@ -121,7 +121,7 @@ def confirmed_ended(state: CoordinatorState, source: str) -> bool:
             text=True,
             timeout=_SCONTROL_SECONDS,
         ).stdout
-        return re.search(r" State=\S*DOWN", shown) is not None
+        return re.search(r" State=DOWN\b", shown) is not None
     return False
 
 
