@@ -65,6 +65,7 @@ def test_line_of_sbatch_sets_the_same_options(terminal: Terminal) -> None:  # no
         "--cpus-per-task=32", "--gpus-per-node=8",
     }  # fmt: skip
     assert wanted <= set(argv)
+    assert any(word.startswith("--job-name=first-") for word in argv)  # the job's id
     assert json.loads(done.stdout)["notes"] == ["--gpus: 8 on each of 2 nodes, 16 in total"]
 
 
