@@ -12,6 +12,8 @@ from doctoring import Diagnosis, doctor
 from login_user import Laptop
 from slurm_user import SLEEPER, User
 
+from clusterjob.backends.slurm.checks import partitions_of
+
 CHECKS = [
     "directory",
     "disk",
@@ -282,6 +284,9 @@ def test_login_host_without_slurm_or_its_configuration_fails(laptop: Laptop) -> 
     laptop.login.environment["PATH"] = str(bin_)
     laptop.login.start()
     bare = diagnose(laptop)
+    assert bare.failed == ["controller"], "the login shell's PATH has sbatch"
+    (laptop.login.home / ".bash_profile").write_text(f"PATH={bin_}\n")
+    bare = diagnose(laptop)
     assert bare.failed == ["commands"]
     assert bare.message("commands").startswith("not on PATH there: sbatch, ")
 
@@ -302,3 +307,8 @@ def test_text_output_shows_state_name_and_hint(user: User) -> None:
     assert f"{'':23}hint: there is main, small\n" in done.stdout
     shown = json.loads(user("doctor", "--cluster", "slurm", "--json").stdout)
     assert shown["backend"] == "slurm"
+
+
+def test_node_that_does_not_answer_starts_no_job() -> None:
+    shown = "small*|up|1:00|2|idle*|(null)\nsmall*|up|1:00|1|idle|(null)"
+    assert partitions_of(shown)["small"].usable == 1

@@ -443,6 +443,12 @@ def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> No
         f"echo hello\nexport PATH={bin_}:/usr/bin:/bin SLURM_CONF={conf}\n"
     )
     assert laptop.run("print('found')").stdout == "found\n"
+    # The profile is read where sbatch is on the session's PATH too.
+    laptop.login.stop()
+    del laptop.login.environment["PATH"]
+    laptop.login.start()
+    (laptop.login.home / ".bash_profile").write_text(f"export SLURM_CONF={conf}\n")
+    assert laptop.run("print('configured')").stdout == "configured\n"
     assert (
         "does not support"
         not in laptop("render", "--cluster", "hpc", "--no-sync", laptop.script("pass")).stderr

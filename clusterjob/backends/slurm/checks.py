@@ -65,7 +65,9 @@ class Partition:
     def usable(self) -> int:
         """Number of nodes on which jobs can start."""
         return sum(
-            count for state, count in self.nodes.items() if not submit.UNUSABLE.search(state)
+            count
+            for state, count in self.nodes.items()
+            if not submit.UNUSABLE.search(state) and not state.endswith("*")  # does not answer
         )
 
 
@@ -145,7 +147,8 @@ class SlurmCluster:
         if self._host is None:
             return shutil.which(name) is not None
         try:
-            return self._ask(name, "--version").code == 0
+            self._ask(name, "--version")  # without a configuration it fails, but it is there
+            return True
         except SubmitError as error:
             if "configuration" in error.message:
                 raise
@@ -234,10 +237,13 @@ class SlurmCluster:
                 yield failed(
                     partition.summary, f"it accepts or starts no jobs now; there is {there}"
                 )
-            elif partition.usable == 0:
+            elif partition.usable < self._spec.resources.nodes or any(
+                state.endswith("*") for state in partition.nodes
+            ):
                 yield warning(
                     partition.summary,
-                    "a job would wait for its nodes: `sinfo -R` shows why they are down",
+                    "a job may wait for its nodes: `sinfo -R` shows why they are down, and a state"
+                    " with * is that of a node that does not answer",
                 )
             else:
                 yield ok(partition.summary)

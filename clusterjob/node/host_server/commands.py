@@ -141,20 +141,17 @@ class Commands:
         return {"code": code, "out": len(out)}, out + err
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Return the environment for a command: this session's, or a login shell's.
+        """Return the environment for a command: a login shell's, which is asked once.
 
-        A login shell's PATH may contain commands of environment modules. Its environment is used
-        if only its PATH contains the command.
+        Its profile may set SLURM_CONF, or a PATH with commands of environment modules. If only
+        this session's PATH contains the command, that PATH is used.
         """
-        if shutil.which(name) is not None:
-            return dict(os.environ)
         if self._of_login_shell is None:
-            self._of_login_shell = _login_shell()
-        return (
-            self._of_login_shell
-            if shutil.which(name, path=self._of_login_shell.get("PATH"))
-            else dict(os.environ)
-        )
+            self._of_login_shell = _login_shell() or dict(os.environ)
+        environ = dict(self._of_login_shell)
+        if shutil.which(name, path=environ.get("PATH")) is None and shutil.which(name):
+            environ["PATH"] = os.environ["PATH"]
+        return environ
 
 
 def _login_shell() -> dict[str, str]:
