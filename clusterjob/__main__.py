@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -11,6 +12,21 @@ _INTERRUPTED = 130  # 128 + SIGINT
 
 def main() -> int:
     """Run the command line and return its exit code."""
+    for number in (0, 1, 2):  # a closed one would be taken by the next file that is opened
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+    if sys.flags.inspect and os.environ.pop("PYTHONINSPECT", ""):
+        os.execv(sys.executable, sys.orig_argv)  # no prompt in each process of the job
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("clusterjob: error: the working directory was deleted", file=sys.stderr)
+        print("  hint: change to a directory that exists", file=sys.stderr)
+        return 2
     if sys.argv[1:2] == ["launch"] and not (
         sys.argv[2:3] in (["-h"], ["--help"]) and find_spec("typer")
     ):

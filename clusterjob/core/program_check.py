@@ -59,8 +59,9 @@ def syntax_error(spec: JobSpec) -> str:
     target = spec.program.target
     if spec.program.kind == "module":
         target = f"{target.replace('.', '/')}.py"
+    path = spec.workdir / target
     try:
-        source = (spec.workdir / target).read_bytes()
+        source = path.read_bytes() if path.is_file() else b""  # a pipe can be read only once
     except OSError:
         return ""
     is_python = target.endswith(".py") or (
@@ -75,6 +76,8 @@ def _check_script(workdir: Path, target: str) -> None:
         raise SpecError(
             f"the script {target!r} does not exist (in {workdir})", _nearest_script(path)
         )
+    if (path / "__main__.py").is_file() or path.is_fifo():
+        return
     if not path.is_file():
         raise SpecError(f"the script {target!r} is not a file (in {workdir})")
     try:

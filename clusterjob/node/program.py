@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -29,6 +30,8 @@ _LAUNCHER_FILES = (
     "<frozen importlib._bootstrap_external>",
 )
 
+# Functions of torch that the hook wraps.
+_HOOK = re.compile(r"/clusterjob/node/workers/(?:collective_waits|flight_dumps|torch_patches)\.py$")
 _MAX_SOURCE = 1 << 20  # bytes
 # Words of torchrun's --nproc-per-node: one worker per GPU, per core, or per GPU and without GPUs
 # per core.
@@ -94,6 +97,12 @@ class Program:
 
 
 _sources: dict[str, bytes] = {}  # what `read_ahead` has read, by path
+_shadowed: list[str] = []  # loaded modules that the program's own directory has too
+# Python loads these before it searches a script's directory.
+_FIRST = {
+    "abc", "codecs", "encodings", "genericpath", "importlib", "io", "os", "posixpath", "site",
+    "stat", "sys",
+}  # fmt: skip
 
 
 def read_ahead(program: Program) -> None:
@@ -103,6 +112,7 @@ def read_ahead(program: Program) -> None:
     still reads what cannot be read here, and shows the error.
     """
     _sources.clear()
+    _shadowed.clear()
     directory = os.getcwd()
     if program.kind == "script":
         path = os.path.join(directory, program.target)
@@ -114,7 +124,10 @@ def read_ahead(program: Program) -> None:
     with contextlib.suppress(Exception):  # an environment's own finder may raise anything
         finder: Any = pkgutil.get_importer(directory)
         finder.invalidate_caches()
-        finder.find_spec("clusterjob")  # lists the directory
+        for name in sys.stdlib_module_names & sys.modules.keys() - _FIRST:
+            spec = finder.find_spec(name)
+            if spec is not None and spec.loader is not None:
+                _shadowed.append(name)
 
 
 def run_as_main(program: Program, on_failure: Callable[[str, int, str, str], None]) -> NoReturn:
@@ -174,13 +187,22 @@ def _show(error: BaseException) -> None:
         sys.__excepthook__(type(error), error, error.__traceback__)
 
 
-def _strip(error: BaseException) -> None:
-    """Remove the launcher's frames from the top of a traceback."""
+def _strip(error: BaseException, seen: frozenset[int] | set[int] = frozenset()) -> None:
+    """Remove the launcher's frames from a traceback: those at its top, and those of the hook."""
     while (
         error.__traceback__ is not None
         and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHER_FILES
     ):
         error.__traceback__ = error.__traceback__.tb_next
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_next.tb_next and _HOOK.search(frame.tb_next.tb_frame.f_code.co_filename):
+            frame.tb_next = frame.tb_next.tb_next
+        else:
+            frame = frame.tb_next
+    for other in (error.__cause__, error.__context__):
+        if other is not None and other.__traceback__ is not None and id(other) not in seen:
+            _strip(other, {*seen, id(other)})
 
 
 def _text(value: object) -> str:
@@ -278,3 +300,5 @@ def _fresh_main(path: str, loader: object) -> types.ModuleType:
 def _prepend_to_path(directory: str) -> None:
     if not getattr(sys.flags, "safe_path", False):  # not with python -P or PYTHONSAFEPATH
         sys.path.insert(0, directory)
+        for name in [name for name in sys.modules if name.partition(".")[0] in _shadowed]:
+            del sys.modules[name]

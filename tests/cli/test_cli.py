@@ -1519,3 +1519,25 @@ def test_ssh_options_are_checked_by_hosts_and_render(
     )
     assert done.stdout == ""
     assert why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        ("", ">&-", 0),
+        ("export PYTHONINSPECT=1;", "", 0),
+        ("mkdir gone; cd gone; rmdir ../gone;", "2>&1", 2),
+    ],
+    ids=["closed stdout", "inspect", "deleted directory"],
+)
+def test_run_in_an_odd_shell(terminal: Terminal, before: str, after: str, code: int) -> None:
+    script = terminal.script("open('ran', 'w'); print('ran')")
+    command = f"{before} {shlex.join(CLUSTERJOB)} run --cluster local {script} {after}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=terminal.directory, capture_output=True, text=True,
+        check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (terminal.directory / "ran").exists() == (code == 0)
+    assert ("the working directory was deleted" in done.stdout) == (code == 2)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import re
 import subprocess
 import sys
 import textwrap
+import zipapp
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import Run
+from launching import Run, run
 from procs import PLAIN, TEST_TIMEOUT, WITH_TORCH, Job
 
 from clusterjob.node.program import Program
@@ -242,6 +244,7 @@ class Mine(SystemExit): pass
 raise Mine(6)
 ## _exit
 import os
+import py_compile
 os._exit(5)
 ## raise
 def f(x):
@@ -764,3 +767,44 @@ def test_killed_worker_leaves_all_it_wrote_in_order_even_without_newline(
     assert ended.err.splitlines()[0] == "error without newline"
     if start == "fork":  # `python -u` loses text when a signal interrupts a long write
         assert len(text) == len("text,bytes,descriptor,child,end") + 9_000_000
+
+
+@pytest.mark.parametrize("kind", ["directory", "zipapp", "bytecode"])
+def test_program_that_is_no_source_file_runs_by_exec(tmp_path: Path, kind: str) -> None:
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "helper.py").write_text("WORD = 'helped'")
+    (app / "__main__.py").write_text("import helper\nprint(helper.WORD, __name__)")
+    (tmp_path / "plain.py").write_text("print('helped', __name__)")
+    if kind == "zipapp":
+        zipapp.create_archive(app, tmp_path / "app.pyz")
+    py_compile.compile(str(tmp_path / "plain.py"), str(tmp_path / "plain.pyc"))
+    target = {"directory": "app", "zipapp": "app.pyz", "bytecode": "plain.pyc"}[kind]
+    ran = run([sys.executable, "-m", "clusterjob", "launch", target], tmp_path)
+    assert (ran.code, ran.out) == (0, "[0] helped __main__\n"), ran.err
+
+
+def test_module_beside_the_script_is_found_before_a_loaded_one_of_python(tmp_path: Path) -> None:
+    own = tmp_path / "own"  # `python -m` searches the working directory for the launcher's modules
+    own.mkdir()
+    for name in ("secrets", "statistics", "profile"):
+        (own / f"{name}.py").write_text(f"OWN = {name!r}")
+    (own / "main.py").write_text(
+        "import secrets, statistics, profile\nprint(secrets.OWN, statistics.OWN, profile.OWN)"
+    )
+    command = [sys.executable, "-m", "clusterjob", "launch", "--start", "fork", "own/main.py"]
+    ran = run(command, tmp_path)
+    assert (ran.code, ran.out) == (0, "[0] secrets statistics profile\n"), ran.err
+
+
+def test_traceback_shows_no_frame_of_the_hook(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce('no tensor')\n"
+    )
+    command = [sys.executable, "-m", "clusterjob", "launch", "--start", "fork", "main.py"]
+    ran = run(command, tmp_path)
+    assert "no tensor" in ran.err or "Tensor" in ran.err
+    assert "all_reduce" in ran.err
+    assert "clusterjob/node" not in ran.err

@@ -185,6 +185,11 @@ class Forkserver:
         if not options.program.is_python:
             return "a command, not a Python program" if options.start == "fork" else None
         source, why = options.program.source(), None
+        file = options.program.file
+        if (b"\0" in source and file.suffix != ".py") or (
+            options.program.kind == "script" and file.is_dir()
+        ):
+            return "not a Python source file"  # a zipapp, a .pyc, a directory with __main__.py
         if options.start == "auto":
             why = early_variables.set_in(source, options.program.file.name, os.environ)
         if why is None:
