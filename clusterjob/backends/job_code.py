@@ -9,7 +9,7 @@ from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec
 from clusterjob.core.units import parse_size
 from clusterjob.errors import SubmitError
-from clusterjob.node.logs.job_dir import CODE
+from clusterjob.node.logs.job_dir import CODE, CODE_GIT
 
 if TYPE_CHECKING:
     from clusterjob.core.snapshot import Snapshot
@@ -27,7 +27,7 @@ def source_of(spec: JobSpec) -> CodeSource | None:
     from clusterjob.core import snapshot
     from clusterjob.core.snapshot.source import CodeSource
 
-    if spec.earlier_code is not None and "snapshot" in spec.earlier_code.facts:
+    if spec.earlier_code is not None and "root" in spec.earlier_code.facts:
         return CodeSource.again(spec.earlier_code)
     limit = spec.options.get("sync_limit")
     return CodeSource.of(
@@ -93,6 +93,7 @@ def to_send(plan: Plan, limit: int) -> tuple[Snapshot, dict[str, Any]]:
         code = snapshot.take(spec.workdir, limit, include_secrets=spec.include_secrets, git=git)
         state, diff = git.state()
         facts = {"digest": code.digest, "files": code.files, "bytes": code.size, "git": state}
+        code = git.with_repository(code, plan.job_dir / CODE_GIT, state, shared=False)
     try:
         code.keep(plan.job_dir)
         write_diff(diff, plan.job_dir)

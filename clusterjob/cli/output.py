@@ -15,7 +15,7 @@ from clusterjob.core.options import as_in_file
 from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
-from clusterjob.node.logs import rounds
+from clusterjob.node.logs import ends, rounds
 from clusterjob.node.logs.folding import Folded, Folder, as_text, label
 from clusterjob.node.logs.log_reader import LONGEST, LogLine
 from clusterjob.node.system.sanitize import escape_json, sanitize
@@ -47,6 +47,9 @@ def print_verdict(record: Record, verdict: Verdict) -> None:
     live.clear()
     text = colours.verdict_text(verdict, coloured=colours.wanted(sys.stderr))
     print(f"clusterjob: job {sanitize(record.job_id)} {text}", file=sys.stderr, flush=True)
+    for line in ends.written_beside_code(record.job_dir, verdict):
+        if line != verdict.in_code:
+            print(f"  {sanitize(line)}", file=sys.stderr)
 
 
 def job_json(
@@ -91,6 +94,7 @@ def job_json(
         "evidence": verdict.evidence or None if verdict else None,
         "job_dir": str(record.job_dir),
         "code": record.code,
+        "written_beside_code": ends.written_beside_code(record.job_dir, verdict) if verdict else [],
         "efficiency": efficiency,
     }
 
@@ -266,6 +270,14 @@ def print_verdicts(pairs: Sequence[tuple[Record, Status]]) -> None:
             text = colours.verdict_text(status.verdict, coloured=colours.wanted(sys.stdout))
             print(f"\n{sanitize(record.job_id)} {text}")
             print(sanitize(f"  logs: {record.job_dir / 'logs'}"))
+    notes: dict[str, str] = {}  # by place: the elements of an array share their code
+    for record, status in pairs:
+        if status.verdict is not None:
+            for line in ends.written_beside_code(record.job_dir, status.verdict):
+                if line != status.verdict.in_code or status.state is JobState.SUCCEEDED:
+                    notes[line.partition(": ")[0]] = f"{record.job_id}: {line}"
+    for note in notes.values():
+        print(sanitize(note))
 
 
 def settings_json(settings: Settings) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from clusterjob.core import polling
 from clusterjob.core.listing import Listing, row_of
 from clusterjob.core.record_index import ListedJob
 from clusterjob.core.records import SEPARATOR, Record, Records, home
-from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.core.times import parse_recorded
 from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.node.host_server import code_store
 from clusterjob.node.system import removal
 from clusterjob.node.verdict import JobState
 
@@ -117,7 +117,7 @@ def named(wanted: Sequence[Record]) -> tuple[list[EndedJob], int]:
 def measure(jobs: Sequence[EndedJob]) -> tuple[list[EndedJob], int]:
     """Return the jobs with their sizes and the reasons to keep them, and bytes of unused code."""
     elsewhere, code = _ask([job.record for job in jobs], remove=False)
-    code += _unused_snapshots({job.record.job_id for job in jobs}, remove=False)
+    code += _unused_code({job.record.job_id for job in jobs}, remove=False)
     measured = []
     for job in jobs:
         left = elsewhere.get(job.record.job_id, Leftover())
@@ -147,20 +147,15 @@ def remove(jobs: Sequence[EndedJob]) -> tuple[list[EndedJob], int]:
             except (ClusterJobError, OSError) as error:
                 kept = error.message if isinstance(error, ClusterJobError) else str(error)
         done.append(replace(job, kept=kept))
-    return done, code + _unused_snapshots((), remove=True)
+    return done, code + _unused_code((), remove=True)
 
 
-def _unused_snapshots(without: Collection[str], *, remove: bool) -> int:
+def _unused_code(without: Collection[str], *, remove: bool) -> int:
     """Return the bytes of code on this machine that no job uses, apart from some jobs."""
-    store, size = SnapshotStore(home()), 0
     try:
-        unused = store.unused(without=without)
-    except OSError:  # there are no jobs
+        return code_store.clean(home(), without, remove=remove)
+    except OSError:  # it stays for the next call
         return 0
-    for name in unused:
-        with contextlib.suppress(OSError):  # it stays for the next call
-            size += store.remove(name) if remove else store.size(name)
-    return size + (store.remove_files() if remove else 0)
 
 
 def _certain(record: Record, status: Status) -> Status:

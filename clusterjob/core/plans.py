@@ -7,6 +7,7 @@ import re
 import secrets
 import shlex
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,23 +236,24 @@ class KeptCode:
 
     Attributes:
         data: the data for the job's record, `Record.code`.
+        snapshot: the files.
         diff: the uncommitted changes.
     """
 
     data: Mapping[str, Any]
+    snapshot: Snapshot
     diff: bytes = b""
 
     def place(self, plan: Plan, home: Path) -> None:
-        """Link the job's directory to the code, and write the uncommitted changes into it.
+        """Copy the code into the job's directory, with the uncommitted changes beside it.
 
         Raises:
-            SubmitError: the snapshot was removed, or a file cannot be written.
+            SubmitError: the code is not kept any more, or a file cannot be written.
         """
-        from clusterjob.core.snapshot import git_revision
-        from clusterjob.core.snapshot.store import SnapshotStore
+        from clusterjob.core.snapshot import git_revision, store
 
         assert plan.code is not None
-        SnapshotStore(home).link(self.data["snapshot"], plan.code, job_dir=plan.job_dir)
+        store.place(home, plan.code.top.name, self.snapshot, job_dir=plan.job_dir)
         try:
             git_revision.write_diff(self.diff, plan.job_dir)
         except OSError as error:
@@ -271,30 +273,38 @@ def keep_code(plan: Plan, home: Path) -> KeptCode | None:
         return None
     from concurrent.futures import ThreadPoolExecutor
 
+    from clusterjob.core import snapshot
+    from clusterjob.core.snapshot import store
     from clusterjob.core.snapshot.git_revision import Git
-    from clusterjob.core.snapshot.store import SnapshotStore, name_of
 
     source = plan.code
     if source.kept is not None:
         # The file with the uncommitted changes is in the earlier job's directory.
         facts = source.kept.facts
         recorded = {k: v for k, v in (facts.get("git") or {}).items() if k != "diff"}
-        return KeptCode({**facts, "git": recorded or None})
-    with ThreadPoolExecutor(1) as pool:
+        earlier = snapshot.sent(source.kept.job_dir, source.top)
+        if earlier is None:
+            raise SubmitError("the code of the job is not kept any more")
+        return KeptCode({**facts, "git": recorded or None}, earlier)
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
         git = Git(source.top)
         asked = pool.submit(git.state)  # git runs meanwhile
-        digest, found = SnapshotStore(home).take(source, git)
+        found = store.take(home, source, git)
         state, diff = asked.result()
+        whole = git.with_repository(found, Path(folder) / "git", state, shared=True)
+        try:
+            store.add_repository(home, whole)
+        except OSError as error:
+            raise SubmitError(f"{home} cannot be written: {error.strerror}") from error
     data = {
-        "digest": digest,
+        "digest": found.digest,
         "files": found.files,
         "bytes": found.size,
         "git": state,
-        "snapshot": name_of(digest),
         "root": str(source.root),
         "top": str(source.top),
     }
-    return KeptCode(data, diff)
+    return KeptCode(data, whole, diff)
 
 
 def token_file(job_dir: Path) -> Path:

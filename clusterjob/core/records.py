@@ -72,8 +72,7 @@ class Record:
             submitted part).
         index: for an element of an array, its index.
         code: the submitted code: ``digest``, ``files``, ``bytes``, ``git`` (revision, branch,
-            changed files) and, on a shared disk, ``snapshot`` (its name in the store), ``root`` and
-            ``top``; None if it is not known.
+            changed files) and, on a shared disk, ``root`` and ``top``; None if it is not known.
     """
 
     job_id: str

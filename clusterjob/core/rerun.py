@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from clusterjob.core import config, jobs, polling
+from clusterjob.core import config, jobs, polling, snapshot
 from clusterjob.core.earlier_code import EarlierCode
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.plans import Plan, PlannedFile
-from clusterjob.core.records import Record, Records, home
-from clusterjob.core.snapshot.store import SnapshotStore
+from clusterjob.core.records import Record, Records
 from clusterjob.errors import RecordError, UsageError
 from clusterjob.node.logs.job_dir import CALLS
 from clusterjob.node.verdict import JobState
@@ -103,9 +103,9 @@ def _earlier_code(record: Record) -> EarlierCode | None:
     """
     if record.code is None:
         return None
-    facts = [record.code.get(name, "") for name in ("snapshot", "root", "top")]
+    facts = [record.code.get(name, "") for name in ("root", "top")]
     if not all(isinstance(fact, str) for fact in facts) or (
-        facts[0] and not SnapshotStore(home()).exists(facts[0])
+        facts[0] and snapshot.sent(record.whole_dir, Path(facts[1])) is None
     ):
         raise RecordError(
             f"the code of job {record.job_id} is not kept any more",

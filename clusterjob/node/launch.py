@@ -339,7 +339,6 @@ def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
     local_rank = int(os.environ["LOCAL_RANK"])
 
     def on_failure(message: str, exit_code: int, kind: str, where: str) -> None:
-        message += snapshot_imports.hint(message, os.environ)
         if os.getpid() == own_pid:  # a child that the program forked returns to this code too
             report(
                 report_fd,

@@ -75,6 +75,7 @@ class FailureKind(str, Enum):
 
 _MAX_EXIT_CODE = 255
 _MAX_LINES, _MAX_CONSEQUENCES = 200, 65_536
+_MAX_NOTE = 4000  # characters of `Verdict.in_code`
 # Rounds that are listed of a job with many: the first and the latest.
 _FIRST_ROUNDS, _LATEST_ROUNDS = 10, 30
 
@@ -256,6 +257,8 @@ class Verdict:
         evidence_ranks: the number of ranks in it.
         attempts: the rounds of workers that have ended, of all attempts of the job; of many, the
             first and the latest.
+        in_code: a line with the files that were written into the copy of the code on the
+            coordinator's host; empty without such files.
     """
 
     state: JobState
@@ -270,6 +273,7 @@ class Verdict:
     evidence: str = ""
     evidence_ranks: int = 0
     attempts: tuple[RoundEnd, ...] = ()
+    in_code: str = ""
 
     @classmethod
     def from_json(cls, data: Any) -> Verdict:
@@ -303,6 +307,7 @@ class Verdict:
             ended_at=optional(text, fields, "ended_at"),
             evidence=optional(text, fields, "evidence") or "",
             evidence_ranks=optional(number, fields, "evidence_ranks") or 0,
+            in_code=(optional(text, fields, "in_code") or "")[:_MAX_NOTE],
             attempts=bounded([RoundEnd.from_json(item) for item in items(fields, "attempts")]),
         )
 
@@ -352,6 +357,8 @@ class Verdict:
         if self.evidence:
             ranks = f"{self.evidence_ranks} rank{'' if self.evidence_ranks == 1 else 's'}"
             lines.append(f"  stacks of {ranks}: {self.evidence}")
+        if self.in_code:
+            lines.append(f"  {self.in_code}")
         return "\n".join(sanitize(line) for line in lines)
 
 

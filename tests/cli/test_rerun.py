@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import pytest
 from clusterjob.core import job_settings, jobs, rerun
 from clusterjob.core.job_secrets import Secret
 from clusterjob.core.records import Record, Records, home
-from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError, UsageError
 from clusterjob.node.program import Program
@@ -93,13 +91,11 @@ def test_rerun_runs_the_code_that_was_submitted_and_clean_frees_it(work: Path) -
     command(work, "clean", first, "--yes")
     third = command(work, "rerun", second).strip()
     command(work, "wait", third)
-    assert command(work, "logs", third) == "old\n", "another job still uses the snapshot"
-    snapshots = home() / "snapshots"
-    [kept] = [path for path in snapshots.iterdir() if re.fullmatch("[0-9a-f]{20}", path.name)]
-    os.utime(kept, (0, 0))
+    assert command(work, "logs", third) == "old\n", "another job still uses the code"
+    for blob in (home() / "store").glob("*/*"):
+        os.utime(blob, (0, 0))
     command(work, "clean", "--all", "--yes")
-    assert not kept.exists()
-    assert not [path for path in (snapshots / "files").rglob("*") if path.is_file()]
+    assert list((home() / "store").glob("*/*")) == []
 
 
 @pytest.mark.parametrize("program", [["script.py"], ["--", "bash", "script.sh"]], ids=["py", "sh"])
@@ -120,9 +116,7 @@ def test_rerun_needs_no_current_file(work: Path, program: list[str]) -> None:
 def test_rerun_without_the_recorded_code_is_refused(work: Path) -> None:
     job_id = command(work, "submit", "--cluster", "local", "script.py", code=0).strip()
     command(work, "cancel", job_id)
-    record = Records().find(job_id)
-    assert record.code is not None
-    SnapshotStore(home()).path(record.code["snapshot"]).rename(work / "moved")
+    (Records().find(job_id).job_dir / "code.list").unlink()
     assert "is not kept any more" in command(work, "rerun", job_id, code=1)
     assert len(Records().all()) == 1
 

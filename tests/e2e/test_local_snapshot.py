@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import code_writer
 import pytest
 from launching import write_tree
 from procs import TEST_TIMEOUT
@@ -66,3 +68,18 @@ def test_run_runs_current_files(project: Path, tmp_path: Path) -> None:
     assert "edited" in done.stdout
     [record] = Records().all()
     assert record.code is None
+
+
+def test_code_is_of_one_submission_and_written_files_and_git_are_told(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    said = code_writer.make(root)
+    for _ in range(2):
+        done = clusterjob(root, "submit", "--follow", *options(tmp_path), "train.py")
+        assert done.returncode == 0, done.stderr
+        job_id, *lines = done.stdout.splitlines()
+        assert lines == said
+        code = Records().find(job_id).job_dir / "code"
+        told = f"written beside the code, in {code} on {os.uname().nodename}: last.pt"
+        assert f"  {told}" in done.stderr.splitlines()
+        assert f"{job_id}: {told}" in clusterjob(root, "status", job_id).stdout.splitlines()
+    assert not (root / "last.pt").exists()

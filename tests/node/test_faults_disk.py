@@ -144,14 +144,13 @@ def check_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
 def unexpected(names: list[str]) -> list[str]:
     """Files that a refused submission must not leave.
 
-    Complete files of the snapshot store may stay: a later submission uses them, or `clean` removes
-    them.
+    Complete files of the code store may stay: a later submission uses them.
     """
     return [
         name
         for name in names
         if name not in ("jobs", "records")
-        and (name.partition("/")[0] != "snapshots" or "/." in name)
+        and (name.partition("/")[0] not in ("store", "stat") or "/." in name)
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from launching import write_tree
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.workers import hook_directory, snapshot_imports
+from clusterjob.node.workers import hook_directory
 
 SHOW = 'import sys, part, src_mod; print("{0}", part.V, src_mod.V, sys.argv[1:])\n'
 EDITABLE = """
@@ -163,11 +163,3 @@ def test_python_without_snapshot_is_unchanged(tree: Tree) -> None:
 def test_removed_snapshot_falls_back_to_current_files(tree: Tree) -> None:
     shutil.rmtree(tree.kept)
     assert tree.python("main.py") == "new new new []"
-
-
-def test_read_only_code_has_hint(tmp_path: Path) -> None:
-    environ = {"CLUSTERJOB_CODE_TREE": str(tmp_path)}
-    refused = f"PermissionError: [Errno 13] Permission denied: '{tmp_path}/runs'"
-    assert "--no-snapshot" in snapshot_imports.hint(refused, environ)
-    assert snapshot_imports.hint(refused, {}) == ""
-    assert snapshot_imports.hint("PermissionError: [Errno 13] /etc/x", environ) == ""

@@ -368,8 +368,7 @@ def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
     job_dir = re.search(r"export CLUSTERJOB_JOB_DIR=(\S+)", rendered)
     assert job_dir is not None
     srun = next(line for line in rendered.splitlines() if "CLUSTERJOB_TASK=1 srun" in line)
-    kept = user.home / "snapshots"
-    mounted = (job_dir[1], user.directory, kept)
+    mounted = (job_dir[1], user.directory)
     mounts = f"--container-mounts={','.join(f'{path}:{path}' for path in mounted)}"
     for word in (
         "--container-image=nvcr.io/nvidia/pytorch:24.01-py3",
@@ -396,7 +395,7 @@ def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:
     assert out == "inside\n"
     [job] = user.jobs()
     job_dir_ = str(user.directory_of(job["id"]))
-    mounted = (job_dir_, user.directory, kept)
+    mounted = (job_dir_, user.directory)
     binds = [word for path in mounted for word in ("--bind", f"{path}:{path}")]
     image = str(user.directory / "my image.sif")
     assert notes.read_text().splitlines() == [

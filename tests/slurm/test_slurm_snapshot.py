@@ -7,12 +7,11 @@ import shlex
 import sys
 from pathlib import Path
 
+import code_writer
 import pytest
 from login_user import Laptop
 from procs import wait_until
 from slurm_user import User
-
-from clusterjob.core.snapshot.store import SnapshotStore
 
 TRAIN = """
 import os, sys, helper, pack.part
@@ -69,16 +68,25 @@ def test_held_jobs_run_submitted_script_module_and_shell_script(user: User) -> N
     ids = list(outputs)
     codes = [user.job(job_id)["code"] for job_id in ids]
     assert codes[3] is None
-    assert codes[0]["snapshot"] == codes[1]["snapshot"] == codes[2]["snapshot"]
+    assert codes[0]["digest"] == codes[1]["digest"] == codes[2]["digest"]
     assert len(codes[0]["digest"]) == 64
     assert codes[0]["git"] is None
-    store = SnapshotStore(user.home)
-    assert store.unused(fresh=0.0) == []
-    for job_id in ids:
-        (user.directory_of(job_id) / "code").unlink(missing_ok=True)
-    [name] = store.unused(fresh=0.0)
-    assert store.remove(name) + store.remove_files(fresh=0.0) > 0
-    assert list(store.directory.rglob("*-444")) == []
+
+
+def test_git_answers_beside_file_and_files_written_there_are_named(user: User) -> None:
+    check_code(user, "slurm")
+
+
+def test_git_answers_beside_file_of_job_on_login_host(laptop: Laptop) -> None:
+    check_code(laptop, "hpc")
+
+
+def check_code(user: User, cluster: str) -> None:
+    said = code_writer.make(user.directory)
+    done = user("run", "--cluster", cluster, "train.py")
+    assert done.stdout.splitlines() == said
+    [named] = [line for line in done.stderr.splitlines() if "written beside the code" in line]
+    assert named.endswith(": last.pt")
 
 
 @pytest.mark.slow
@@ -128,7 +136,7 @@ def test_array_and_requeued_job_run_submitted_code(user: User) -> None:
 
 
 @pytest.mark.slow
-def test_dependent_job_keeps_read_only_code(user: User) -> None:
+def test_dependent_job_keeps_its_code(user: User) -> None:
     write_version(user, 1)
     first = submit(user, "-m", "pack.main")
     second = user(
@@ -137,7 +145,6 @@ def test_dependent_job_keeps_read_only_code(user: User) -> None:
     link = user.directory_of(second) / "code"
     tree = link.resolve()
     assert (tree / "train.py").read_text() == user.path("train.py").read_text()
-    assert (tree / "train.py").stat().st_mode & 0o222 == 0
     user("cancel", first, second)
     record = json.loads(user.record_of(second).read_text())
     assert Path(record["code"]["top"]) == user.directory

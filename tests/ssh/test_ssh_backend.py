@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import code_writer
 import pytest
 from procs import SAVER, command_line, kill_all, wait_until
 from ssh_network import SshHost, checked_output
@@ -36,6 +37,7 @@ from clusterjob.core.hosts import Host
 from clusterjob.core.records import Records
 from clusterjob.errors import ClusterJobError, HostError, SpecError
 from clusterjob.node.host_server.requests import Check
+from clusterjob.node.logs import ends
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 from clusterjob.remote.sessions import Place, Sessions
@@ -65,6 +67,23 @@ def test_job_runs_with_its_code_on_every_host_and_output_returns(site: Site) -> 
         + [f"{rank} err to stderr" for rank in range(4)]
     )
     assert polling.status(Records().find(record.job_id)).state is JobState.SUCCEEDED
+
+
+def test_git_answers_beside_file_and_files_written_there_are_named(site: Site) -> None:
+    said = code_writer.make(site.directory)
+    record = jobs.submit(site.plan(Program("script", "train.py")), "ssh", detach=True)
+    lines = output_lines(record)
+    for rank in (0, 1):
+        mark = f"{rank} out "
+        assert [line.removeprefix(mark) for line in lines if line.startswith(mark)] == said
+    verdict = wait_for_verdict(record)
+
+    def named() -> list[str]:
+        polling.status(record)
+        lines = ends.written_beside_code(record.job_dir, verdict)
+        return sorted(line.partition(" on ")[2] for line in lines)
+
+    wait_until(lambda: named() == ["gpu1: last.pt", "gpu2: last.pt"], TEST_TIMEOUT, "both names")
 
 
 def test_host_of_node_0_notifies_of_end(site: Site) -> None:

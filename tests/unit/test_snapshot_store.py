@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
-import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,10 +16,9 @@ from launching import write_tree
 
 from clusterjob.core import snapshot
 from clusterjob.core.snapshot import source, stat_cache, store
-from clusterjob.core.snapshot.file_pool import FilePool
 from clusterjob.core.snapshot.source import CodeSource
-from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.errors import SubmitError
+from clusterjob.node.host_server import code_store
 from clusterjob.node.program import Program
 
 SCRIPT = Program("script", "train.py")
@@ -32,7 +31,7 @@ class Project:
         self.root = tmp_path / "project"
         self.home = tmp_path / "home"
         (self.home / "jobs").mkdir(parents=True)
-        self.store = SnapshotStore(self.home)
+        self.jobs = 0
         self.write(**{"train.py": "1", "pkg/a.py": "a", "run.sh": "#!/bin/sh\n", "data.txt": "d"})
         (self.root / "run.sh").chmod(0o755)
 
@@ -46,20 +45,17 @@ class Project:
         return code
 
     def take(self, below: str = "", limit: int = 1 << 20) -> Path:
-        """Take a snapshot; return the directory that stands for the project's."""
+        """Submit a job; return its copy of the project's top directory."""
+        self.jobs += 1
         code = self.source(below, limit)
-        digest, _ = self.store.take(code)
-        return self.store.path(store.name_of(digest)) / code.top.name
-
-    def job(self, tree: Path, job_id: str = "job-1") -> Path:
-        job_dir = self.home / "jobs" / job_id
+        job_dir = self.home / "jobs" / f"job-{self.jobs}"
         job_dir.mkdir()
-        self.store.link(tree.parent.name, self.source(), job_dir)
-        return job_dir
+        store.place(self.home, code.top.name, store.take(self.home, code), job_dir)
+        return (job_dir / "code").resolve()
 
-    def names(self) -> list[str]:
-        """Return the names in the directory of the snapshots."""
-        return sorted(path.name for path in self.store.directory.iterdir())
+    def stored(self) -> list[str]:
+        """Return the contents of all files in the store."""
+        return sorted(path.read_text() for path in (self.home / "store").glob("*/*"))
 
 
 @pytest.fixture
@@ -70,20 +66,20 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read: list[str] = []
-    keep = FilePool.add
+    add = code_store.add
 
-    def counted(own: SnapshotStore, stream: object, mode: int) -> object:
-        read.append(os.path.basename(stream.name))  # type: ignore[attr-defined]
-        return keep(own, stream, mode)  # type: ignore[arg-type]
+    def counted(home: Path, stream: BinaryIO) -> tuple[str, int]:
+        read.append(os.path.basename(stream.name))
+        return add(home, stream)
 
-    monkeypatch.setattr(FilePool, "add", counted)
+    monkeypatch.setattr(code_store, "add", counted)
     return read
 
 
 # -- content ---------------------------------------------------------------------------------------
 
 
-def test_snapshot_is_read_only_copy_with_links_to_left_out_files(project: Project) -> None:
+def test_code_has_ordinary_modes_and_links_to_left_out_files(project: Project) -> None:
     project.write(
         **{".gitignore": "data\n*.bin\n", "data/x": "x", "w.bin": "w", ".env": "KEY=1",
            "pkg/__pycache__/a.pyc": "old"}
@@ -102,10 +98,9 @@ def test_snapshot_is_read_only_copy_with_links_to_left_out_files(project: Projec
         if not path.is_symlink()
     }
     assert modes == {
-        "project": 0o555, "pkg": 0o555, "__pycache__": 0o700, ".gitignore": 0o444,
-        "train.py": 0o444, "a.py": 0o444, "data.txt": 0o444, "run.sh": 0o555,
+        "project": 0o755, "pkg": 0o755, ".gitignore": 0o644, "train.py": 0o644, "a.py": 0o644,
+        "data.txt": 0o644, "run.sh": 0o755,
     }  # fmt: skip
-    assert list((tree / "pkg" / "__pycache__").iterdir()) == []
 
 
 def test_large_file_is_link(project: Project) -> None:
@@ -114,47 +109,23 @@ def test_large_file_is_link(project: Project) -> None:
     assert os.readlink(project.take() / "weights.pt") == str(project.root / "weights.pt")
 
 
-def test_equal_content_has_one_snapshot_and_equal_files_are_shared(project: Project) -> None:
-    first = project.take()
-    assert project.take() == first
-    project.write(**{"train.py": "2"})
-    second = project.take()
-    assert second != first
-    assert (first / "train.py").read_text() == "1"
-    assert (second / "train.py").read_text() == "2"
-    assert (first / "pkg/a.py").samefile(second / "pkg/a.py")
-    project.write(**{"train.py": "1"})
-    assert project.take() == first
+def test_jobs_with_equal_code_share_no_file(project: Project) -> None:
+    first, second = project.take(), project.take()
+    assert not (first / "pkg/a.py").samefile(second / "pkg/a.py")
+    (first / "train.py").write_text("changed by the job")
+    (first / "checkpoint.pt").touch()
+    third = project.take()
+    assert [(tree / "train.py").read_text() for tree in (second, third)] == ["1", "1"]
+    assert not (third / "checkpoint.pt").exists()
+    assert project.stored() == ["#!/bin/sh\n", "1", "a", "d"]
 
 
-@pytest.mark.parametrize("change", ["write", "append", "remove"])
-def test_file_that_a_job_has_changed_is_copied_again(project: Project, change: str) -> None:
-    """A job of root can write to read-only files; other users can after chmod."""
-    first = project.take()
-    changed = first / "pkg/a.py"
-    for path in (changed, changed.parent):
-        path.chmod(0o755)
-    if change == "remove":
-        changed.unlink()
-    else:
-        with changed.open("a" if change == "append" else "w") as stream:
-            stream.write("b")
-    project.write(**{"train.py": "2"})
-    assert (project.take() / "pkg/a.py").read_text() == "a", "a new snapshot"
-    project.write(**{"train.py": "1"})
-    assert project.take() == first
-    assert changed.read_text() == "a", "the same snapshot again"
-    assert not [name for name in project.names() if name.startswith(".")]
-
-
-def test_mode_and_directory_name_are_part_of_snapshot(project: Project) -> None:
-    first = project.take()
+def test_mode_and_directory_name_are_those_of_the_project(project: Project) -> None:
+    assert project.take().name == "project"
     (project.root / "train.py").chmod(0o755)
     assert os.access(project.take() / "train.py", os.X_OK)
     project.root = project.root.rename(project.root.with_name("renamed"))
-    (project.root / "train.py").chmod(0o644)
     assert project.take().name == "renamed"
-    assert first.name == "project"
 
 
 @settings(
@@ -222,14 +193,14 @@ def test_file_that_grows_while_it_is_read_is_no_error(
 ) -> None:
     log = project.root / "train.log"
     log.write_text("line\n")
-    keep = FilePool.add
+    add = code_store.add
 
-    def grow(own: SnapshotStore, stream: object, *args: object, **more: object) -> object:
+    def grow(home: Path, stream: BinaryIO) -> tuple[str, int]:
         with log.open("a") as out:
             out.write("line\n")
-        return keep(own, stream, *args, **more)  # type: ignore[arg-type]
+        return add(home, stream)
 
-    monkeypatch.setattr(FilePool, "add", grow)
+    monkeypatch.setattr(code_store, "add", grow)
     kept = (project.take() / "train.log").read_text()
     assert kept
     assert kept == "line\n" * kept.count("\n")
@@ -238,15 +209,14 @@ def test_file_that_grows_while_it_is_read_is_no_error(
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"schema": 1, "files": {"train.py": [1]}}'])
 def test_damaged_cache_is_ignored(project: Project, damage: bytes) -> None:
     project.take()
-    [cache] = (project.store.directory / "stat").iterdir()
+    [cache] = (project.home / "stat").iterdir()
     cache.write_bytes(damage)
     assert (project.take() / "train.py").read_text() == "1"
 
 
 def test_file_missing_in_store_is_copied_again(project: Project) -> None:
-    tree = project.take()
-    project.store.remove(tree.parent.name)
-    project.store.remove_files(fresh=0.0)
+    project.take()
+    shutil.rmtree(project.home / "store")
     assert (project.take() / "pkg/a.py").read_text() == "a"
 
 
@@ -327,110 +297,41 @@ def test_too_many_files_are_refused(project: Project, monkeypatch: pytest.Monkey
 # -- faults ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["link", "symlink", "mkdir"])
 def test_full_disk_is_error_and_leaves_no_part(
-    project: Project, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    (project.root / "link").symlink_to("train.py")
-    project.store.directory.joinpath("files").mkdir(parents=True)
-    project.take()
-    project.write(**{"train.py": "2"})
-    before = project.names()
-    real: Callable[..., None] = getattr(os, call)
-
-    def full(*args: object, **more: object) -> None:
-        if ".new-" in str(args):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(*args, **more)
-
-    monkeypatch.setattr(os, call, full)
-    with pytest.raises(SubmitError, match="No space left on device"):
-        project.take()
-    assert project.names() == before
-
-
-def test_file_with_too_many_links_is_copied(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+    (project.root / "link").symlink_to("train.py")
+    real = os.symlink
 
-    monkeypatch.setattr(os, "link", refuse)
-    tree = project.take()
-    assert (tree / "train.py").read_text() == "1"
-    assert stat.S_IMODE((tree / "train.py").stat().st_mode) == 0o444
+    def full(target: str, path: Path) -> None:
+        if ".code." in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(target, path)
 
-
-def test_submissions_at_the_same_time_share_one_snapshot(project: Project) -> None:
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(project.take())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1
-    assert len(found) == 4
-    assert project.names() == sorted([found[0].parent.name, "files", "stat"])
+    monkeypatch.setattr(os, "symlink", full)
+    with pytest.raises(SubmitError, match="No space left on device"):
+        project.take()
+    assert list((project.home / "jobs" / "job-1" / "tree").iterdir()) == []
 
 
-def test_old_part_of_killed_submission_is_removed(project: Project) -> None:
-    part = project.store.directory / ".new-1" / "project"
-    part.mkdir(parents=True)
-    part.chmod(0o555)
-    new = project.store.directory / ".new-2"
-    new.mkdir()
-    os.utime(part.parent, (0, 0))
+def test_code_that_no_job_has_is_removed_after_an_hour(project: Project) -> None:
     project.take()
-    assert not part.parent.exists()
-    assert new.exists()
-
-
-# -- removing --------------------------------------------------------------------------------------
-
-
-def test_snapshot_is_unused_once_no_job_links_to_it(project: Project) -> None:
-    tree = project.take()
-    name = tree.parent.name
-    job_dir = project.job(tree)
-    assert (job_dir / "code").resolve() == tree
-    assert project.store.unused(fresh=0.0) == []
-    (job_dir / "code").unlink()
-    assert project.store.unused() == [], "a submission may be about to link to it"
-    assert project.store.unused(fresh=0.0) == [name]
-    assert project.store.size(name) > 0
-    size = project.store.size(name)
-    assert project.store.remove(name) == size
-    assert not project.store.exists(name)
-    assert project.store.remove_files(fresh=0.0) == 0
-    assert project.names() == ["files", "stat"]
-
-
-def test_removal_keeps_files_of_other_snapshots(project: Project) -> None:
-    first = project.take()
     project.write(**{"train.py": "22"})
-    second = project.take()
-    assert project.store.size(first.parent.name) == 1
-    assert project.store.remove(first.parent.name) == 1
-    assert (second / "pkg/a.py").read_text() == "a"
+    project.take()
+    for blob in (project.home / "store").glob("*/*"):
+        os.utime(blob, (0, 0))
+    code_store.clean(project.home, (), remove=True)
+    assert project.stored() == ["#!/bin/sh\n", "1", "22", "a", "d"]
+    code_store.clean(project.home, {"job-1"}, remove=True)
+    assert project.stored() == ["#!/bin/sh\n", "22", "a", "d"]
 
 
-def test_linked_snapshot_is_not_removed(project: Project) -> None:
-    tree = project.take()
-    project.job(tree)
-    project.store.remove(tree.parent.name)
-    assert (tree / "train.py").exists()
-
-
-def test_link_to_removed_snapshot_is_error(project: Project) -> None:
-    tree = project.take()
-    project.store.remove(tree.parent.name)
-    with pytest.raises(SubmitError, match="was removed"):
-        project.job(tree)
-
-
-def test_store_without_snapshots_has_none_unused(project: Project) -> None:
-    assert project.store.unused(fresh=0.0) == []
-    assert not project.store.exists("../jobs")
+def test_code_removed_from_the_store_is_error(project: Project) -> None:
+    found = store.take(project.home, project.source())
+    shutil.rmtree(project.home / "store")
+    (project.home / "jobs/job-1").mkdir()
+    with pytest.raises(SubmitError, match="not kept any more"):
+        store.place(project.home, "project", found, project.home / "jobs/job-1")
 
 
 # -- which words of a command come from the snapshot -----------------------------------------------

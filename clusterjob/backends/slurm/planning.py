@@ -15,9 +15,8 @@ from clusterjob.backends.slurm.client import Client
 from clusterjob.backends.slurm.status import NAME, by_directory, cluster_of
 from clusterjob.core import arrays, python_env
 from clusterjob.core.plans import Plan, PlannedCommand
-from clusterjob.core.records import Record, Records, home
+from clusterjob.core.records import Record, Records
 from clusterjob.core.render import in_shell, render, sh
-from clusterjob.core.snapshot.store import SnapshotStore
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SpecError
 from clusterjob.node.logs.job_dir import CODE, SLURM_LOG
@@ -370,8 +369,8 @@ def container_options(
             f"--container {spec.container!r} names no image",
             "write it as pyxis:IMAGE, apptainer:IMAGE or FILE.sif",
         )
-    snapshots = () if code is None else (str(code.top), str(SnapshotStore(home()).directory))
-    mounts = list(dict.fromkeys((str(job_dir), str(workdir), *snapshots)))
+    top = () if code is None else (str(code.top),)
+    mounts = list(dict.fromkeys((str(job_dir), str(workdir), *top)))
     for path in mounts:
         if "," in path or ":" in path or '"' in path:
             raise SpecError(

@@ -21,13 +21,14 @@ from clusterjob.core.snapshot.ignore_files import OWN_IGNORE, Rules
 from clusterjob.core.snapshot.secret_files import looks_secret
 from clusterjob.core.units import show_size
 from clusterjob.errors import SubmitError
-from clusterjob.node.logs.job_dir import CODE_LIST
+from clusterjob.node.logs.job_dir import CODE_GIT, CODE_LIST
 from clusterjob.node.system import files
 from clusterjob.node.system.sanitize import sanitize
 
 LIMIT = 512 * 1024**2  # bytes; prevents sending data to every host by mistake
 MOST_ENTRIES = 100_000  # prevents sending a home directory by mistake
-_NEVER = frozenset({".git", ".hg", ".svn"})
+GIT = ".git"
+_NEVER = frozenset({GIT, ".hg", ".svn"})
 _COMPILED = "__pycache__"  # Python would replace the files in it through a link
 _CHUNK = 1 << 18
 _MAX_NAMED = 10  # maximum number of excluded secrets in a message
@@ -60,11 +61,13 @@ class Snapshot:
         root: the directory.
         entries: files, directories and links to send; a directory precedes its content.
         secrets: paths that were left out because they look like secrets.
+        git: the directory with the files of the snapshot's own .git directory; None without one.
     """
 
     root: Path
     entries: tuple[SnapshotEntry, ...]
     secrets: tuple[str, ...] = ()
+    git: Path | None = None
 
     @property
     def files(self) -> int:
@@ -122,6 +125,12 @@ class Snapshot:
         ]
         return zlib.compress(json.dumps(rows).encode(), 1)
 
+    def path(self, entry: SnapshotEntry) -> Path:
+        """Return the path of a file on this machine."""
+        if self.git is not None and entry.path.startswith(f"{GIT}/"):
+            return self.git / entry.path.removeprefix(f"{GIT}/")
+        return self.root / entry.path
+
     def of_digests(self, wanted: set[str]) -> list[SnapshotEntry]:
         """Return one file of the snapshot for each digest."""
         files = (entry for entry in self.entries if entry.kind == "file")
@@ -136,7 +145,7 @@ class Snapshot:
         for entry in entries:
             left = entry.size
             try:
-                with (self.root / entry.path).open("rb") as stream:
+                with self.path(entry).open("rb") as stream:
                     while left and (data := stream.read(min(left, _CHUNK))):
                         left -= len(data)
                         yield data
@@ -167,7 +176,7 @@ def sent(folder: Path, root: Path) -> Snapshot | None:
         entries = [SnapshotEntry(*row) for row in rows]
     except (OSError, ValueError, TypeError, zlib.error):
         return None
-    return Snapshot(root, tuple(entries))
+    return Snapshot(root, tuple(entries), git=folder / CODE_GIT)
 
 
 def changed(entry: SnapshotEntry) -> SubmitError:

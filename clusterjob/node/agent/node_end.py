@@ -8,6 +8,7 @@ from typing import Any
 
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import now
+from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, Failure, JobState, Verdict
 
 
@@ -64,6 +65,9 @@ class NodeEnd:
             OSError: the end cannot be written.
         """
         end = verdict.to_json() | {"host": self._host, "usage": usage}
+        # One node looks at each copy of the code: the coordinator's, and those with a copy.
+        if not coordinates and not (self._node_rank and node_directory(self._job_dir, 0).exists()):
+            end["in_code"] = ends.files_in_code()
         ends.write(self._job_dir, self._node_rank, end=end)
         if coordinates and not ends.has_result(self._job_dir, self._attempt):
             ends.write_result(self._job_dir, verdict)

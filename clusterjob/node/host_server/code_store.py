@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from clusterjob.node.host_server import requests
 from clusterjob.node.logs.job_dir import ARCHIVE, CODE, CODE_LIST
@@ -42,17 +43,32 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
     Raises:
         OSError: the disk is full, or a file cannot be written; the incomplete copy is removed.
     """
-    entries = json.loads(zlib.decompress(packed))
     code = home / "jobs" / request.job / CODE
     if code.exists():  # another node of the job, with the same home directory, created it
         return {"missing": []}
+    return {"missing": sorted(build(home, code, packed, listed=code.with_name(CODE_LIST)))}
+
+
+def build(home: Path, code: Path, packed: bytes, listed: Path) -> set[str]:
+    """Create a complete copy of the code; return the digests that are missing in the store.
+
+    Args:
+        home: clusterjob's directory on this host, with the store.
+        code: path of the copy.
+        packed: the list of files, as for `install`.
+        listed: path for the list.
+
+    Raises:
+        OSError: the disk is full, or a file cannot be written; the incomplete copy is removed.
+    """
+    entries = json.loads(zlib.decompress(packed))
     missing = {
         digest
         for _, kind, _, size, digest in entries
-        if kind == "file" and not _is_stored(_blob(home, digest), size)
+        if kind == "file" and not is_stored(home, digest, size)
     }
     if missing:
-        return {"missing": sorted(missing)}
+        return missing
     part = Path(tempfile.mkdtemp(prefix=f".{CODE}.", dir=code.parent))
     try:
         for path, kind, mode, _, value in entries:
@@ -65,7 +81,7 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
             elif not _copy(_blob(home, value), target, mode=mode, digest=value):
                 missing.add(value)
         if not missing:
-            files.write_atomic(code.with_name(CODE_LIST), packed)  # `clean` reads it
+            files.write_atomic(listed, packed)  # `clean` reads it
             part.chmod(0o755)
             part.rename(code)
     except OSError:
@@ -73,20 +89,48 @@ def install(home: Path, request: requests.Install, packed: bytes) -> dict[str, A
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)  # a complete copy has been renamed
-    return {"missing": sorted(missing)}
+    return missing
 
 
 def find(home: Path, request: requests.FindStored) -> dict[str, Any]:
     """Return in ``stored`` whether the store has a file; the file counts as used now."""
     blob = _blob(home, request.digest)
-    stored = _is_stored(blob, request.length)
+    stored = is_stored(home, request.digest, request.length)
     if stored:
         os.utime(blob)
     return {"stored": stored}
 
 
-def _is_stored(blob: Path, size: int) -> bool:
-    return blob.is_file() and blob.stat().st_size == size
+def is_stored(home: Path, digest: str, size: int) -> bool:
+    """Return whether the store has a file."""
+    try:
+        status = os.stat(_blob(home, digest))
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == size
+
+
+def add(home: Path, stream: BinaryIO) -> tuple[str, int]:
+    """Copy a file into the store; return the digest and size of the copy, however it changes.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    private_dirs.make(home / "store")
+    handle, temporary = tempfile.mkstemp(prefix=".", dir=home / "store")
+    found, size = hashlib.sha256(), 0
+    try:
+        with os.fdopen(handle, "wb") as copy:
+            while data := stream.read(_CHUNK):
+                found.update(data)
+                size += len(data)
+                copy.write(data)
+        digest = found.hexdigest()
+        private_dirs.make(_blob(home, digest).parent)
+        os.replace(temporary, _blob(home, digest))
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return digest, size
 
 
 def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:

@@ -50,7 +50,7 @@ def _walk(
     if stat.S_ISDIR(status.st_mode):
         if name != ".":
             entries.append((name, "dir", mode, 0, 0, ""))
-        for child in sorted(os.listdir(path)):
+        for child in sorted({*os.listdir(path)} - {".git"}):
             _walk(root, os.path.join(path, child), entries=entries, most=most)
     elif stat.S_ISLNK(status.st_mode):
         entries.append((name, "link", 0, 0, 0, os.readlink(path)))

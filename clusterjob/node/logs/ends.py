@@ -23,16 +23,28 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import stat
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clusterjob.node import contract
 from clusterjob.node.logs.events import now
-from clusterjob.node.logs.job_dir import AGENT_LOG, CANCEL_STACKS, CANCELLED, DETACHED, ENDS, RESULT
+from clusterjob.node.logs.job_dir import (
+    AGENT_LOG,
+    CANCEL_STACKS,
+    CANCELLED,
+    CODE,
+    CODE_LIST,
+    DETACHED,
+    ENDS,
+    RESULT,
+)
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -46,6 +58,9 @@ STACKS_SECONDS = 2.0  # maximum seconds in which the stacks are saved before a s
 _INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
 _SHORT_TEXT = 4000  # characters of a shortened text
 _MAX_ATTEMPTS = 5  # rounds in a shortened verdict
+_MAX_NAMED = 10  # maximum number of names of written files, and of hosts with them
+_MAX_WALK = 1.0  # maximum seconds to look for written files
+_NOT_WRITTEN = (".git", "__pycache__")
 _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
@@ -190,6 +205,41 @@ def write_lost(job_dir: Path, node_rank: int, attempt: int, why: str) -> None:
 def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
     """Return the ends that agents wrote for one attempt of the job, in the order of nodes."""
     return [end for name, end in _all(job_dir) if end["attempt"] == attempt and "." not in name]
+
+
+def files_in_code() -> str:
+    """Return a line with the files that a job wrote into its copy of the code; empty if none.
+
+    The variables of the agent, the caller, name the copy.
+    """
+    environ = os.environ
+    tree = environ.get(contract.CODE_TREE) or environ.get(contract.CODE_DIR, "")
+    listed = Path(tree).with_name(CODE_LIST) if os.path.basename(tree) == CODE else Path()
+    found: list[str] = []
+    begin = time.monotonic()
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, zlib.error):
+        since = listed.stat().st_mtime_ns  # it is newer than the copy
+        rows = json.loads(zlib.decompress(listed.read_bytes()))
+        known = {path: (kind, size) for path, kind, _, size, _ in rows}
+        for folder, directories, names in os.walk(tree):
+            directories[:] = [name for name in directories if name not in _NOT_WRITTEN]
+            for path in (os.path.join(folder, name) for name in names):
+                name, status = os.path.relpath(path, tree), os.lstat(path)
+                kind, size = known.get(name, ("", 0))
+                changed = status.st_size != size or status.st_mtime_ns > since
+                if not kind or (kind == "file" and changed):
+                    found.append(name[:200])
+            if len(found) > _MAX_NAMED or time.monotonic() - begin > _MAX_WALK:
+                break
+    shown = ", ".join(found[:_MAX_NAMED]) + ", ..." * (len(found) > _MAX_NAMED)
+    return f"written beside the code, in {tree} on {os.uname().nodename}: {shown}" if found else ""
+
+
+def written_beside_code(job_dir: Path, verdict: Verdict) -> list[str]:
+    """Return a line for each host on which a job wrote files into its copy of the code."""
+    lines = [end.get("in_code") for end in written(job_dir, verdict.attempt)]
+    texts = [line[:_SHORT_TEXT] for line in lines if line and isinstance(line, str)]
+    return list(dict.fromkeys(filter(None, (verdict.in_code, *texts))))[:_MAX_NAMED]
 
 
 def of_all_attempts(job_dir: Path) -> list[dict[str, Any]]:

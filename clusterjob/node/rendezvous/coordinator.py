@@ -392,6 +392,7 @@ class Coordinator:
 
     def _record_verdict(self, verdict: Verdict) -> Verdict:
         verdict = self._until_done.decide(verdict, warned=bool(self._preemption.reason))
+        verdict = replace(verdict, in_code=ends.files_in_code())
         coordinator_state.remove(self._job_dir)
         try:
             ends.write_result(self._job_dir, verdict)

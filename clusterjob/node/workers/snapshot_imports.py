@@ -57,16 +57,6 @@ def run_kept_script(environ: Mapping[str, str]) -> None:
             pass  # run the current version
 
 
-def hint(message: str, environ: Mapping[str, str]) -> str:
-    """Return what to add to the message of an error; empty if it is not about a snapshot."""
-    snapshot = environ.get("CLUSTERJOB_CODE_TREE")
-    if not snapshot or not message.startswith(("PermissionError", "OSError")):
-        return ""
-    if snapshot not in message and os.path.realpath(snapshot) not in message:
-        return ""
-    return " (the submitted code is read-only: write to the working directory, or --no-snapshot)"
-
-
 class _Tree:
     """A directory and its snapshot."""
 
