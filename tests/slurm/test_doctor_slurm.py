@@ -101,7 +101,7 @@ def test_usable_cluster_passes_all_checks(user_of_each_cluster: User) -> None:
             ("--partition", "small", "--time", "2h"),
             ["job"],
             "is above that of the partition small",
-            "--set qos=NAME",
+            "--qos NAME",
         ),
         (
             ("--set", "partion=main"),
