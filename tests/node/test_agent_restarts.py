@@ -67,7 +67,8 @@ def forkserver_of(job: Job, node: int) -> int:
 
 def store_of(job: Job) -> int:
     own = command_line(job.agents[0].pid)
-    return next(pid for pid in children(forkserver_of(job, 0)) if command_line(pid) == own)
+    same = [pid for pid in children(forkserver_of(job, 0)) if command_line(pid) == own]
+    return same[1]  # the first one writes the workers' output
 
 
 def victim_of(job: Job, victim: str) -> int:
@@ -93,7 +94,7 @@ def test_killed_part_restarts_the_workers(make_job: MakeJob, victim: str) -> Non
     assert job.wait() == [0, 0], [job.stderr(agent) for agent in job.agents]
     result = job.result
     assert (result["state"], result["restarts"]) == ("SUCCEEDED", 1)
-    assert len(kept) == 2, "the other node's agent and forkserver stay"
+    assert len(kept) == 3, "the other node's agent, forkserver and output process stay"
     kind, node = victim.split()
     (restart,) = job.events("restart")
     assert f"node {node} " in restart["why"]
@@ -226,7 +227,7 @@ def test_job_without_restarts_has_no_parent_process(make_job: MakeJob) -> None:
     job.start(0, job.script(ROUNDS))
     job.wait_for("up0.0")
     forkserver = job.forkserver_of(job.agents[0])
-    assert [len(children(pid)) for pid in children(forkserver)] == [0], "the worker"
+    assert [len(children(pid)) for pid in children(forkserver)] == [0, 0]
     job.path("go0").touch()
     assert job.wait() == [0]
     assert not (job.dir / "coordinator.json").exists()

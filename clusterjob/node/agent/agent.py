@@ -171,7 +171,7 @@ class Agent:
         await self._forkserver.quit()
         self._workers.close()
         # Background processes of the setup lines.
-        processes.kill_descendants(keep=self._workers.sender)
+        processes.kill_descendants(self._workers.sender)
         self._workers.phases.flush()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(files.disk, self._timeline.note)  # after all earlier writes

@@ -75,6 +75,7 @@ class NodeWorkers:
         self.gone = asyncio.Event()
         self.gone.set()
         self.sender: int | None = None
+        self._drain: int | None = None  # the process that writes the workers' output
         self.alive_at = time.monotonic()
         self.step = -1
         self._touched = 0
@@ -232,6 +233,7 @@ class NodeWorkers:
             handlers[type(message)](message)
 
     def _on_ready(self, message: forkserver_messages.Ready) -> None:
+        self._drain = message.drain
         if self._forkserver.mark_ready():
             self._on_started()
         else:
@@ -298,7 +300,7 @@ class NodeWorkers:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
         why = f"the forkserver was lost ({how(*self._forkserver.reap())})"
-        processes.kill_descendants(keep=self.sender)
+        processes.kill_descendants(self.sender, self._drain)  # which writes the last output
         if not self.stop_ordered and self._status is not None:
             self.process_lost(why)
         self._replace_agent(why)

@@ -169,7 +169,7 @@ class AgentParent:
     def _give_up(self, who: str, number: int) -> int:
         """Record the loss of the agent, and end by the same signal."""
         ends.write_lost(self._job_dir, self._node_rank, self._attempt, f"{who} was killed")
-        processes.kill_descendants(keep=self.kept("sender"))
+        processes.kill_descendants(self.kept("sender"))
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

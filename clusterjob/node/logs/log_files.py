@@ -1,9 +1,8 @@
 """Name the files of the workers' output and record how they grow.
 
-Each worker writes directly to its own files. There is no pipe, so no line is lost if an agent dies,
-and no worker waits for a reader. The agent records the size of each log file of its node ten times
-a second in the file ``timeline``. With it, a reader can later show the lines of all ranks in the
-order of time.
+`workers.output_drain` writes the workers' output into these files. The agent records the size of
+each log file of its node ten times a second in the file ``timeline``. With it, a reader can later
+show the lines of all ranks in the order of time.
 
 The files of node 0 in ``logs/node0/``:
 

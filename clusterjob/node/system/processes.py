@@ -161,22 +161,22 @@ def below(pid: int, children: Mapping[int, list[int]]) -> list[int]:
     return found
 
 
-def kill_descendants(keep: int | None = None) -> None:
+def kill_descendants(*keep: int | None) -> None:
     """Kill every process below this one, adopted orphans included.
 
     Args:
-        keep: pid of a descendant that is left alone, with all processes below it.
+        keep: pids of descendants that are left alone, with all processes below them.
     """
     for _ in range(100):
         try:
-            left = descendants(os.getpid())
-            if keep is not None:
-                left = sorted(set(left) - {keep, *descendants(keep)})
+            left = set(descendants(os.getpid()))
+            for pid in filter(None, keep):
+                left -= {pid, *descendants(pid)}
         except OSError:  # no descriptor is free; PR_SET_PDEATHSIG ends the workers instead
             return
         if not left:
             return
-        for pid in left:
+        for pid in sorted(left):
             send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 

@@ -37,6 +37,7 @@ from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import (
     early_variables,
     hook_directory,
+    output_drain,
     preload,
     promised_gpus,
     snapshot_imports,
@@ -106,6 +107,7 @@ class Forkserver:
         self._status_probe = StatusProbe()
         self._table = WorkerTable(node_rank, attempt)
         self._store: int | None = None
+        self._streams: list[tuple[int, Path]] = []  # read ends of the workers' output, and files
         self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
         self._stopped_at = 0.0
         self._early = False  # whether a worker that saves nothing is killed before that time
@@ -152,13 +154,14 @@ class Forkserver:
             os.setsid()
         else:
             os.setpgid(0, 0)
+        self._drain_pid, self._drain = output_drain.start()
         why = self._preload_torch()
         options = self._options
         is_python = options.program.is_python
         self._no_gpus = promised_gpus.missing(options.require_gpus, is_python=is_python)
         self._hook = hook_directory.write(self._job_dir)
         self._open()
-        self._send(messages.Ready(why))
+        self._send(messages.Ready(why, drain=self._drain_pid))
         while not (self._quit and self._stopping is None):
             for key, _ in self._selector.select(self._select_timeout()):
                 if key.fd == self._wake_read:
@@ -174,6 +177,9 @@ class Forkserver:
                 answers = self._status_probe.answers(forked=self._fork)
                 if answers is not None:
                     self._send(answers)
+        self._drain.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._drain_pid, 0)
         if self._agent_gone:
             self._end_node()
         return None
@@ -236,7 +242,12 @@ class Forkserver:
                 descriptors[0],
                 log_files.node_directory(self._job_dir, self._node_rank),
                 message.variables,
-                close=[self._control.fileno(), self._wake_read, self._wake_write],
+                close=[
+                    self._control.fileno(),
+                    self._wake_read,
+                    self._wake_write,
+                    self._drain.fileno(),
+                ],
                 fork=self._fork or "torch" not in sys.modules,
             )
         else:
@@ -274,7 +285,7 @@ class Forkserver:
         self._status_probe.cancel()
         self._table.clear()
         directory = log_files.node_directory(self._job_dir, self._node_rank)
-        own = [self._control.fileno(), self._wake_read, self._wake_write]
+        own = [self._control.fileno(), self._wake_read, self._wake_write, self._drain.fileno()]
         if descriptors:
             self._store = worker_process.start_store(
                 world, descriptors[0], log=directory / STORE_LOG, close=[*own, *self._reports.ends]
@@ -289,14 +300,24 @@ class Forkserver:
             snapshot_imports.install(os.environ)
             program.read_ahead(self._options.program)
         for start in starts:
-            error, pid = self._no_gpus, 0
+            error, pid, writers = self._no_gpus, -1, list[int]()
             try:
                 if not error:
+                    writers += [self._open_stream(start.out)]
+                    writers += [self._open_stream(start.err)]
                     pid = worker_process.start(
-                        start, self._reports.ends, close=own, stdin=self._stdin
+                        start,
+                        self._reports.ends,
+                        streams=(writers[0], writers[1]),
+                        close=[*own, *(read_end for read_end, _ in self._streams)],
+                        stdin=self._stdin,
                     )
             except OSError as failed:
                 error = f"cannot start a worker: {failed}"
+            finally:
+                if pid != 0:
+                    for writer in writers:
+                        os.close(writer)
             if error:
                 self._send(
                     messages.WorkerFailing(
@@ -318,6 +339,13 @@ class Forkserver:
             )
         self._table.write(world, starts, running=self._running.values())
         return None
+
+    def _open_stream(self, path: Path) -> int:
+        """Return the write end of a pipe whose output is written into a file."""
+        read_end, write_end = output_drain.open_pipe()
+        self._streams.append((read_end, path))
+        output_drain.add(self._drain, read_end, path)
+        return write_end
 
     def _starts(
         self, world: World, variables: dict[str, str], directory: Path
@@ -346,8 +374,16 @@ class Forkserver:
     # -- watching ----------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        for pid, status in processes.ended_children():
-            if pid == self._store:
+        ended = list(processes.ended_children())
+        if any(pid in self._running for pid, _ in ended):
+            output_drain.flush(self._drain)  # the agent reads the output of an ended worker
+        for pid, status in ended:
+            if pid == self._drain_pid:
+                self._drain_pid, self._drain = output_drain.start()
+                for read_end, path in self._streams:
+                    with contextlib.suppress(OSError):
+                        output_drain.add(self._drain, read_end, path)
+            elif pid == self._store:
                 self._store = None
                 if self._stopping is None and (
                     os.waitstatus_to_exitcode(status) != worker_process.NO_TORCH
@@ -413,7 +449,7 @@ class Forkserver:
         moment = time.monotonic()
         if self._running:
             if moment >= self._stopping:
-                self._signal(processes.descendants(os.getpid()), signal.SIGKILL)
+                self._signal(self._below(), signal.SIGKILL)
             elif self._early:
                 idle = [worker.pid for worker in self._running.values() if self._is_idle(worker)]
                 self._signal(idle, signal.SIGKILL)
@@ -423,7 +459,7 @@ class Forkserver:
         if self._store is not None:
             processes.send_signal(self._store, signal.SIGKILL)
             return  # continue after the store is reaped
-        leftovers = processes.descendants(os.getpid())
+        leftovers = self._below()
         if leftovers:
             if moment >= self._empty_since + _LEFTOVER_KILL:
                 self._signal(leftovers, signal.SIGKILL)
@@ -435,7 +471,15 @@ class Forkserver:
         self._leftovers_terminated = self._early = False
         while self._stacks:
             self._stacks.popitem()[1].close()
+        output_drain.flush(self._drain)
+        for read_end, _ in self._streams:
+            os.close(read_end)
+        self._streams.clear()
         self._send(messages.WorkersGone())
+
+    def _below(self) -> list[int]:
+        """Return the processes that the workers started, and the workers."""
+        return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
     def _is_idle(self, worker: worker_process.RunningWorker) -> bool:
         """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""

@@ -173,9 +173,15 @@ class WorkerHandler:
 
 @dataclass(frozen=True)
 class Ready:
-    """The forkserver has finished its imports; `why` is why it cannot fork workers, or None."""
+    """The forkserver has finished its imports.
+
+    Attributes:
+        why: why it cannot fork workers, or None.
+        drain: the pid of the process that writes the workers' output.
+    """
 
     why: str | None
+    drain: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class WorkerStart:
         local_rank: its index on the node; 0 for torchrun, because a node has only one.
         variables: environment variables, added to the inherited ones.
         argv: the command line to exec; None if the forked process runs the program itself.
-        out, err: the files for its stdout and stderr, opened for appending.
+        out, err: the files for its stdout and stderr.
     """
 
     local_rank: int
@@ -56,7 +56,11 @@ class RunningWorker:
 
 
 def start(
-    worker: WorkerStart, report_pipe: tuple[int, int], close: list[int], stdin: int | None
+    worker: WorkerStart,
+    report_pipe: tuple[int, int],
+    streams: tuple[int, int],
+    close: list[int],
+    stdin: int | None,
 ) -> int:
     """Fork a worker; the worker executes its command line or returns to run the program.
 
@@ -66,6 +70,7 @@ def start(
     Args:
         worker: the settings of this worker.
         report_pipe: (read end, write end) of the forkserver's report pipe.
+        streams: the descriptors for its stdout and stderr.
         close: the forkserver's own file descriptors, which the worker closes.
         stdin: the descriptor for the first worker's stdin; the stdin of the other workers is empty.
 
@@ -73,10 +78,8 @@ def start(
         The worker's pid in the forkserver; 0 in a worker that runs the program in this process.
 
     Raises:
-        OSError: a process or a log file could not be created.
+        OSError: a process could not be created.
     """
-    out = _open_log(worker.out)
-    err = _open_log(worker.err)
     forkserver_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -86,14 +89,12 @@ def start(
     pid = os.fork()
     if pid != 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(out)
-        os.close(err)
         return pid
     try:
         processes.die_with_parent(forkserver_pid)
         _reset_signals()
         _connect_streams(
-            out, err, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0
+            *streams, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0
         )
         os.environ.update(worker.variables)
         # The pid identifies the owner of the descriptor: a child of the worker inherits the
