@@ -8,8 +8,11 @@ clusterjob catches the errors of libraries and raises one of these, with the lib
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+
+TYPE_CHECKING = False  # as of typing, whose import would slow each worker
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
 
 OTHER_HOME = "set CLUSTERJOB_HOME to another directory"  # hint for a directory that is unusable
 
