@@ -135,7 +135,7 @@ def test_nodes_use_job_directory_of_submitter_if_visible(tmp_path: Path) -> None
     plan.job_dir.mkdir(parents=True, mode=0o700)
     for file in plan.files:
         file.path.write_bytes(file.data)
-    (plan.job_dir / "token").write_text("secret")
+    (plan.job_dir / "token").write_text("secret-of-the-job")
     ran = run(
         ["bash", plan.files[-1].path],
         tmp_path,

@@ -222,7 +222,7 @@ def test_entry_script_runs_in_uploaded_code_directory(
     assert printed(job_dir, ran.out) == {
         "at": str(special_path / "code"),
         "argv": ["train.py"],
-        "token": "secret:t-1",
+        "token": "secret-of-the-job:t-1",
         "job": "job-abc",
         "stream": None,
         "index": None,

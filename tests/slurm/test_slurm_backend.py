@@ -207,7 +207,7 @@ def test_requested_options_reach_slurm(user: User) -> None:
     assert "mem=3G" in job["TRES"]
     assert job["TresPerNode"] == "gres:gpu:4"
     shown = user.slurm.run("squeue", "--noheader", "--format=%j|%k|%Z").stdout.strip()
-    assert shown == f"a name|clusterjob:{job_id} my own | words|{user.directory_of(job_id)}"
+    assert shown == f"{job_id}|clusterjob:{job_id} my own | words|{user.directory_of(job_id)}"
     status = user.job(job_id)
     assert (status["state"], status["backend_id"]) == ("PENDING", user.slurm_id(job_id))
     assert "JobHeldUser" in status["reason"] or "BeginTime" in status["reason"]

@@ -53,7 +53,7 @@ def test_time_limit_above_limit_of_partition_is_refused(user: User) -> None:
     assert (
         "the time limit of 0-01:01:00 is above that of the partition small: 0-01:00:00" in message
     )
-    assert "--set qos=NAME" in message
+    assert "--qos NAME" in message
     for options in (
         ("--partition", "small", "--time", "60m"),
         ("--partition", "small,main", "--time", "2h"),

@@ -174,7 +174,7 @@ def test_message_for_many_peers_is_encoded_once() -> None:
     assert messages.FROM_COORDINATOR.encode_json(stop) is text
     assert json.loads(text) == {"type": "Stop", "grace": 0.5, "signal": 15, "early": False}
     other = messages.FROM_COORDINATOR.encode_json(messages.Stop(0.0, 9))
-    assert json.loads(other) == {"type": "Stop", "grace": 0.0, "signal": 9}
+    assert json.loads(other) == {"type": "Stop", "grace": 0.0, "signal": 9, "early": False}
 
 
 def test_message_of_another_codec_is_not_encoded() -> None:

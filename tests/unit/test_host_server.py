@@ -173,7 +173,7 @@ def test_file_that_is_removed_from_store_during_installation_is_sent_again(
     put_job(tmp_path, "one-a", code={"own.py": b"1"})
     (tmp_path / "jobs" / "two-b").mkdir()
     digest = hashlib.sha256(b"1").hexdigest()
-    monkeypatch.setattr(code_store, "_is_stored", lambda *_: True)
+    monkeypatch.setattr(code_store, "is_stored", lambda *_: True)
     (tmp_path / "store" / digest[:2] / digest).unlink()
     packed = zlib.compress(json.dumps([("own.py", "file", 0o644, 1, digest)]).encode())
     answer = code_store.install(tmp_path, requests.Install("two-b"), packed)

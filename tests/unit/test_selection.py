@@ -73,7 +73,7 @@ def test_at_sign_counts_from_latest_job_and_arrays_count_once(records: Records, 
 
 
 def test_at_sign_without_jobs_is_refused(records: Records) -> None:
-    with pytest.raises(JobNotFound, match="no jobs are recorded"):
+    with pytest.raises(JobNotFound, match="no job is recorded"):
         records.find("@")
 
 
