@@ -42,7 +42,7 @@ def missing(wanted: int, *, is_python: bool) -> str:
     return (
         f"{who} {seen} of the {wanted} GPUs that the job asked for"
         f" ({torch}, driver {driver}, CUDA_VISIBLE_DEVICES {listed});"
-        " --no-require-gpus runs it on the CPU"
+        " --no-require-gpus (of `launch`: --require-gpus 0) runs it on the CPU"
     )
 
 
