@@ -53,7 +53,6 @@ class Machine:
         if python_env.travels(self._spec):
             own = [CheckStep("interpreter", lambda: [fitness.prepared(self._spec)])]
         return [
-            *directory_checks(),
             CheckStep("bash", lambda: [bash()]),
             *own,
             CheckStep("loopback", lambda: [loopback()]),

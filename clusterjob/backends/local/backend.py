@@ -281,13 +281,14 @@ class LocalBackend:
 
     def doctor_checks(self, spec: JobSpec) -> Iterator[Check]:
         """Yield the doctor checks of this machine for a job."""
-        from clusterjob.doctor.this_machine import Machine
+        from clusterjob.doctor.this_machine import Machine, directory_checks
 
         linux.require("--cluster local")
         # `_plan`, not `plan`: `Machine` checks the interpreter.
         return run_checks(
             [
-                CheckStep("job", lambda: shared.check_plan(self._plan, spec)),
+                *directory_checks(),
+                CheckStep("job", lambda: shared.check_plan(self._plan, spec), needs=("directory",)),
                 *Machine(spec).check_steps(),
             ]
         )

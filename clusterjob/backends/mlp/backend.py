@@ -147,8 +147,8 @@ class MlpBackend(PlatformBackend):
         account = dict(self.account_of(spec.options))
         return run_checks(
             [
-                CheckStep("job", lambda: shared.check_plan(self.plan, spec)),
                 *directory_checks(),
+                CheckStep("job", lambda: shared.check_plan(self.plan, spec), needs=("directory",)),
                 *AccountOnPlatform(spec, Volc(account), account=account).check_steps(),
             ]
         )

@@ -109,7 +109,7 @@ class SlurmCluster:
             CheckStep("GPUs", self._gpus, needs=("partitions",)),
             CheckStep("accounting", self._accounting, needs=("controller",)),
             CheckStep("nodes", self._nodes, needs=there),
-            CheckStep("job", self._job, needs=("controller",)),
+            CheckStep("job", self._job, needs=("directory", "controller")),
         ]
 
     # -- access ------------------------------------------------------------------------------------

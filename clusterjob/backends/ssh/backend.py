@@ -301,8 +301,8 @@ class SshBackend:
         spec, options = planning.settled(spec), planning.SshOptions.of(spec.options)
         return run_checks(
             [
-                CheckStep("job", lambda: shared.check_plan(self.plan, spec)),
                 *directory_checks(),
+                CheckStep("job", lambda: shared.check_plan(self.plan, spec), needs=("directory",)),
                 *Hosts(
                     self._sessions,
                     planning.place_of(spec, options.ssh),
