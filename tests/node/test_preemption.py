@@ -438,7 +438,7 @@ def test_workers_killed_by_sigterm_before_warning_are_preempted(make_job: MakeJo
     job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
     for agent in job.agents:
-        for worker in below(job.forkserver_of(agent)):
+        for worker in job.workers_of(agent):
             os.kill(worker, signal.SIGTERM)
     time.sleep(0.3)
     job.agents[1].terminate()
@@ -450,7 +450,7 @@ def test_worker_killed_by_sigterm_without_warning_fails_job(make_job: MakeJob) -
     job = make_job(2)
     job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
     up(job, 2)
-    (worker,) = below(job.forkserver_of(job.agents[1]))
+    (worker,) = job.workers_of(job.agents[1])
     os.kill(worker, signal.SIGTERM)
     assert job.wait() == [143, 143]
     assert (
