@@ -393,6 +393,8 @@ class Coordinator:
     def _record_verdict(self, verdict: Verdict) -> Verdict:
         verdict = self._until_done.decide(verdict, warned=bool(self._preemption.reason))
         verdict = replace(verdict, in_code=ends.files_in_code())
+        if verdict.state is JobState.SUCCEEDED and (full := files.why_full(self._job_dir)):
+            verdict = replace(verdict, reason=f"{full}, so output may be missing")
         coordinator_state.remove(self._job_dir)
         try:
             ends.write_result(self._job_dir, verdict)

@@ -157,7 +157,7 @@ def why_full(directory: Path) -> str:
         return ""
     if found.f_flag & os.ST_RDONLY:
         return f"{directory} is on a read-only file system"
-    if found.f_bavail == 0:
+    if found.f_blocks and found.f_bavail == 0:  # some file systems count nothing
         return f"the disk of {directory} is full"
     if found.f_files and found.f_favail == 0:
         return f"the disk of {directory} has no inodes left"
