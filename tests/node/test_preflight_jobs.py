@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import slow_hosts
 from namespaces import machines
-from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, command_line, wait_until
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, children, command_line, wait_until
 
 from clusterjob.insight.preflight import read_preflight
 from clusterjob.insight.report import preflight_table
@@ -27,7 +28,13 @@ def preflight_event(job: Job) -> dict[str, Any]:
 
 def measuring_processes(job: Job) -> list[int]:
     """Return the children of the forkservers, before the workers start."""
-    return [pid for agent in job.agents for pid in below(job.forkserver_of(agent))]
+    return [pid for agent in job.agents for pid in measuring_of(agent)]
+
+
+def measuring_of(agent: subprocess.Popen[bytes]) -> list[int]:
+    """Return the measuring process of a node; empty before it has started."""
+    # A forkserver's first child writes the workers' output.
+    return [pid for forkserver in children(agent.pid) for pid in children(forkserver)[1:]]
 
 
 def wait_for_measuring(job: Job) -> list[int]:
@@ -90,7 +97,7 @@ def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: Make
     job = make_job(2)
     job.start_all("--preflight", job.script('print("up")'))
     wait_for_measuring(job)
-    [pid] = below(job.forkserver_of(job.agents[1]))
+    [pid] = measuring_of(job.agents[1])
     os.kill(pid, signal.SIGKILL)
     assert job.wait() == [1, 1]
     result = job.result
@@ -104,7 +111,7 @@ def test_killed_measuring_process_is_only_named_with_warn(make_job: MakeJob) -> 
     job = make_job(2)
     job.start_all("--preflight=warn", job.script('print("up")'))
     wait_for_measuring(job)
-    [pid] = below(job.forkserver_of(job.agents[1]))
+    [pid] = measuring_of(job.agents[1])
     os.kill(pid, signal.SIGKILL)
     assert job.wait() == [0, 0]
     assert "the measuring process: it has ended" in job.events("preflight")[0]["slow"][0]
@@ -124,7 +131,7 @@ def test_measuring_processes_end_before_the_workers_and_leave_no_file(make_job: 
     )
     job.start_all("--preflight", script)
     assert job.wait() == [0]
-    assert job.log(0, "rank0.out") == "1\n"
+    assert job.log(0, "rank0.out") == "2\n", "the worker, and the process that writes its output"
     assert not [name for name in set(os.listdir(job.dir)) - before if name.startswith("tmp")]
 
 

@@ -20,7 +20,7 @@ from clusterjob.node.preflight.heat_table import HeatTable, is_slow
 from clusterjob.node.preflight.measures import Probe, Value
 from clusterjob.node.preflight.turns import Step, Turns
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous.messages import FROM_AGENT
+from clusterjob.node.rendezvous.messages import FROM_AGENT, ConnectionLost
 from clusterjob.node.rendezvous.preflight_findings import Clocks, differing_versions
 from clusterjob.node.rendezvous.preflight_run import Preflight
 from clusterjob.node.system.codec import MalformedMessageError
@@ -236,6 +236,7 @@ class Simulated:
             peers[node] = SimpleNamespace(
                 node_rank=node,
                 host=f"gpu{node}",
+                lost=False,
                 send=lambda order, node=node: self._on(node, order),
             )
         self.peers = peers
@@ -276,6 +277,9 @@ class Simulated:
     def _handle(self, node: int, message: Any) -> Any:
         if isinstance(message, str):
             return message  # an outcome that ends the job
+        if isinstance(message, ConnectionLost):
+            self.peers[node].lost = True
+            return None
         self.preflight.handlers[type(message)](self.peers[node], message)
         return None
 
@@ -419,6 +423,26 @@ def test_node_whose_measuring_process_ends_is_named() -> None:
     run._answer = answer
     assert run.run() is None
     assert run.preflight.result.slow == {2: "the measuring process: it has ended"}
+
+
+@pytest.mark.parametrize("order_lost_at", ["BeginPreflight", "MeasureHost", "MeasureGroup"])
+def test_lost_node_is_neither_awaited_nor_named(order_lost_at: str) -> None:
+    run = Simulated(4, answers())
+    usual = run._on
+
+    def on(node: int, order: Any) -> None:
+        if node != 2 or type(order).__name__ != order_lost_at:
+            usual(node, order)
+        elif not run.peers[2].lost:
+            run.inbox.append((2, ConnectionLost("its connection ended", ended=True)))
+
+    run._on = on  # type: ignore[method-assign]
+    begin = time.monotonic()
+    assert run.run() is None
+    assert time.monotonic() - begin < 1.0
+    result = run.preflight.result
+    assert (result.slow, run.preflight.refusal()) == ({}, None)
+    assert [host for host, _ in result.table.rows] == ["gpu0", "gpu1", "gpu3"]
 
 
 def test_outcome_that_arrives_meanwhile_ends_the_preflight() -> None:

@@ -266,10 +266,11 @@ class Preflight:
         """Complete the result, print it and write it into the events."""
         result = self.result
         for node, why in self._steps.broken.items():
-            if not self._peers[node].lost:
-                result.slow.setdefault(node, why)
+            result.slow.setdefault(node, why)
+        for node in self._steps.lost:  # its agent may have been killed: the host is not to blame
+            result.slow.pop(node, None)
         names = self._names()
-        measured = {node: names[node] for node in nodes}
+        measured = {node: names[node] for node in nodes if node not in self._steps.lost}
         result.findings += differing_versions(self._known, names)
         result.findings += self._steps.clocks.findings(measured)
         result.table = HeatTable.of(self._steps.values, measured)

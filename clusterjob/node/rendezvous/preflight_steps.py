@@ -38,6 +38,7 @@ class PreflightSteps:
     Attributes:
         started: what the measuring processes of this run have reported, by node.
         broken: the nodes of this run that cannot be measured, with the reason.
+        lost: those of them whose agents were lost; they may have joined again.
         clocks: the clocks of the nodes.
         values: the best value of each measure and node.
         pairs: the best value of each pair of nodes.
@@ -63,6 +64,7 @@ class PreflightSteps:
         self._answers: dict[int, dict[int, messages.Measured]] = {}  # by step and node
         self.started: dict[int, messages.MeasuringStarted] = {}
         self.broken: dict[int, str] = {}
+        self.lost: set[int] = set()
         self.clocks = Clocks()
         self.values: dict[Measure, dict[int, Value]] = {each: {} for each in measures.MEASURES}
         self.pairs: dict[tuple[int, int], Value] = {}
@@ -83,6 +85,7 @@ class PreflightSteps:
         """
         self.started.clear()
         self.broken.clear()
+        self.lost.clear()
         self._stuck.clear()
         address, alone = self._topology.master_addr, self._topology.nnodes == 1
         store = ports.listen(address, [0], alone=alone)
@@ -100,11 +103,7 @@ class PreflightSteps:
             )
             self._ask_clock(node)
         deadline = time.monotonic() + timeout
-        peers = self._membership.peers
-        while any(
-            node not in self.started and node not in self.broken and not peers[node].lost
-            for node in nodes
-        ):
+        while any(node not in self.started and node not in self.broken for node in nodes):
             left = deadline - time.monotonic()
             end = await self._receive(left) if left > 0 else None
             if end is not None or left <= 0:
@@ -165,8 +164,15 @@ class PreflightSteps:
         self._membership.peers[node].send(message)
 
     async def _receive(self, timeout: float) -> Outcome | None:
-        message = await self._next_message(timeout)
-        return self._handle(*message) if message is not None else None
+        found = await self._next_message(timeout)
+        if found is None:
+            return None
+        end = self._handle(*found)
+        peer = self._membership.peers.get(found[0])
+        if peer is not None and peer.lost:
+            self.lost.add(peer.node_rank)
+            self._on_ended(peer, messages.MeasuringEnded("its agent is lost"))
+        return end
 
     # -- one step ----------------------------------------------------------------------------------
 
