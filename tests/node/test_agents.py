@@ -303,6 +303,23 @@ def test_worker_failure_on_node_1_ends_job_on_both_nodes(
     assert not own_processes()
 
 
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_signal_to_process_group_of_a_rank_ends_that_rank_alone(
+    make_job: MakeJob, start: str
+) -> None:
+    job = make_job()
+    text = """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            os.killpg(0, signal.SIGTERM)
+        time.sleep(1000)
+    """
+    job.start_all("--nproc-per-node", "2", "--start", start, job.script(text))
+    assert job.wait() == [143]
+    assert job.result["failure"]["rank"] == 1
+    assert "SIGTERM" in job.result["failure"]["message"]
+
+
 @pytest.mark.parametrize("code", [1, 2, 120, 255])
 def test_exit_code_of_worker_becomes_exit_code_of_job(make_job: MakeJob, code: int) -> None:
     job = make_job()

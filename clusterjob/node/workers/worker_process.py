@@ -92,6 +92,7 @@ def start(
         return pid
     try:
         processes.die_with_parent(forkserver_pid)
+        os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
         _reset_signals()
         _connect_streams(
             *streams, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0
