@@ -56,6 +56,7 @@ exec(compile(__loader__.get_data(_file), _file, "exec"), _importer.__dict__)
 _importer.install(__file__)
 """
 _DOCSTRING = re.compile(r'r?"""')
+_COMMENT = re.compile(r"  # [^'\"]*$")  # after code; a string that begins so would end behind it
 _END_BYTES = 22  # length of the end record of a zip without a comment
 _MAX_KEPT = 4  # maximum number of zips of other sources (other environments) in the cache
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time, so equal sources give equal bytes
@@ -181,6 +182,8 @@ def _make(kept_name: str) -> bytes:  # noqa: ARG001 - the key of the cache
 def bare(source: str) -> str:
     """Return Python source with empty lines instead of comment lines and docstrings.
 
+    Comments after code are removed too, unless they have quotes.
+
     It scans the lines, which is 20 times as fast as Python's parser. It relies on the style of this
     package: a docstring has triple double quotes, is the first statement or follows a line that
     ends with a colon, and nothing follows it on its line. A test compares the result with
@@ -201,7 +204,7 @@ def bare(source: str) -> str:
             in_docstring = '"""' not in text[quotes.end() :]
             closing, may_begin = '"""' if in_docstring else "", False
         else:
-            kept.append(line)
+            kept.append(_COMMENT.sub("", line))
             closing = next((each for each in ('"""', "'''") if line.count(each) % 2), "")
             may_begin = text.endswith(":")
     return "\n".join(kept)
