@@ -126,9 +126,8 @@ class Nodes:
         self._rounds, self._gone, self._took_over = restart + 1, frozenset(), False
         self._seen.clear()
         self._ended.clear()
-        for (
-            node
-        ) in usable:  # it is a part of the job even before it says that it has seen the round
+        for node in usable:
+            # It is a part of the job even before it says that it has seen the round.
             peer = self._membership.peers[node]
             peer.rounds = min(max(1, peer.rounds), self._rounds)
         self.selection.nodes = self.selection.choose(usable)
