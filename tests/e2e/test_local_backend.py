@@ -22,11 +22,10 @@ import pytest
 from procs import (
     TEST_TIMEOUT,
     alive,
-    below,
+    children,
     command_line,
     kill_all,
     own_processes,
-    stat_fields,
     wait_for_no_processes,
     wait_until,
 )
@@ -107,10 +106,6 @@ def agents_of(record: Record) -> list[int]:
         agent["pid"]
         for agent in sorted(record.handle.data["agents"], key=lambda agent: agent["node_rank"])
     ]
-
-
-def children(pid: int) -> list[int]:
-    return [candidate for candidate in below(pid) if stat_fields(candidate)[1:2] == [str(pid)]]
 
 
 def text_of(record: Record) -> str:

@@ -1486,12 +1486,12 @@ def test_job_directory_that_cannot_be_created_is_reported(make_job: MakeJob) -> 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 64 KiB for the test."""
+    """Mount a file system of 256 KiB, more than what two nodes reserve for their ends."""
     if os.geteuid() != 0:
         pytest.skip("only root mounts a tmpfs")
     directory = tmp_path / "small"
     directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(directory)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(directory)]
     mounted = subprocess.run(command, check=False, capture_output=True, text=True)
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")

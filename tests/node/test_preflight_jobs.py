@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import slow_hosts
 from namespaces import machines
-from procs import TEST_TIMEOUT, WITH_TORCH, Job, children, command_line, wait_until
+from procs import TEST_TIMEOUT, WITH_TORCH, Job, command_line, wait_until
 
 from clusterjob.insight.preflight import read_preflight
 from clusterjob.insight.report import preflight_table
@@ -26,24 +25,13 @@ def preflight_event(job: Job) -> dict[str, Any]:
     return event
 
 
-def measuring_processes(job: Job) -> list[int]:
-    """Return the children of the forkservers, before the workers start."""
-    return [pid for agent in job.agents for pid in measuring_of(agent)]
-
-
-def measuring_of(agent: subprocess.Popen[bytes]) -> list[int]:
-    """Return the measuring process of a node; empty before it has started."""
-    # A forkserver's first child writes the workers' output.
-    return [pid for forkserver in children(agent.pid) for pid in children(forkserver)[1:]]
-
-
 def wait_for_measuring(job: Job) -> list[int]:
+    """Return the measuring process of each node; they start where the workers start later."""
     wait_until(lambda: job.events("measuring"), TEST_TIMEOUT, "the preflight")
-    return wait_until(
-        lambda: (found := measuring_processes(job)) and len(found) == job.nnodes and found,
-        TEST_TIMEOUT,
-        "the measuring processes",
-    )
+    return [
+        wait_until(lambda at=agent: job.workers_of(at), TEST_TIMEOUT, "a measuring process")[0]
+        for agent in job.agents
+    ]
 
 
 def test_preflight_without_torch_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
@@ -96,9 +84,7 @@ def test_cancel_ends_the_preflight(make_job: MakeJob) -> None:
 def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all("--preflight", job.script('print("up")'))
-    wait_for_measuring(job)
-    [pid] = measuring_of(job.agents[1])
-    os.kill(pid, signal.SIGKILL)
+    os.kill(wait_for_measuring(job)[1], signal.SIGKILL)
     assert job.wait() == [1, 1]
     result = job.result
     assert (result["state"], result["failure"]["kind"]) == ("FAILED", "launch")
@@ -110,9 +96,7 @@ def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: Make
 def test_killed_measuring_process_is_only_named_with_warn(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all("--preflight=warn", job.script('print("up")'))
-    wait_for_measuring(job)
-    [pid] = measuring_of(job.agents[1])
-    os.kill(pid, signal.SIGKILL)
+    os.kill(wait_for_measuring(job)[1], signal.SIGKILL)
     assert job.wait() == [0, 0]
     assert "the measuring process: it has ended" in job.events("preflight")[0]["slow"][0]
 

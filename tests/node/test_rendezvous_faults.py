@@ -334,7 +334,8 @@ def test_agent_with_low_open_file_limit_ends_within_timeout(make_job: MakeJob, f
 
 
 BROKEN = """
-    import asyncio, os, runpy, sys
+    import asyncio, os, runpy, sys, time
+    from clusterjob.node.logs.events import EventLog
     from clusterjob.node.rendezvous.membership import Membership
 
     async def beat(self):
@@ -342,22 +343,35 @@ BROKEN = """
             await asyncio.sleep(0.05)
         raise ZeroDivisionError("a bug")
 
-    Membership._send_heartbeats = beat
+    def write(self, line):
+        while not os.path.exists("up1"):
+            time.sleep(0.05)
+        raise ZeroDivisionError("a bug")
+
+    {broken}
     del sys.argv[:3]
     sys.argv.insert(0, "clusterjob.node")
     runpy.run_module("clusterjob.node", run_name="__main__")
 """
 
 
-def test_exception_in_task_of_agent_ends_all_nodes_with_reason(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(
+    ("broken", "where"),
+    [("Membership._send_heartbeats = beat", "beat"), ("EventLog._write = write", "write")],
+    ids=["task", "disk thread"],
+)
+def test_exception_in_agent_ends_all_nodes_with_reason(
+    make_job: MakeJob, broken: str, where: str
+) -> None:
     job = make_job(2)
     program = talk_script(job)
-    job.start(0, program, python=(sys.executable, "-S", job.script(BROKEN, "broken.py")))
+    text = BROKEN.format(broken=broken)
+    job.start(0, program, python=(sys.executable, "-S", job.script(text, "broken.py")))
     job.start(1, program)
     assert job.wait() == [1, 1]
     assert job.result["state"] == "FAILED"
     assert (
-        f"(pid {job.agents[0].pid}) failed: ZeroDivisionError: a bug (beat, broken.py line"
+        f"(pid {job.agents[0].pid}) failed: ZeroDivisionError: a bug ({where}, broken.py line"
         in job.result["reason"]
     )
     assert "failed: ZeroDivisionError: a bug" in job.node_end(1)["reason"]

@@ -36,6 +36,15 @@ def place(job: Job, restart: int, rank: int) -> tuple[int, int, int]:
     return seen["WORLD_SIZE"], seen["GROUP_RANK"], seen["GROUP_WORLD_SIZE"]
 
 
+def with_short_lease(make_job: MakeJob) -> Job:
+    """Start a job on two nodes with a spare one; their lease is 2 s."""
+    job = make_job(3)
+    lease = ("--heartbeat", "0.2", "--lease", "2")
+    job.start_all("--spares", "1", *lease, job.script(PLACES))
+    job.wait_for("0.0", "0.1")
+    return job
+
+
 def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
     job = make_job(3)
     script = job.script(PLACES)
@@ -57,10 +66,7 @@ def test_spare_takes_place_of_lost_node(make_job: MakeJob) -> None:
 def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
     make_job: MakeJob,
 ) -> None:
-    job = make_job(3)
-    lease = ("--heartbeat", "0.2", "--lease", "2")
-    job.start_all("--spares", "1", *lease, job.script(PLACES))
-    job.wait_for("0.0", "0.1")
+    job = with_short_lease(make_job)
     worker = json.loads(job.path("0.1").read_text())["pid"]
     os.kill(job.agent_of(1), signal.SIGSTOP)
     job.wait_for("1.1")
@@ -74,10 +80,7 @@ def test_workers_of_frozen_agent_end_before_those_of_its_replacement_start(
 def test_replacement_waits_for_a_lease_when_nothing_is_known_of_a_lost_node(
     make_job: MakeJob,
 ) -> None:
-    job = make_job(3)
-    lease = ("--heartbeat", "0.2", "--lease", "2")
-    job.start_all("--spares", "1", *lease, job.script(PLACES))
-    job.wait_for("0.0", "0.1")
+    job = with_short_lease(make_job)
     kill_all([job.agents[1].pid, *below(job.agents[1].pid)])  # the machine
     job.wait_for("1.1")
     job.path("enough").touch()

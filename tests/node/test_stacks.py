@@ -84,13 +84,18 @@ def test_process_answers_repeatedly_and_continues_to_sleep(tmp_path: Path) -> No
 
 def test_all_threads_answer_and_main_thread_is_first(tmp_path: Path) -> None:
     text = """
-        def first(): threading.Event().wait()
+        begun = threading.Semaphore(0)
+        def first():
+            begun.release()
+            threading.Event().wait()
         def second():
             pathlib.Path("/proc/thread-self/comm").write_text("loader")
-            up()
+            begun.release()
             time.sleep(1000)
         offer()
         for each in (first, second): threading.Thread(target=each).start()
+        for _ in range(2): begun.acquire()
+        up()
         while True: pass
     """
     with child(tmp_path, text) as process:

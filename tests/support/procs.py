@@ -113,8 +113,10 @@ def below(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the live children of a process."""
-    return [each for each in below(pid) if stat_fields(each)[1:2] == [str(pid)]]
+    """Return the live children of a process in the order of their start; pids may begin again."""
+    fields = {each: stat_fields(each) for each in below(pid)}
+    found = [each for each in fields if fields[each][1:2] == [str(pid)]]
+    return sorted(found, key=lambda each: int(fields[each][19]))
 
 
 def marked(marker: str, among: Iterable[int] | None = None) -> list[int]:
@@ -294,7 +296,8 @@ class Job:
         These are the workers, what they started, and node 0's store.
         """
         forkserver = self.forkserver_of(agent)
-        return [pid for pid in below(forkserver) if pid != children(forkserver)[0]]
+        output = children(forkserver)[:1]
+        return [pid for pid in below(forkserver) if pid not in output]
 
     def agent_of(self, node_rank: int) -> int:
         """Return the pid of a node's agent in a job with restarts: the child of its parent."""

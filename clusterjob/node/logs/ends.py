@@ -283,10 +283,10 @@ def write_result(job_dir: Path, verdict: Verdict) -> None:
 
 
 def reserve(job_dir: Path, node_rank: int) -> None:
-    """Reserve disk space for this node's end, and on node 0 for the verdict."""
-    files.reserve(directory(job_dir) / f"node{node_rank}.json")
+    """Reserve disk space on node 0 for the verdict, and then for this node's end."""
     if node_rank == 0:
         files.reserve(job_dir / RESULT)
+    files.reserve(directory(job_dir) / f"node{node_rank}.json")
 
 
 def _fitting(end: dict[str, Any]) -> bytes:

@@ -11,6 +11,7 @@ import re
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +35,21 @@ def use_thread() -> None:
 
 
 def later(action: Callable[..., object], *args: object) -> None:
-    """Call a function in the disk's thread; at once in a process without one."""
+    """Call a function in the disk's thread; at once in a process without one.
+
+    An error in the thread is handled as that of a thread which ends by it.
+    """
     if disk is None:
         action(*args)
     else:
-        disk.submit(action, *args)
+        disk.submit(_call, action, *args)
+
+
+def _call(action: Callable[..., object], *args: object) -> None:
+    try:
+        action(*args)
+    except Exception:
+        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), None)))
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
