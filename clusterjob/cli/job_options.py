@@ -13,7 +13,7 @@ import typer
 from clusterjob.cli.help import Command, dashes
 from clusterjob.core.options import OPTIONS
 from clusterjob.errors import UsageError
-from clusterjob.node.program import NO_EFFECT, Program
+from clusterjob.node.program import NO_EFFECT, STDIN, Program
 
 Json = Annotated[bool, typer.Option("--json", help="JSON output (default: text).")]
 Id = Annotated[
@@ -108,7 +108,7 @@ class ProgramCommand(JobOptionsCommand):
                 return args[:index], Program(kind, args[index + 1], args=rest) if index + 1 < len(
                     args
                 ) else None
-            if not word.startswith("-"):
+            if word == STDIN or not word.startswith("-"):
                 return args[:index], Program("script", word, args=tuple(args[index + 1 :]))
             name = dashes(word) if word.startswith("--") else word
             if name in BARE and args[index + 1 : index + 2] == [BARE[name]]:  # not the script

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from clusterjob.cli.job_filters import LatestId, named_or_latest
 from clusterjob.cli.job_options import Json, flags_given, misplaced, own_options, program_of
 from clusterjob.errors import ClusterJobError
+from clusterjob.node.logs.job_dir import STDIN_SCRIPT
 from clusterjob.node.program import Program
 
 if TYPE_CHECKING:
@@ -206,8 +208,10 @@ def _plan(
 ) -> tuple[Plan, str]:
     from clusterjob.cli import output
     from clusterjob.core import job_settings, jobs
+    from clusterjob.core.plans import PlannedFile
 
     program = program_of(ctx)
+    program, script = program.read_stream() or (program, b"")
     directory = Path.cwd()
     cluster = flags.pop("cluster")
     settings = job_settings.resolve(
@@ -228,7 +232,10 @@ def _plan(
             f"{' '.join(words)} went to the script, which does not contain such options;"
             f" clusterjob's options stand before it: {shlex.join(line)}"
         )
-    return jobs.plan(spec, settings, foreground=foreground), settings.cluster
+    plan = jobs.plan(spec, settings, foreground=foreground)
+    if script:
+        plan = replace(plan, files=(*plan.files, PlannedFile(plan.job_dir / STDIN_SCRIPT, script)))
+    return plan, settings.cluster
 
 
 def _print_plan(plan: Plan, *, as_json: bool) -> int:

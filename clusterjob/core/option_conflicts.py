@@ -29,6 +29,11 @@ def check(spec: JobSpec) -> None:
             "--retry needs clusterjob's agent, and --launcher srun starts none",
             "use --launcher agent or torchrun",
         )
+    if spec.program.on_stdin and (spec.launcher in ("srun", "ray") or spec.elements()):
+        raise SpecError(
+            "a script on standard input needs --launcher agent or torchrun, and no array",
+            "save it as a file, and give its name",
+        )
     _check_nodes(spec)
     _check_until_done(spec)
     if spec.hang_timeout is not None and spec.launcher == "srun":

@@ -32,7 +32,7 @@ def check(spec: JobSpec) -> None:
         raise SpecError(f"the working directory {str(spec.workdir)!r} does not exist")
     if spec.earlier_code:
         return  # the earlier job has checked its program
-    if spec.program.kind == "script":
+    if spec.program.kind == "script" and not spec.program.on_stdin:
         _check_script(spec.workdir, spec.program.target)
     elif spec.program.kind == "module" and not _MODULE_NAME.fullmatch(spec.program.target):
         raise SpecError(

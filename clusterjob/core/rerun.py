@@ -12,7 +12,7 @@ from clusterjob.core.job_secrets import Secret
 from clusterjob.core.plans import Plan, PlannedFile
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import RecordError, UsageError
-from clusterjob.node.logs.job_dir import CALLS
+from clusterjob.node.logs.job_dir import CALLS, STDIN_SCRIPT
 from clusterjob.node.verdict import JobState
 
 _FAILED = (JobState.FAILED, JobState.LOST, JobState.PREEMPTED)
@@ -78,15 +78,16 @@ def _secrets(record: Record, given: Sequence[Secret]) -> tuple[Secret, ...]:
 
 
 def _with_calls(plan: Plan, record: Record) -> Plan:
-    """Add the pickled calls, if the job runs Python functions.
+    """Add the pickled calls of Python functions, or the script that was on standard input.
 
     Raises:
-        RecordError: a call cannot be read.
+        RecordError: a file cannot be read.
     """
     try:
         files = [
             PlannedFile(plan.job_dir / path.name, path.read_bytes())
-            for path in sorted(record.whole_dir.glob(CALLS))
+            for pattern in (CALLS, STDIN_SCRIPT)
+            for path in sorted(record.whole_dir.glob(pattern))
         ]
     except OSError as error:
         raise RecordError(

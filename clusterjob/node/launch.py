@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,6 +22,7 @@ from clusterjob.node.environments import scheduler, show, this_node, worker_defa
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, environment_log, log_files
+from clusterjob.node.logs.job_dir import STDIN_SCRIPT
 from clusterjob.node.logs.log_protocol import refusal
 from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.options import LaunchOptions, parse
@@ -92,8 +94,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     # Remove the variable: another job in a worker must not inherit it.
     numbered = os.environ.pop(contract.STREAM, "") == "1"
 
-    stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
-
+    options, stdin = _stdin_of_workers(options, topology, job_dir)
     early = signals.collect_early(preemptible=options.warning is not None)
     parent = None
     if options.restarts:
@@ -269,6 +270,8 @@ def _for_launcher(options: LaunchOptions) -> LaunchOptions:
         )
     if options.launcher != "ray":
         return options
+    if options.program.on_stdin:
+        raise UsageError("--launcher ray needs a script file", "save the script as a file")
     from clusterjob.node.workers import ray_node
 
     return ray_node.node_options(options)
@@ -285,6 +288,25 @@ def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
     except OSError:
         return None
     return descriptor
+
+
+def _stdin_of_workers(
+    options: LaunchOptions, topology: Topology, job_dir: Path
+) -> tuple[LaunchOptions, int | None]:
+    """Return the options and the descriptor of rank 0's stdin, or of a file with the script.
+
+    Raises:
+        UsageError: the script on standard input is empty or too long.
+    """
+    stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
+    if ".pyz/" in __file__:  # the submitter has read the script
+        if options.program.on_stdin:
+            stdin = os.open(job_dir / STDIN_SCRIPT, os.O_RDONLY)
+    elif found := options.program.read_stream():
+        options = replace(options, program=found[0])
+        stdin = os.memfd_create("script")
+        Path(f"/dev/fd/{stdin}").write_bytes(found[1])
+    return options, stdin
 
 
 def _fork_forkserver(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from clusterjob.errors import SpecError, UsageError, did_you_mean
-from clusterjob.node.program import NO_EFFECT, WORKER_WORDS, Program
+from clusterjob.node.program import NO_EFFECT, STDIN, WORKER_WORDS, Program
 from clusterjob.node.retries import retries
 from clusterjob.node.system import signals
 
@@ -341,7 +341,7 @@ def _split_program(argv: list[str]) -> tuple[list[str], Program | None]:
             name, equals, value = word.partition("=")
             word = argv[index] = name.replace("_", "-") + equals + value
         kind = {"--": "command", "-m": "module"}.get(word, "script")
-        if kind != "script" or not word.startswith("-"):
+        if kind != "script" or word == STDIN or not word.startswith("-"):
             words = argv[index:] if kind == "script" else argv[index + 1 :]
             return argv[:index], Program(kind, words[0], args=tuple(words[1:])) if words else None
         if word == "--preflight" and argv[index + 1 : index + 2] == ["refuse"]:  # not the script

@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterjob.errors import ClusterJobError
+from clusterjob.errors import ClusterJobError, UsageError
 
 # Files whose frames stand above the program's own frames in a traceback.
 _LAUNCHER_FILES = (
@@ -33,6 +33,9 @@ _LAUNCHER_FILES = (
 # Functions of torch that the hook wraps.
 _HOOK = re.compile(r"/clusterjob/node/workers/(?:collective_waits|flight_dumps|torch_patches)\.py$")
 _MAX_SOURCE = 1 << 20  # bytes
+# The targets of a script that every worker reads from its stdin, as Python does.
+STDIN, _STDIN_FILE = "-", "/dev/stdin"
+_MAX_STDIN = 16 << 20  # bytes of such a script
 # Words of torchrun's --nproc-per-node: one worker per GPU, per core, or per GPU and without GPUs
 # per core.
 WORKER_WORDS = ("gpu", "cpu", "auto")
@@ -62,6 +65,11 @@ class Program:
         """Whether the launcher's interpreter runs it, so that a worker can be forked for it."""
         return self.kind in ("script", "module")
 
+    @property
+    def on_stdin(self) -> bool:
+        """Whether it is a script that every worker reads from its stdin."""
+        return self.kind == "script" and self.target in (STDIN, _STDIN_FILE)
+
     def argv(self, python: str) -> list[str]:
         """Return the complete command line.
 
@@ -80,6 +88,25 @@ class Program:
         path = Path(*self.target.split("."))
         return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
 
+    def read_stream(self) -> tuple[Program, bytes] | None:
+        """Read a script that can be read only once: standard input or a named pipe.
+
+        Returns:
+            The program with the target ``-``, and the script; None if it is another program.
+
+        Raises:
+            UsageError: the script is empty or too long.
+            OSError: it cannot be read.
+        """
+        if not (self.on_stdin or (self.kind == "script" and Path(self.target).is_fifo())):
+            return None
+        # Not by its name: standard input may be a socket, as in a session of sshd.
+        with open(os.dup(0) if self.on_stdin else self.target, "rb") as stream:
+            text = stream.read(_MAX_STDIN + 1)
+        if not 0 < len(text) <= _MAX_STDIN:
+            raise UsageError(f"the script {self.target!r} is empty, or longer than 16 MiB")
+        return Program("script", STDIN, args=self.args), text
+
     def source(self) -> bytes:
         """Return the first 1 MB of the main file; nothing if it cannot be read, or only once."""
         with contextlib.suppress(OSError, ValueError):
@@ -91,7 +118,7 @@ class Program:
     def launch_arguments(self) -> list[str]:
         """Return the arguments of `clusterjob launch` for this program, the inverse of parsing."""
         prefix = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
-        if self.kind == "script" and self.target.startswith("-"):
+        if self.kind == "script" and self.target.startswith("-") and not self.on_stdin:
             return [f"./{self.target}", *self.args]
         return [*prefix, self.target, *self.args]
 

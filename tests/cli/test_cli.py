@@ -1541,3 +1541,14 @@ def test_run_in_an_odd_shell(terminal: Terminal, before: str, after: str, code: 
     assert "Traceback" not in done.stderr
     assert (terminal.directory / "ran").exists() == (code == 0)
     assert ("the working directory was deleted" in done.stdout) == (code == 2)
+
+
+def test_workers_keep_the_link_in_pwd(terminal: Terminal) -> None:
+    (terminal.directory / "real").mkdir()
+    (terminal.directory / "link").symlink_to("real")
+    run = shlex.join([*CLUSTERJOB, "run", "--cluster", "local", "--", "sh", "-c", "echo $PWD"])
+    done = subprocess.run(
+        ["bash", "-c", f"cd link && {run}"], cwd=terminal.directory, capture_output=True,
+        text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.stdout == f"{terminal.directory}/link\n", done.stderr

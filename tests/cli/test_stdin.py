@@ -209,3 +209,44 @@ def test_background_run_does_not_read_terminal(make_job: MakeJob, tmp_path: Path
         os.write(leader, b"for the shell\n")
         wait_until(lambda: process.poll() is not None, TEST_TIMEOUT)
     assert (tmp_path / "out").read_text() == "0 '' False\n"
+
+
+@pytest.mark.parametrize("program", ["-", "/dev/stdin"])
+@pytest.mark.parametrize(
+    "command",
+    [[*RUN, "--nodes", "2", "--nproc-per-node", "2"], [*LAUNCH, "--nproc-per-node", "4"]],
+    ids=["run", "launch"],
+)
+def test_script_on_stdin_runs_on_every_rank(
+    tmp_path: Path, command: list[str], program: str
+) -> None:
+    (tmp_path / "beside.py").write_text("here = True")
+    script = """
+from __future__ import annotations
+import os, sys, beside
+print(os.environ["RANK"], sys.argv, __name__, repr(sys.stdin.read()), flush=True)
+"""
+    ended = subprocess.run(
+        [*command, program, "--lr", "1"],
+        input=script,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert sorted(ended.stdout.splitlines()) == [
+        f"[{rank}] {rank} ['-', '--lr', '1'] __main__ ''" for rank in range(4)
+    ], ended.stderr
+    if command[:3] == RUN[:3]:
+        again = [sys.executable, "-m", "clusterjob"]
+        subprocess.run([*again, "rerun"], check=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
+        subprocess.run([*again, "wait", "@"], check=True, cwd=tmp_path)
+
+
+@COMMANDS
+def test_empty_script_on_stdin_is_refused(tmp_path: Path, command: list[str]) -> None:
+    ended = subprocess.run(
+        [*command, "-"], input="", capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+    assert "the script '-' is empty, or longer than 16 MiB" in ended.stderr

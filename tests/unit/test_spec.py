@@ -351,3 +351,10 @@ def test_unknown_and_missing_keys_of_a_recorded_spec_are_accepted() -> None:
 def test_wrong_value_of_a_recorded_spec_is_refused_by_its_name(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         JobSpec.from_json({key: value})
+
+
+def test_script_on_stdin_needs_an_agent_to_pass_it_on(workdir: Path) -> None:
+    script = Program("script", "-", args=("--lr", "1"))
+    assert JobSpec(program=script, workdir=workdir).name == "job"
+    with pytest.raises(SpecError, match="on standard input needs --launcher agent"):
+        JobSpec(program=script, workdir=workdir, launcher="ray")

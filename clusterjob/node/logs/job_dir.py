@@ -27,6 +27,7 @@ CANCEL_STACKS = "cancel.stacks"  # exists if a cancel must save the stacks of th
 RESIZE = "resize"  # the number of nodes that `clusterjob resize` requests
 CODE_LIST = "code.list"  # compressed list of the files of the sent code, with their digests
 ARCHIVE = "archive"  # on a host: the digest of the environment archive that the job needs
+STDIN_SCRIPT = "stdin.py"  # a script that the submitter has read from its standard input
 CALLS = "call.*.pkl"  # pickled calls of Python functions; see `clusterjob.worker.call`
 ELEMENTS = "elements"  # one job directory per element of an array, by index
 NOTIFIED = "notified"  # of an array: the elements that have ended, and the events that were sent

@@ -190,6 +190,8 @@ class Forkserver:
             return None
         if not options.program.is_python:
             return "a command, not a Python program" if options.start == "fork" else None
+        if options.program.on_stdin:
+            return "the script is on standard input"
         source, why = options.program.source(), None
         file = options.program.file
         if (b"\0" in source and file.suffix != ".py") or (
@@ -311,6 +313,7 @@ class Forkserver:
                         streams=(writers[0], writers[1]),
                         close=[*own, *(read_end for read_end, _ in self._streams)],
                         stdin=self._stdin,
+                        is_script=self._options.program.on_stdin,
                     )
             except OSError as failed:
                 error = f"cannot start a worker: {failed}"

@@ -49,12 +49,14 @@ def command_line(program: Program, world: World, job_id: str) -> list[str]:
     torchrun does not restart workers: without a rendezvous server, the torchruns of several nodes
     cannot agree on a restart.
     """
+    # Not "-": its workers would share one position in the script.
+    target = "/dev/stdin" if program.on_stdin else program.target
     flags = {"script": [], "module": ["-m"], "command": ["--no-python"]}[program.kind]
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", str(world.nnodes), "--node-rank",
         str(world.node_rank), "--nproc-per-node", str(world.nproc), "--master-addr",
         world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
-        "--max-restarts", "0", *flags, program.target, *program.args,
+        "--max-restarts", "0", *flags, target, *program.args,
     ]  # fmt: skip
 
 

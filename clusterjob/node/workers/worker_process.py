@@ -61,6 +61,8 @@ def start(
     streams: tuple[int, int],
     close: list[int],
     stdin: int | None,
+    *,
+    is_script: bool,
 ) -> int:
     """Fork a worker; the worker executes its command line or returns to run the program.
 
@@ -73,6 +75,7 @@ def start(
         streams: the descriptors for its stdout and stderr.
         close: the forkserver's own file descriptors, which the worker closes.
         stdin: the descriptor for the first worker's stdin; the stdin of the other workers is empty.
+        is_script: whether stdin is a file with the script, which every worker reads.
 
     Returns:
         The worker's pid in the forkserver; 0 in a worker that runs the program in this process.
@@ -94,8 +97,13 @@ def start(
         processes.die_with_parent(forkserver_pid)
         os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
         _reset_signals()
+        if is_script:  # a descriptor with its own position
+            stdin = os.open(f"/dev/fd/{stdin}", os.O_RDONLY)
         _connect_streams(
-            *streams, stdin=stdin, close=[report_pipe[0], *close], reads=worker.local_rank == 0
+            *streams,
+            stdin=stdin,
+            close=[report_pipe[0], *close],
+            reads=is_script or worker.local_rank == 0,
         )
         os.environ.update(worker.variables)
         # The pid identifies the owner of the descriptor: a child of the worker inherits the
