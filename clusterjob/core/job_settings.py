@@ -151,7 +151,7 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
     )
     values.pop("gpus_per_node", None)
     # A job on this machine may be a rehearsal.
-    values.setdefault("require_gpus", bool(asked.count) and settings.backend != "local")
+    values.setdefault("require_gpus", settings.backend != "local")
     values["gpus"] = asked.chosen
     for key in ("template", "env_archive"):
         if key in values:

@@ -221,9 +221,9 @@ class JobSpec:
         return self.resources.nodes - self.spares
 
     @property
-    def promised_gpus(self) -> int:
-        """The number of GPUs that the workers of a node must see."""
-        return (self.resources.gpus_per_node or 0) if self.require_gpus else 0
+    def promised_gpus(self) -> int | None:
+        """The number of GPUs that the workers of a node must see; None: the node decides."""
+        return self.resources.gpus_per_node if self.require_gpus else 0
 
     @property
     def notifies(self) -> bool:

@@ -103,7 +103,12 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         if exit_code is not None:
             return exit_code
     forkserver_pid, agent_end = _fork_forkserver(
-        topology, options, job=job, job_dir=job_dir, stdin=stdin, parent=parent
+        topology,
+        replace(options, require_gpus=_required_gpus(options, finding, nproc, environ)),
+        job=job,
+        job_dir=job_dir,
+        stdin=stdin,
+        parent=parent,
     )
     processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
@@ -216,6 +221,15 @@ def _choose_workers(options: LaunchOptions, topology: Topology, environ: Mapping
     if options.gpus is not None:
         return gpus or 1
     return topology.nproc_per_node or gpus or 1
+
+
+def _required_gpus(
+    options: LaunchOptions, finding: Finding, nproc: int, environ: Mapping[str, str]
+) -> int:
+    """Return how many GPUs the workers must see: by default one each, as far as promised."""
+    if options.require_gpus is not None:
+        return options.require_gpus
+    return 0 if options.nproc_per_node == "cpu" else min(nproc, this_node.gpus(finding, environ))
 
 
 def _worker_count(wanted: int | str, gpus: int) -> int:

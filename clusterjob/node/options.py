@@ -128,7 +128,8 @@ class LaunchOptions:
             after an attempt that another one may complete; see `rendezvous.until_done`.
         checkpoint_dir: directory in which an attempt leaves newer files; empty if it is unknown.
         require_gpus: number of GPUs that this node's workers must see; else the job ends before the
-            script starts. 0 for any.
+            script starts. 0 for any; None for one per worker, as far as the platform's variables
+            promise them.
         require_token: whether to refuse a job of several nodes without the job's secret.
         gpus: GPUs of this node's workers: their number, or their indices or UUIDs as 0,1 or
             device=5; None for all visible ones.
@@ -219,8 +220,12 @@ class LaunchOptions:
     gpus: str | None = _option(
         None, "N", "GPUs of the workers, one worker each: a number, or 0,1 or device=5."
     )
-    require_gpus: int = _option(
-        0, "N", "GPUs that the workers must see, else the job ends (default: 0).", _at_least(0)
+    require_gpus: int | None = _option(
+        None,
+        "N",
+        "GPUs that the workers must see, else the job ends; 0 for any"
+        " (default: those of the platform's variables, at most one per worker).",
+        _at_least(0),
     )
     require_token: bool = _option(False, "", "Refuse several nodes without CLUSTERJOB_TOKEN.")
     metrics: bool = _option(True, "", "Take no samples of CPU, memory and GPUs.")

@@ -105,7 +105,7 @@ def test_launch_on_each_worker_of_platform_joins_them(
     [command] = shell.left
     shell.use(sys.executable, "-S")
     variables = {
-        "MLP_WORKER_NUM": "2", "MLP_WORKER_GPU": "1",
+        "MLP_WORKER_NUM": "2",
         "MLP_WORKER_0_HOST": volc_machines[0].address, "MLP_WORKER_0_PORT": str(free_port()),
         "MLP_WORKER_1_HOST": volc_machines[1].address,
     }  # fmt: skip

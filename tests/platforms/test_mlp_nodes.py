@@ -94,19 +94,23 @@ ENTRY = (sys.executable, "-m", "clusterjob", "launch")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "gpus"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "gpus", "options"), [(2, 2, ("--require-gpus", "0")), (2, 0, ()), (4, 0, ())]
+)
 def test_nodes_train_with_platform_variables_only(
-    four: list[Machine], tmp_path: Path, count: int, gpus: int
+    four: list[Machine], tmp_path: Path, count: int, gpus: int, options: tuple[str, ...]
 ) -> None:
     nodes = four[:count]
     environs = [variables(nodes, index, gpus) for index in range(count)]
+    program = script(tmp_path, TRAIN)
     for code, output in launch(
-        nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN), "--epochs", "3"
+        nodes, tmp_path, environs, *ENTRY, *options, program, "--epochs", "3"
     ):
         assert code == 0, output
-    ranks = rank_reports(tmp_path, count * gpus)
+    workers = gpus or 1
+    ranks = rank_reports(tmp_path, count * workers)
     for number, rank in enumerate(ranks):
-        assert rank["place"] == [number % gpus, count * gpus, number // gpus, count]
+        assert rank["place"] == [number % workers, count * workers, number // workers, count]
         assert (rank["interface"], rank["arguments"]) == ("eth0", ["--epochs", "3"])
         assert rank["losses"] == ranks[0]["losses"]
         assert rank["weights"] == ranks[0]["weights"]
@@ -117,7 +121,7 @@ def test_node_ranks_follow_rack_order(four: list[Machine], tmp_path: Path) -> No
     nodes = four[:3]
     racks = ["0", "2", "1"]
     environs = [
-        variables(nodes, index, 1) | {"MLP_WORKER_RACK_RANK_INDEX": racks[index]}
+        variables(nodes, index, 0) | {"MLP_WORKER_RACK_RANK_INDEX": racks[index]}
         for index in range(3)
     ]
     text = (
@@ -133,7 +137,7 @@ def test_agent_from_an_address_of_no_node_is_refused_and_the_job_runs(
     four: list[Machine], tmp_path: Path
 ) -> None:
     nodes, foreign = four[:2], four[2]
-    environs = [variables(nodes, index, 1) for index in range(2)]
+    environs = [variables(nodes, index, 0) for index in range(2)]
     program = script(tmp_path, "print('ran')")
     options = ("--join-timeout", "4")
     rejected = start(foreign.command(*ENTRY, *options, program), tmp_path, environs[1])
@@ -154,7 +158,7 @@ def test_node_that_reads_rank_from_other_variable_is_refused(
     four: list[Machine], tmp_path: Path
 ) -> None:
     nodes = four[:3]
-    environs = [variables(nodes, index, 1) for index in range(3)]
+    environs = [variables(nodes, index, 0) for index in range(3)]
     for environ, rack in zip(environs[:2], ["0", "1"], strict=True):
         environ["MLP_WORKER_RACK_RANK_INDEX"] = rack
     ran = launch(
@@ -177,7 +181,7 @@ def test_nodes_with_ipv6_addresses_train(four: list[Machine], tmp_path: Path) ->
             ["ip", "-n", machine.name, "address", "del", f"{machine.address}/24", "dev", "eth0"],
             check=True,
         )
-    environs = [variables(nodes, index, 1, ipv6=True) for index in range(2)]
+    environs = [variables(nodes, index, 0, ipv6=True) for index in range(2)]
     for code, output in launch(nodes, tmp_path, environs, *ENTRY, script(tmp_path, TRAIN)):
         assert code == 0, output
     first, second = rank_reports(tmp_path, 2)
@@ -196,6 +200,7 @@ def test_rendered_entry_script_trains_on_two_nodes(four: list[Machine], tmp_path
         "--cluster",
         "mlp",
         "--json",
+        "--no-require-gpus",
         "--env",
         "WORD=it's $HOME",
         "--setup",
@@ -224,7 +229,7 @@ def test_rendered_entry_script_trains_on_two_nodes(four: list[Machine], tmp_path
 def test_platform_interface_is_used_where_it_exists(tmp_path: Path, namespaces: None) -> None:
     with machines(2, "rdma0") as nodes:
         environs = [
-            variables(nodes, index, 1) | {"MLP_IFNAME": name}
+            variables(nodes, index, 0) | {"MLP_IFNAME": name}
             for index, name in enumerate(["rdma0", "missing0"])
         ]
         text = (

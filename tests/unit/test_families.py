@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from job_variables import is_job_variable
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import flux_env, hydra_env, lsf_env, pals_env
+from clusterjob.node.environments import flux_env, hydra_env, lsf_env, pals_env, this_node
 from clusterjob.node.environments.conflicts import PLATFORMS
 from clusterjob.node.environments.detection import FAMILIES, detect
 from clusterjob.node.environments.topology import Topology, Worker
@@ -200,6 +200,12 @@ SAGEMAKER = {
     "SM_HOST_COUNT": "2",
     "SM_NUM_GPUS": "8",
 }
+
+SLURM_NODE = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
+    "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n0",
+    "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+}  # fmt: skip
 
 NODES: dict[str, tuple[dict[str, str], Topology, tuple[str, ...]]] = {
     "mlp": (
@@ -577,6 +583,26 @@ def test_torchrun_inside_any_platform_takes_precedence(name: str) -> None:
     assert finding.source == "torchrun"
     assert finding.placement == process("torchrun", 5, 1, 8, 4, 1, 2, "10.0.0.1", 29500)
     assert all(item.why for item in finding.ignored)
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus"),
+    [
+        (MLP, 8),
+        (MLP | {"MLP_WORKER_GPU": "0"}, 0),
+        (MODELARTS, 8),
+        (SKYPILOT, 8),
+        (SAGEMAKER, 8),
+        (KUBEFLOW, 0),  # a number of workers
+        (SLURM_NODE | {"SLURM_GPUS_ON_NODE": "4"}, 4),
+        (SLURM_NODE, 0),
+        (MLP | {"CLUSTERJOB_NNODES": "1", "CLUSTERJOB_NODE_RANK": "0"}, 0),
+    ],
+)
+def test_platform_promises_the_gpus_that_its_variables_count(
+    environ: dict[str, str], gpus: int
+) -> None:
+    assert this_node.gpus(detect(environ), environ) == gpus
 
 
 @pytest.mark.parametrize("name", NODES)

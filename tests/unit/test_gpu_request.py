@@ -124,18 +124,20 @@ def test_gpus_is_the_number_on_each_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cluster", "flags", "promised"),
     [
-        ("slurm", {}, 8),
-        ("mlp", {}, 8),
-        ("ssh", {"hosts": "a"}, 8),
-        ("slurm", {"require_gpus": "no"}, 0),
-        ("local", {}, 0),
-        ("local", {"require_gpus": True}, 8),
+        ("slurm", {"gpus": "8"}, 8),
+        ("mlp", {"gpus": "8"}, 8),
+        ("ssh", {"gpus": "8", "hosts": "a"}, 8),
+        ("slurm", {"gpus": "8", "require_gpus": "no"}, 0),
+        ("local", {"gpus": "8"}, 0),
+        ("local", {"gpus": "8", "require_gpus": True}, 8),
+        ("mlp", {}, None),  # the platform's variables promise some
+        ("mlp", {"require_gpus": "no"}, 0),
     ],
 )
 def test_gpus_are_promised_on_other_machines(
-    tmp_path: Path, cluster: str, flags: dict[str, Any], promised: int
+    tmp_path: Path, cluster: str, flags: dict[str, Any], promised: int | None
 ) -> None:
-    spec = spec_of(tmp_path, cluster, gpus="8", **flags)
+    spec = spec_of(tmp_path, cluster, **flags)
     assert spec.launch_options().require_gpus == promised
 
 

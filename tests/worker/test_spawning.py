@@ -285,25 +285,41 @@ def test_launch_refuses_gpus_outside_visible_devices(tmp_path: Path) -> None:
     )
 
 
+MLP = {"MLP_ROLE_INDEX": "0", "MLP_WORKER_NUM": "1", "MLP_WORKER_GPU": "8"}
+
+
 @pytest.mark.parametrize(
-    ("words", "who"),
+    ("environ", "words", "seen"),
     [
-        (["ran.py"], "torch sees"),
-        (["--start", "exec", "ran.py"], "torch sees"),
-        (["--", "touch", "ran"], "this node has"),
+        ({}, ["--require-gpus", "999", "ran.py"], "torch sees 0 of the 999"),
+        ({}, ["--require-gpus", "9", "--start", "exec", "ran.py"], "torch sees 0 of the 9"),
+        ({}, ["--require-gpus", "9", "--", "touch", "ran"], "this node has 0 of the 9"),
+        (MLP, ["ran.py"], "torch sees 0 of the 8"),
+        (MLP, ["--nproc-per-node", "2", "ran.py"], "torch sees 0 of the 2"),
+        (MLP, ["--nproc-per-node", "99", "ran.py"], "torch sees 0 of the 8"),
     ],
 )
 def test_workers_without_the_promised_gpus_do_not_start(
-    tmp_path: Path, words: list[str], who: str
+    tmp_path: Path, environ: dict[str, str], words: list[str], seen: str
 ) -> None:
     (tmp_path / "ran.py").write_text("open('ran', 'w')")
-    command = [sys.executable, "-m", "clusterjob", "launch", "--require-gpus", "999", *words]
-    ran = run(command, tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    command = [sys.executable, "-m", "clusterjob", "launch", *words]
+    ran = run(command, tmp_path, environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert (ran.code, (tmp_path / "ran").exists()) == (1, False)
     line = ran.err.splitlines()[0]
-    assert f"{who} 0 of the 999 GPUs" in line
+    assert f"{seen} GPUs" in line
     for word in ("torch ", "driver ", "CUDA_VISIBLE_DEVICES ", "--no-require-gpus", HOST):
         assert word in line
+
+
+@pytest.mark.parametrize("words", [["--require-gpus", "0"], ["--nproc-per-node", "cpu"]])
+def test_workers_start_without_gpus_where_launch_requires_none(
+    tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "ran.py").write_text("open('ran', 'w')")
+    command = [sys.executable, "-m", "clusterjob", "launch", *words, "ran.py"]
+    ran = run(command, tmp_path, MLP | {"CUDA_VISIBLE_DEVICES": ""})
+    assert (ran.code, (tmp_path / "ran").exists()) == (0, True), ran.err
 
 
 # -- multiprocessing processes with manual ranks ---------------------------------------------------

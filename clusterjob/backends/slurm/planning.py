@@ -271,7 +271,7 @@ def _values(
         "srun_options": [*_srun_options(spec), *container.srun_options],
         "program": program.argv(python_env.interpreter(spec)) if by_srun else [],
         # A task may see only its own GPUs.
-        "task_gpus": -(-spec.promised_gpus // spec.nproc_per_node),
+        "task_gpus": -(-(spec.promised_gpus or 0) // spec.nproc_per_node),
         "launch_arguments": [] if by_srun else _launch(spec, program),
     }
 

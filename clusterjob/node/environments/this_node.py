@@ -9,7 +9,7 @@ from clusterjob.errors import PlacementError
 from clusterjob.node.environments import mlp_env, placing, slurm_addresses, slurm_env
 from clusterjob.node.environments.detection import detect
 from clusterjob.node.environments.lookups import look_up
-from clusterjob.node.environments.reading import Finding, Reading
+from clusterjob.node.environments.reading import Finding, Reading, whole_number
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.system import network
 from clusterjob.node.system.hostlist import expand_hostlist
@@ -66,6 +66,14 @@ def with_reachable_master(finding: Finding, environ: Mapping[str, str]) -> Topol
         PlacementError: node 0's name does not resolve here, and Slurm has no address for it.
     """
     return slurm_addresses.resolve_master_address(node_of(finding), environ)
+
+
+def gpus(finding: Finding, environ: Mapping[str, str]) -> int:
+    """Return the number of GPUs that the platform's variables promise this node; 0 if none does."""
+    if finding.source == slurm_env.SOURCE:
+        return whole_number(environ.get("SLURM_GPUS_ON_NODE", "").strip()) or 0
+    names_gpus = "GPU" in finding.evidence.get("nproc_per_node", "")  # MLP_WORKER_GPU, MA_NUM_GPUS
+    return (node_of(finding).nproc_per_node or 0) if names_gpus else 0
 
 
 def peers(topology: Topology, environ: Mapping[str, str]) -> list[str]:

@@ -158,7 +158,7 @@ class Forkserver:
         why = self._preload_torch()
         options = self._options
         is_python = options.program.is_python
-        self._no_gpus = promised_gpus.missing(options.require_gpus, is_python=is_python)
+        self._no_gpus = promised_gpus.missing(options.require_gpus or 0, is_python=is_python)
         self._hook = hook_directory.write(self._job_dir)
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))

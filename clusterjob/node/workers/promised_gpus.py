@@ -40,7 +40,7 @@ def missing(wanted: int, *, is_python: bool) -> str:
     driver = next(filter(None, (files.read_text(path).strip() for path in modules)), "none")
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     return (
-        f"{who} {seen} of the {wanted} GPUs that the job asked for"
+        f"{who} {seen} of the {wanted} GPUs that the job was promised"
         f" ({torch}, driver {driver}, CUDA_VISIBLE_DEVICES {listed});"
         " --no-require-gpus (of `launch`: --require-gpus 0) runs it on the CPU"
     )
