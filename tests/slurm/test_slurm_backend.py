@@ -6,11 +6,14 @@ import json
 import os
 import re
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from procs import wait_for_no_processes, wait_until
 from slurm_user import GUEST, PROMPT, SLEEPER, User
+from ssh_network import python_without_torch
 
 REPORT = """
     import json, os, sys
@@ -350,6 +353,23 @@ def test_custom_template_is_used(user: User) -> None:
 def test_container_without_pyxis_is_refused_before_it_waits(user: User) -> None:
     message = user.refused("--container", "pyxis:nvcr.io/nvidia/pytorch:24.01-py3")
     assert "srun has no --container-image (no Pyxis)" in message
+
+
+def test_python_without_torch_is_refused_before_a_script_that_needs_it_waits(
+    user: User, tmp_path: Path
+) -> None:
+    needs = user.script("import torch\n")
+    python = ("--python", str(python_without_torch(tmp_path)))
+    message = user("submit", "--cluster", "slurm", *python, needs, code=1).stderr
+    assert f"no torch: {python[1]} does not find it" in message
+    for options in (
+        (*python, "--set", "need_torch=false", needs),  # the nodes may have another Python
+        (*python, "--setup", "true", needs),
+        (*python, user.script("if 0:\n    import torch\n", "may.py")),
+        (*python, "--", "sleep", "30"),
+        ("--python", sys.executable, needs),
+    ):
+        user("submit", "--cluster", "slurm", "--set", "hold=true", *options)
 
 
 def test_container_image_is_passed_to_pyxis_and_apptainer(user: User) -> None:

@@ -91,6 +91,7 @@ class SlurmBackend:
             return self._submit_there(plan, login)
         client = Client(hidden=plan.spec.hidden_variables)
         submit.check_pyxis(client, plan)
+        submit.check_torch(plan.spec)
         submit.preflight(client, plan.spec, plan.commands[0].argv)
         ids, cluster = submit.submit_pieces(client, submit.without_bad_nodes(client, plan))
         return _handle(ids, cluster, conf=os.environ.get("SLURM_CONF"))

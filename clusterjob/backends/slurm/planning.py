@@ -63,7 +63,7 @@ def plan(spec: JobSpec) -> Plan:
     job_id, job_dir = shared.new_directory(spec.name)
     array, env = spec.elements(), python_env.read(spec)
     pieces = _pieces(array, spec)
-    own = {"comment"}  # keys of --set that are not options of sbatch
+    own = {"comment", "need_torch"}  # keys of --set that are not options of sbatch
     output = "slurm-%A_%a.out" if array else SLURM_LOG
     remote: dict[str, Any] = {}
     if login is None:

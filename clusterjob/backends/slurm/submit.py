@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +15,7 @@ from clusterjob.backends.shared import warn
 from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
 from clusterjob.backends.slurm.flags import clock, least_nodes
 from clusterjob.backends.slurm.squeue import ask, is_number, rows_of
+from clusterjob.core import python_env
 from clusterjob.core.plans import Plan
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError, SubmitInDoubtError
@@ -34,6 +37,12 @@ _ACCEPTED = re.compile(
 _PRINTED_ID = re.compile(
     r"^(?:Submitted batch job )?(\d{1,10})(?:;([\w.-]+))?(?: on cluster [\w.-]+)?\s*$",
     re.ASCII | re.MULTILINE,
+)
+# A script with this line fails without torch; an indented import may be optional.
+_IMPORTS_TORCH = re.compile(rb"^(import|from) torch\b", re.MULTILINE)
+_NO_TORCH = 93  # an exit code that Python itself does not use
+_FINDS_TORCH = (
+    f"import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else {_NO_TORCH})"
 )
 NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 _NO_SUCH_NODES = re.compile(r"node configuration is not available", re.IGNORECASE)
@@ -104,6 +113,36 @@ def check_pyxis(client: Client, plan: Plan) -> None:
             f"--container {plan.spec.container}: srun has no --container-image (no Pyxis)",
             "use --container apptainer:IMAGE, or ask the site's administrators for Pyxis",
         )
+
+
+def check_torch(spec: JobSpec) -> None:
+    """Refuse a script that imports torch if its Python has none: it would fail after its wait.
+
+    Only a Python that this machine has too is asked. Setup lines and containers may change it.
+
+    Raises:
+        SubmitError: the interpreter does not find torch.
+    """
+    unknown = spec.setup or spec.container or python_env.travels(spec)
+    if unknown or spec.options.get("need_torch") == "false" or not os.path.isabs(spec.python):
+        return
+    if not spec.program.is_python or not _IMPORTS_TORCH.search(spec.program.source()):
+        return
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        code = subprocess.run(
+            [spec.python, "-c", _FINDS_TORCH],
+            check=False,
+            cwd=spec.workdir,
+            env=os.environ | dict(spec.env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_CONFIG_TIMEOUT,
+        ).returncode
+        if code == _NO_TORCH:
+            raise SubmitError(
+                f"no torch: {spec.python} does not find it",
+                "--python PATH chooses another; if the nodes have it, --set need_torch=false",
+            )
 
 
 def without_bad_nodes(client: Client, plan: Plan) -> Plan:
