@@ -70,7 +70,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "top": ("clusterjob top", "clusterjob top train-7f3a"),
     "report": ("clusterjob report train-7f3a", "clusterjob report @ -o report.html"),
-    "trace": ("clusterjob trace train-7f3a",),
     "stacks": ("clusterjob stacks train-7f3a", "clusterjob stacks train-7f3a --rank 3 --native"),
     "env": ("clusterjob env", "srun -N 2 clusterjob env --json"),
     "config": ("clusterjob config --cluster hpc",),

@@ -1,4 +1,4 @@
-"""The commands `report` and `trace`, which write a file about a job."""
+"""The command `report`, which writes a page about a job."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from clusterjob.cli.job_filters import LatestId, named_or_latest
-from clusterjob.errors import ClusterJobError, UsageError
+from clusterjob.errors import UsageError
 
 _STDOUT = "-"
 
 
-def _output_option(default: str) -> Any:
-    help_ = f"File, or - for stdout (default: {default})."
-    return typer.Option("--output", "-o", metavar="FILE", help=help_)
-
-
 def report(
     job_id: LatestId = None,
-    output: Annotated[str | None, _output_option("ID.html")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="File, or - for stdout (default: ID.html)."
+        ),
+    ] = None,
 ) -> int:
     """Write one HTML page about a job, which needs no network to be read.
 
@@ -37,27 +36,7 @@ def report(
 
     record = named_or_latest(job_id)
     path = _target(output, f"{record.job_id}.html", page.MARK)
-    _save(path, [make.make(record)])
-    return 0
-
-
-def trace(
-    job_id: LatestId = None,
-    output: Annotated[str | None, _output_option("ID.trace.json")] = None,
-) -> int:
-    """Write phases, events and metrics of a job as a trace for ui.perfetto.dev."""
-    from clusterjob.cli.output import print_message
-    from clusterjob.core import job_parts, polling
-    from clusterjob.insight import trace as insight
-
-    record = named_or_latest(job_id)
-    job_parts.check_single(record, "trace")
-    path = _target(output, f"{record.job_id}.trace.json", insight.MARK)
-    try:
-        polling.collect(record)
-    except ClusterJobError as error:
-        print_message(f"the latest logs could not be fetched: {error.message}")
-    _save(path, insight.write(record))
+    _save(path, make.make(record))
     return 0
 
 
@@ -86,20 +65,19 @@ def _target(output: str | None, name: str, mark: str) -> Path | None:
     return path
 
 
-def _save(path: Path | None, pieces: Iterable[str]) -> None:
+def _save(path: Path | None, text: str) -> None:
     """Write a file atomically, and print its path; without a path, write to stdout."""
     from clusterjob.node.system.sanitize import sanitize
 
     if path is None:
-        for piece in pieces:
-            sys.stdout.write(piece)
+        sys.stdout.write(text)
         return
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no directory {path.parent}", "-o FILE names the file")
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with open(handle, "w", encoding="utf-8") as stream:
-            stream.writelines(pieces)
+            stream.write(text)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

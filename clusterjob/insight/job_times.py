@@ -1,4 +1,4 @@
-"""The phases and the events of a job on its time axis, for the report and the trace."""
+"""The phases and the events of a job on its time axis."""
 
 from __future__ import annotations
 

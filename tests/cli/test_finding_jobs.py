@@ -168,7 +168,7 @@ def test_unreadable_record_is_named_and_others_are_listed(run: Run, save: Save) 
     assert run("status", "@")[0] == 0
 
 
-@pytest.mark.parametrize("command", ["wait", "report", "stacks", "trace"])
+@pytest.mark.parametrize("command", ["wait", "report", "stacks"])
 def test_command_on_one_job_takes_the_latest(
     run: Run, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Files of a host with any content, which `report`, `trace`, `top` and `status` read."""
+"""Files of a host with any content, which `report`, `top` and `status` read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clusterjob.backends.shared import ended
 from clusterjob.cli import efficiency as shown
 from clusterjob.cli import metrics as shown_metrics
 from clusterjob.core.records import Record
-from clusterjob.insight import metrics, sample_files, silence, trace
+from clusterjob.insight import metrics, sample_files, silence
 from clusterjob.insight.efficiency import efficiency
 from clusterjob.insight.live_node import NodeReader
 from clusterjob.insight.live_output import LiveOutput
@@ -76,7 +76,6 @@ def readers(record: Record) -> dict[str, Callable[[], Any]]:
 
     return {
         "report": report,
-        "trace": lambda: json.loads("".join(trace.write(record)), parse_constant=float.fromhex),
         "csv": csv,
         "status": lambda: json.dumps(status(), allow_nan=False),
         "top": lambda: [NodeReader(record.job_dir, node).read(ended=False) for node in nodes],

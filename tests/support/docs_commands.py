@@ -230,9 +230,9 @@ SESSIONS = (
         ),
     ),
     Session(
-        "tests/e2e/test_report_command.py::test_report_and_trace_of_a_job_that_runs_and_has_failed",
+        "tests/e2e/test_report_command.py::test_report_of_a_job_that_runs_and_has_failed",
         ("docs/troubleshooting.md",),
-        ("clusterjob report train-e7trvw", "clusterjob trace train-e7trvw"),
+        ("clusterjob report train-e7trvw",),
     ),
     Session(
         "tests/platforms/test_backend_example.py::test_job_runs_on_queue",
