@@ -93,18 +93,13 @@ def test_report_is_operable_by_keyboard(written: Path) -> None:
                     " || e.getAttribute('aria-label') || e.textContent.slice(0, 20)); })()"
                 )
             )
-        wanted = {"A #main", "A #timeline", "INPUT choose-0", "FIGURE Timeline of the ranks"}
+        wanted = {"A #main", "A #timeline", "FIGURE Timeline of the ranks"}
         assert wanted <= reached, sorted(reached)
         assert any(each.startswith("SUMMARY") for each in reached)
         # Each focused element has a visible outline.
         page.keyboard.press("Tab")
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-        # The arrow keys choose a heat map, and Enter opens details.
-        page.locator("#choose-0").focus()
-        assert page.locator(".panel-0").is_visible()
-        page.keyboard.press("ArrowRight")
-        assert not page.locator(".panel-0").is_visible()
-        assert page.locator(".panel-1").is_visible()
+        # Enter opens details.
         closed = page.locator("#timeline details:not([open]) summary").first
         table = page.locator("#timeline details table").first
         assert not table.is_visible()
@@ -121,8 +116,6 @@ def test_printed_report_shows_folded_parts(written: Path, tmp_path: Path) -> Non
         assert pdf.startswith(b"%PDF")
         page.emulate_media(media="print")
         assert page.locator("#code details pre").first.is_visible()
-        assert page.locator(".panel-0").is_visible()
-        assert page.locator(".panel-1").is_visible()
         assert not page.locator("nav").is_visible()
         # A printed table is as wide as the page, and not cut.
         width = page.evaluate("document.documentElement.clientWidth")

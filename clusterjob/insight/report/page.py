@@ -36,7 +36,7 @@ def _page(values: Mapping[str, Any]) -> str:
     environment = _environment()
     css, js = (_source(environment, name) for name in ("report.css.j2", "report.js.j2"))
     policy = (
-        f"default-src 'none'; img-src data:; style-src '{_hash(css)}'; script-src '{_hash(js)}';"
+        f"default-src 'none'; style-src '{_hash(css)}'; script-src '{_hash(js)}';"
         " base-uri 'none'; form-action 'none'"
     )
     own = {"css": css, "js": js, "policy": policy}

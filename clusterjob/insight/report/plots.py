@@ -1,4 +1,4 @@
-"""Draw the metrics over time: one picture per metric, and a small line for each node."""
+"""Show the metrics: pictures over time, a row for each node, and the values of each rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from statistics import median
 from typing import NamedTuple
 
 from clusterjob.insight.report import svg
-from clusterjob.insight.report.data import ReportData
+from clusterjob.insight.report.data import Rank, ReportData
 from clusterjob.insight.report.measured import NODE
 from clusterjob.insight.report.series import Series
+from clusterjob.insight.report.timeline import shown_ranks
 from clusterjob.node.verdict import FailureKind
 
 FRAME = svg.HALF
@@ -256,3 +257,50 @@ def _small(values: Sequence[float | None], top: float) -> str:
         f'<svg class="small" viewBox="0 0 {_SMALL_WIDTH} {_SMALL_HEIGHT}" aria-hidden="true">'
         f'<path class="line l0" d="{"".join(parts)}"/></svg>'
     )
+
+
+# -- the table of ranks ----------------------------------------------------------------------------
+
+_RANK_METRICS = (
+    ("rank cpu", "CPU", "%"),
+    ("gpu use", "GPU use", "%"),
+    ("rank memory", "Memory", "B"),
+    ("gpu memory", "GPU memory", "B"),
+    ("rank disk", "Disk", "B/s"),
+    ("rank waits", "Waits", "%"),
+)
+
+
+def rank_values(data: ReportData) -> tuple[list[tuple[str, str]], dict[int, dict[str, str]]]:
+    """Return the metrics of ranks as key and title, and each rank's mean and peak as text."""
+    ranks = shown_ranks(data)
+    found: dict[int, dict[str, str]] = {}
+    titles = []
+    for key, title, unit in _RANK_METRICS:
+        series = _rank_series(data, ranks, key)
+        titles += [(key, title)] if series else []
+        for rank, one in series.items():
+            mean, peak = svg.quantity(one.mean, unit), svg.quantity(one.peak, unit)
+            found.setdefault(rank, {})[key] = f"{mean}, {peak}"
+    return titles, found
+
+
+def _rank_series(data: ReportData, ranks: Sequence[Rank], key: str) -> dict[int, Series]:
+    """Return the series of each rank that has one.
+
+    On a node with a GPU for each rank, a rank has the GPU at its position.
+    """
+    by_node: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_node.setdefault(rank.node, []).append(rank.rank)
+    found = {}
+    for node, own in by_node.items():
+        series = data.series.get(node, {})
+        numbers = dict(zip(sorted(own), sorted(own), strict=True))
+        if key.startswith("gpu"):
+            gpus = sorted(number for name, number in series if name == key and number != NODE)
+            numbers = dict(zip(sorted(own), gpus, strict=False)) if len(gpus) >= len(own) else {}
+        for rank_number, number in numbers.items():
+            if (key, number) in series:
+                found[rank_number] = series[key, number]
+    return found

@@ -1,4 +1,4 @@
-"""Turn the result of a preflight into the values of the report's heat map of hosts."""
+"""Turn the result of a preflight into the values of the report's table of hosts."""
 
 from __future__ import annotations
 

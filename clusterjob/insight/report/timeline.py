@@ -28,12 +28,12 @@ def shown_ranks(data: ReportData) -> list[Rank]:
     return sorted(kept + others[: MAX_ROWS - len(kept)], key=lambda rank: rank.rank)
 
 
-def row_height(rows: int) -> float:
+def _row_height(rows: int) -> float:
     """Return the height of one row, so that the picture stays readable."""
     return 20 if rows <= 16 else 12 if rows <= 40 else 7 if rows <= 96 else 4 if rows <= 160 else 3
 
 
-def places(ranks: Sequence[Rank], height: float) -> tuple[dict[int, float], float]:
+def _places(ranks: Sequence[Rank], height: float) -> tuple[dict[int, float], float]:
     """Return the top of each rank's row, and the height of all; nodes have a gap between them."""
     gap = 4 if height >= 7 else 2
     tops: dict[int, float] = {}
@@ -47,7 +47,7 @@ def places(ranks: Sequence[Rank], height: float) -> tuple[dict[int, float], floa
     return tops, y
 
 
-def row_labels(
+def _row_labels(
     ranks: Sequence[Rank],
     hosts: Mapping[int, str],
     tops: Mapping[int, float],
@@ -94,8 +94,8 @@ def draw(data: ReportData) -> str:
     ]
     if not ranks or data.end <= 0:
         return ""
-    height = row_height(len(ranks))
-    tops, total = places(ranks, height)
+    height = _row_height(len(ranks))
+    tops, total = _places(ranks, height)
     hosts = {node.rank: node.host for node in data.nodes}
     bottom = _TOP + total
     paths: dict[str, list[str]] = {phase: [] for phase in _DRAWN}
@@ -127,7 +127,7 @@ def draw(data: ReportData) -> str:
             if pieces
         ),
         _failures(ranks, data.end, tops, height),
-        row_labels(ranks, hosts, tops, height, _TOP),
+        _row_labels(ranks, hosts, tops, height, _TOP),
         _marks(data.marks, data.end, bottom),
         _titles(ranks, hosts, tops, height),
         "</svg>",

@@ -13,7 +13,6 @@ from clusterjob.core.times import parse_recorded, show_duration
 from clusterjob.core.units import show_size
 from clusterjob.insight.efficiency import averages
 from clusterjob.insight.report import (
-    heat_map,
     plots,
     preflight_table,
     stack_groups,
@@ -147,7 +146,7 @@ def _common(record: Record, state: str, *, snapshot: bool) -> dict[str, Any]:
         (
             "reason", "failure_title", "failure_lines", "failure_who", "consequences", "advice",
             "notes", "elements", "timeline", "marks", "rank_rows", "plots", "node_rows",
-            "wait_plot", "stragglers", "heat_maps", "preflight", "stacks", "stacks_note",
+            "wait_plot", "stragglers", "preflight", "stacks", "stacks_note",
             "stacks_headline", "last_lines", "more_lines",
             "environments", "settings", "restarts", "script", "diff",
         ),
@@ -184,7 +183,6 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "node_rows": node_rows,
         "wait_plot": wait_plot.draw(data),
         "stragglers": straggler_events.lines(data.stragglers),
-        "heat_maps": heat_map.draw(data),
         "preflight": preflight_table.rows(data.preflight),
         "stacks": stack_groups.groups(stacks, int(_STACKS * detail)),
         "stacks_note": sanitize(data.stacks.saved)[:600] if data.stacks is not None else "",
@@ -210,7 +208,6 @@ def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("timeline", "Timeline", values["timeline"] or values["marks"]),
             ("metrics", "Metrics", values["plots"]),
             ("waits", "Waits", values["wait_plot"]),
-            ("heat", "Ranks over time", values["heat_maps"]),
             ("stacks", "Stacks", values["stacks"]),
             ("output", "Last lines", values["last_lines"]),
             ("environment", "Environment", values["environments"] or values["settings"]),
@@ -300,7 +297,7 @@ def _rank_table(data: ReportData, hosts: Mapping[int, str]) -> dict[str, Any]:
     ranks = timeline.shown_ranks(data)
     times = {rank.rank: timeline.times(rank) for rank in ranks}
     phases = [phase for phase in timeline.PHASES if any(phase in one for one in times.values())]
-    metrics, values = heat_map.rank_values(data)
+    metrics, values = plots.rank_values(data)
     rows = [
         {
             "rank": rank.rank,
