@@ -234,18 +234,6 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class Resizer(Protocol):
-    """A backend whose jobs may change their number of nodes while they run."""
-
-    def resize(self, record: Record, nodes: int) -> None:
-        """Write the request into the directory that the job's coordinator reads.
-
-        Raises:
-            ClusterJobError: the job runs on a host that cannot be reached.
-        """
-
-
-@runtime_checkable
 class Checker(Protocol):
     """A backend with doctor checks of its cluster."""
 

@@ -22,7 +22,7 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import CheckFinding, ok
 from clusterjob.errors import ClusterJobError, SpecError
 from clusterjob.node import contract
-from clusterjob.node.logs import ends, log_files, size_request
+from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.events import now
 from clusterjob.node.logs.job_dir import CODE, SPEC
 from clusterjob.node.program import Program
@@ -253,20 +253,6 @@ def request_cancel(record: Record) -> None:
         except OSError:
             pass  # the disk may be full: only the record of this request is lost
     ends.cancel(record.job_dir)
-
-
-def request_size(record: Record, nodes: int) -> None:
-    """Request another number of nodes in a job's directory.
-
-    Raises:
-        ClusterJobError: the request cannot be written.
-    """
-    try:
-        size_request.write(record.job_dir, nodes)
-    except OSError as error:
-        raise ClusterJobError(
-            f"{record.job_dir} cannot be written: {error.strerror}", "check the disk"
-        ) from error
 
 
 def refused(job_dir: Path, attempt: int = 0, **more: Any) -> Verdict | None:

@@ -17,7 +17,7 @@ from clusterjob.errors import ClusterJobError
 from clusterjob.node.program import WORKER_WORDS
 
 _FILE = re.compile("FILE|DIR|PATH")  # in the metavar of an option or argument for a file
-_RUNNING = ("cancel", "resize", "exec", "shell", "forward")  # they take jobs that have not ended
+_RUNNING = ("cancel", "exec", "shell", "forward")  # they take jobs that have not ended
 _MARK = "\1"  # stands for the cursor while a line of bash is divided
 
 

@@ -42,7 +42,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "clusterjob launch train.py",
         "clusterjob launch --nodes 2 --node-rank 0 --master-addr node0 train.py",
     ),
-    "resize": ("clusterjob resize train-7f3a 3",),
     "logs": (
         "clusterjob logs -f train-7f3a",
         "clusterjob logs --rank 0-3,7 -n 50",

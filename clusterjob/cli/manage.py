@@ -1,4 +1,4 @@
-"""The commands on existing jobs: `status`, `wait`, `cancel`, `resize`, `open`."""
+"""The commands on existing jobs: `status`, `wait`, `cancel`, `open`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterjob.cli.job_filters import (
     confirmed,
     named_or_latest,
 )
-from clusterjob.cli.job_options import Id, Json
+from clusterjob.cli.job_options import Json
 from clusterjob.errors import ClusterJobError, RecordError, UsageError
 
 if TYPE_CHECKING:
@@ -183,23 +183,6 @@ def cancel(
     for job_id, error in errors.items():
         output.print_message(f"job {job_id} is not cancelled: {error.message}")
     return 1 if errors else 0
-
-
-def resize(
-    job_id: Id,
-    nodes: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of nodes.")],
-) -> int:
-    """Run a job of --nodes MIN:MAX on another number of nodes from now on.
-
-    The workers are stopped and start again with the new world size, from their latest checkpoint.
-    This does not count for --max-restarts.
-    """
-    from clusterjob.cli import output
-    from clusterjob.core import resizing
-    from clusterjob.core.records import Records
-
-    output.print_message(resizing.resize(Records().find(job_id), nodes))
-    return 0
 
 
 def open_job(job_id: LatestId = None) -> int:

@@ -30,7 +30,6 @@ LEFT_OUT = (
     "core/cleaning.py",
     "backends/local/proposal.py",
     "core/proposals.py",
-    "core/resizing.py",
     "core/rerun.py",
     "core/uv_project.py",
     "doctor/fitness.py",

@@ -1097,7 +1097,7 @@ USAGE = {
     "unknown verb": (["sbumit", "script.py"], "No such command 'sbumit'", "--help"),
     "verb of another program": (["kill", "x"], "there is no command kill", "`clusterjob cancel`"),
     "no value": (["submit", "--nodes"], "'--nodes' requires an argument", "--help"),
-    "no id": (["resize"], "Missing argument", "--help"),
+    "no id": (["exec"], "Missing argument", "--help"),
     "no job": (["logs", "-f"], "no job is recorded", "`clusterjob submit train.py`"),
     "tail": (["logs", "x", "--tail", "-1"], "--tail", "--help"),
 }

@@ -135,43 +135,6 @@ def test_elastic_job_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> Non
     assert "[1] 1 of 2" in job.ask("logs").splitlines()
 
 
-@pytest.mark.usefixtures("plain_python")
-def test_resize_restarts_the_workers_with_the_new_world_size(tmp_path: Path) -> None:
-    job = Work(tmp_path, "--nodes", "1:3")
-    job.wait_for("up0.0", "up0.1", "up0.2")
-    assert "3 nodes already" in command(tmp_path, "resize", job.id, "3").stderr
-    for nodes, message in (
-        ("4", "4 nodes: job guest-"),
-        ("0", "0 is not in the range"),
-    ):
-        assert message in command(tmp_path, "resize", job.id, nodes, code=2).stderr
-    said = command(tmp_path, "resize", job.id, "1").stderr
-    assert said == f"clusterjob: job {job.id}: its workers start again on 1 node\n"
-    job.wait_for("up1.0")
-    assert job.ask("exec", "--", "sh", "-c", "echo $WORLD_SIZE").strip() == "1"
-    command(tmp_path, "resize", job.id, "2")
-    job.wait_for("up2.0", "up2.1")
-    job.lose(2)
-    wait_until(lambda: '"lost"' in (job.record.job_dir / "events.jsonl").read_text(), TEST_TIMEOUT)
-    refusal = command(tmp_path, "resize", job.id, "3", code=2).stderr
-    assert f"3 nodes: 2 nodes of job {job.id} are available now" in refusal
-    end = job.finish()
-    assert (end["state"], end["restarts"]) == ("SUCCEEDED", 2)  # although --max-restarts is 0
-    assert not (tmp_path / "up1.1").exists()
-    refusal = command(tmp_path, "resize", job.id, "1", code=2).stderr
-    assert "does not run: it is SUCCEEDED" in refusal
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("plain_python")
-def test_job_with_a_fixed_number_of_nodes_is_not_resized(tmp_path: Path) -> None:
-    job = Work(tmp_path, "--nodes", "2")
-    job.wait_for("up0.0", "up0.1")
-    refusal = command(tmp_path, "resize", job.id, "1", code=2).stderr
-    assert f"job {job.id} has a fixed number of nodes: 2" in refusal
-    assert job.finish()["restarts"] == 0
-
-
 @pytest.mark.slow
 def test_first_all_reduce_follows_soon_after_the_loss_of_a_node(tmp_path: Path) -> None:
     words = ("--nodes", "2", "--spares", "1", "--nproc-per-node", "4", "--max-restarts", "1")

@@ -1,18 +1,16 @@
-"""SSH jobs go on without a lost host, change size, and begin on another host of the list."""
+"""SSH jobs go on without a lost host and begin on another host of the list."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from procs import kill_all, wait_until
 from sshsite import TEST_TIMEOUT, Site, close_connections, output_lines, wait_for_lines
 
-from clusterjob.core import polling, resizing
+from clusterjob.core import polling
 from clusterjob.core.bad_hosts import BadHosts
 from clusterjob.core.records import Record
-from clusterjob.errors import UsageError
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 
@@ -80,20 +78,6 @@ def test_job_goes_on_with_its_spare_host_when_a_host_is_cut_off(
         close_connections()
     assert any("round 1 rank 1 of 2" in line for line in output_lines(record))
     wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end of all agents")
-
-
-@pytest.mark.slow
-def test_resize_reaches_the_coordinator_of_an_ssh_job(site: Site, tmp_path: Path) -> None:
-    leave = tmp_path / "leave"
-    record = site.submit(GUEST, str(leave), nodes="1:2")
-    wait_for_lines(record, "round 0 rank 0 of 2", "round 0 rank 1 of 2")
-    with pytest.raises(UsageError, match="give a number from 1 to 2"):
-        resizing.resize(record, 3)
-    assert "its workers start again on 1 node" in resizing.resize(record, 1)
-    wait_for_lines(record, "round 1 rank 0 of 1")
-    leave.touch()
-    lines = output_lines(record)
-    assert not any(re.search("round 1 rank 1", line) for line in lines)
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ def state(seconds_left: float | None = None) -> CoordinatorState:
         before=(0, 1, 2, 3),
         before_node=0,
         nodes=(1, 2, 3),
-        wanted=3,
         avoided=(0,),
         addresses=("10.0.0.2", "10.0.0.3"),
         clock=1234.5,

@@ -212,16 +212,6 @@ class LocalBackend:
                 record.job.grace + saving + _CANCEL_TIMEOUT,
             )
 
-    def resize(self, record: Record, nodes: int) -> None:
-        """Write the request into the job's directory; see `clusterjob.backends.base.Resizer`.
-
-        Raises:
-            ClusterJobError: the job runs on another host.
-        """
-        if host := agents.other_host(record):
-            raise ClusterJobError(f"job {record.job_id} runs on {host}", "resize it there")
-        shared.request_size(record, nodes)
-
     def clean(
         self,
         records: Sequence[Record],

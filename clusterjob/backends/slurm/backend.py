@@ -23,7 +23,6 @@ from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, run_checks
 from clusterjob.errors import SubmitError, SubmitInDoubtError
-from clusterjob.node.host_server.requests import RequestSize
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import ELEMENTS
 from clusterjob.worker.outcomes import FOLDER
@@ -351,13 +350,6 @@ class SlurmBackend:
         if (login := status.cluster_of(record).login) is not None:
             self._logins.host(login).request_cancel([record.directory_name], interrupt=True)
         return True
-
-    def resize(self, record: Record, nodes: int) -> None:
-        """Write the request into the job's directory; see `clusterjob.backends.base.Resizer`."""
-        if (login := status.cluster_of(record).login) is not None:
-            self._logins.host(login).ask(RequestSize(record.directory_name, nodes))
-        else:
-            shared.request_size(record, nodes)
 
     def cancel(self, records: Sequence[Record]) -> None:
         """Cancel jobs through their agents and Slurm, with one scancel per cluster.

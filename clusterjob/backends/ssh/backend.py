@@ -26,7 +26,7 @@ from clusterjob.core.records import Handle, Record
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor.engine import Check, CheckStep, run_checks
 from clusterjob.errors import ClusterJobError, HostError
-from clusterjob.node.host_server.requests import Cancel, EnterJob, RequestSize
+from clusterjob.node.host_server.requests import Cancel, EnterJob
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
 from clusterjob.node.system import files
@@ -140,16 +140,6 @@ class SshBackend:
         """
         for record in records:
             self._end(record, interrupt=False)
-
-    def resize(self, record: Record, nodes: int) -> None:
-        """Send the request to the coordinator's host; see `clusterjob.backends.base.Resizer`.
-
-        Raises:
-            HostError: the host is unreachable.
-        """
-        place = self._job(record).place
-        node = status.coordinator_node(record, len(place.hosts))
-        self._sessions.session(place, node).ask(RequestSize(record.job_id, nodes))
 
     def interrupt(self, record: Record) -> bool:
         """Interrupt the workers through every agent; stop them after the job's grace period.

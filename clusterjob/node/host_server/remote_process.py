@@ -16,7 +16,7 @@ from typing import Any
 from clusterjob.node.host_server import gpus, requests
 from clusterjob.node.host_server.host_check import work_environment
 from clusterjob.node.host_server.poll import agent_file, agent_of
-from clusterjob.node.logs import ends, size_request
+from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG, AGENTS, ENDS, LOGS, RESULT
 from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files, private_dirs, processes
@@ -64,13 +64,6 @@ class RemoteProcesses:
                 if request.stacks:
                     ends.want_stacks(job_dir)
                 ends.cancel(job_dir, interrupt=request.interrupt)
-        return {}
-
-    def request_size(self, request: requests.RequestSize) -> dict[str, Any]:
-        """Write a request for another number of nodes, which the coordinator reads."""
-        job_dir = self._job_dir(request.job)
-        if job_dir.is_dir():
-            size_request.write(job_dir, request.nodes)
         return {}
 
     def reserve(self, request: requests.Reserve) -> dict[str, Any]:

@@ -360,13 +360,6 @@ class RequestStop:
 
 
 @dataclass(frozen=True)
-class RequestSize(JobRequest):
-    """Write the request for another number of nodes into the job's directory."""
-
-    nodes: Annotated[int, Limit((1 << 24) - 1, minimum=1)]
-
-
-@dataclass(frozen=True)
 class Remove(JobRequest):
     """Delete the job's directory on this host."""
 
@@ -392,6 +385,6 @@ HostRequest: typing.TypeAlias = (
     | Listen | StopListening | ProbeAddresses
     | RunCommand | ReapCommand | DropCommand
     | EnterJob | ExecCommand
-    | Reserve | Start | Up | Cancel | RequestStop | RequestSize | Remove | Clean
+    | Reserve | Start | Up | Cancel | RequestStop | Remove | Clean
 )  # fmt: skip
 REQUESTS = Codec(*typing.get_args(HostRequest))

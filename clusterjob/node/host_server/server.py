@@ -114,7 +114,6 @@ class RequestHandler:
             requests.Up: work.up,
             requests.Cancel: work.cancel,
             requests.RequestStop: work.request_stop,
-            requests.RequestSize: work.request_size,
             requests.Remove: work.remove,
             requests.Clean: lambda request: cleaning.clean(home, request),
         }

@@ -24,7 +24,6 @@ SECRETS = "secrets"  # NUL-separated variables of --secret
 DETACHED = "detached"  # exists if the job continues after its submitter ends
 CANCELLED = "cancelled"  # exists if the job was cancelled
 CANCEL_STACKS = "cancel.stacks"  # exists if a cancel must save the stacks of the workers first
-RESIZE = "resize"  # the number of nodes that `clusterjob resize` requests
 CODE_LIST = "code.list"  # compressed list of the files of the sent code, with their digests
 ARCHIVE = "archive"  # on a host: the digest of the environment archive that the job needs
 STDIN_SCRIPT = "stdin.py"  # a script that the submitter has read from its standard input

@@ -17,7 +17,6 @@ from clusterjob.node.rendezvous import (
     messages,
     outcome,
     ports,
-    resize,
     stopping,
     succession,
 )
@@ -150,7 +149,6 @@ class Coordinator:
             messages.PreemptionWarning: self._on_preemption_warning,
             messages.CoordinatorLost: self._on_lost,
             messages.ConnectionLost: self._on_lost,
-            resize.Resize: self._on_resize,
             **preflight.handlers,
         }
         if earlier is not None:
@@ -183,7 +181,6 @@ class Coordinator:
             self._topology.master_addr, self._job.ports, alone=self._topology.nnodes == 1
         )
         await self.membership.open(listener, self._topology.master_addr)
-        resize.follow_requests(self._job_dir, self.membership, self._own)
         for task in self.membership.tasks:
             self._watch(task)
         if self._job.attempt and self._interrupted is None:
@@ -231,7 +228,7 @@ class Coordinator:
         number, most, why = self._restarts, self._history.most, end.reason
         self._print_line(f"restart {number} of {most}: {why}")
         self._events.add("restart", restart=number, why=why)
-        if self._notifier is not None and not end.resize:
+        if self._notifier is not None:
             self._notifier.restarts(number, most, why, failure=end.failure)
         return None
 
@@ -314,10 +311,6 @@ class Coordinator:
         self._print_line(f"warning: {why}: the workers have {seconds:g} s to leave")
         self._events.add("warned", attempt=self._job.attempt, why=why, seconds=seconds)
         self.membership.broadcast(messages.Warn())
-
-    def _on_resize(self, _peer: Peer, request: resize.Resize) -> Outcome | None:
-        end = resize.apply(request, self._nodes.selection, self.membership, events=self._events)
-        return None if self._round_start.waits else end  # else the next round has the new size
 
     def _on_lost(
         self, peer: Peer, message: messages.CoordinatorLost | messages.ConnectionLost

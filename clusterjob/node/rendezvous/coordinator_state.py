@@ -37,7 +37,6 @@ class CoordinatorState:
         members: the nodes that were alive when the round began.
         before, before_node: the members of the last round that all its members have seen, and its
             coordinator; empty and `node` if this is that round.
-        wanted: the number of nodes of a round, if there are enough.
         nodes: the nodes of the round, in the order of their ranks.
         avoided: the nodes that caused failures, the latest last.
         addresses: where the next coordinator may listen.
@@ -58,7 +57,6 @@ class CoordinatorState:
     members: _Nodes
     before: _Nodes
     before_node: _Node
-    wanted: int
     nodes: _Nodes
     avoided: _Nodes
     addresses: Annotated[tuple[_Text, ...], Limit(MAX_SUCCESSORS)]

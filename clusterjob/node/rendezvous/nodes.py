@@ -76,7 +76,6 @@ class Nodes:
         self.groups, self._gone = groups(earlier.state), earlier.gone
         self._rounds = earlier.state.restarts + 1
         self._took_over = True
-        self.selection.wanted = max(1, earlier.state.wanted)
         self.selection.nodes = list(earlier.state.nodes)
         self.selection.avoided = list(earlier.state.avoided)
         self._full_disks = {

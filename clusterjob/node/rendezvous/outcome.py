@@ -34,8 +34,6 @@ class Outcome:
         signal: the signal that stops the remaining workers.
         stacks: whether to save the stacks of the remaining workers first.
         terminated: whether a scheduler has sent SIGTERM, which SIGKILL follows.
-        resize: whether the workers start again on other nodes, because the user wants another
-            number of them.
     """
 
     state: JobState
@@ -45,7 +43,6 @@ class Outcome:
     signal: int = signal.SIGTERM
     stacks: bool = False
     terminated: bool = False
-    resize: bool = False
 
 
 def failed(failure: Failure) -> Outcome:
@@ -62,13 +59,6 @@ def failed(failure: Failure) -> Outcome:
 def preempted(reason: str) -> Outcome:
     """Return the outcome of a round that a preemption ended."""
     return Outcome(JobState.PREEMPTED, PREEMPTED_EXIT_CODE, reason=reason)
-
-
-def resized(nodes: int) -> Outcome:
-    """Return the outcome of a round that goes on with another number of nodes."""
-    return Outcome(
-        JobState.PREEMPTED, reason=f"resized to {nodes} node{'s' * (nodes > 1)}", resize=True
-    )
 
 
 def out_of_time(seconds: float) -> Outcome:
@@ -165,8 +155,6 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
         kind = failure.kind.value
     elif end.exit_code == TIMEOUT_EXIT_CODE:
         kind = "time_limit"
-    elif end.resize:
-        kind = "resized"
     else:  # "cancelled" and "preempted" are states
         kind = "" if end.state is JobState.SUCCEEDED else end.state.value.lower()
     return RoundEnd(

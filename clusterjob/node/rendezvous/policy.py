@@ -132,8 +132,6 @@ class Policy:
 
     def decide(self, end: Outcome) -> Decision:
         """Decide what follows a round, and count it."""
-        if end.resize:
-            return Decision(retry=True)
         failure = end.failure
         if failure is None:  # success, cancel, time limit, or preemption
             return Decision(retry=False)

@@ -79,7 +79,6 @@ class StateKeeper:
             members=tuple(sorted(now.nodes)),
             before=tuple(sorted(before.nodes)) if before is not now else (),
             before_node=before.coordinator,
-            wanted=self._nodes.selection.wanted,
             nodes=tuple(self._nodes.selection.nodes),
             avoided=tuple(self._nodes.selection.avoided),
             addresses=tuple(each.address for each in order),
