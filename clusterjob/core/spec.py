@@ -151,7 +151,7 @@ class JobSpec:
     join_timeout: float = LaunchOptions.join_timeout
     heartbeat: float = LaunchOptions.heartbeat
     lease: float = LaunchOptions.lease
-    grace: float = LaunchOptions.grace
+    grace: float | None = LaunchOptions.grace
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or default_name(self.program))
@@ -167,9 +167,10 @@ class JobSpec:
         _one_of("launcher", self.launcher, known=(*LAUNCHERS, "srun"))
         _one_of("preflight", self.preflight, known=PREFLIGHT_MODES)
         for label in ("join_timeout", "heartbeat", "lease", "grace"):
-            if not 0 < getattr(self, label) < 1e9:
+            value = getattr(self, label)
+            if value is not None and not 0 < value < 1e9:
                 raise SpecError(
-                    f"{label.replace('_', ' ')} is {getattr(self, label)}: "
+                    f"{label.replace('_', ' ')} is {value}: "
                     "must be more than 0 and less than 1e9 seconds"
                 )
         if self.lease <= self.heartbeat:
@@ -339,6 +340,7 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     "resources": lambda data: Resources(**data),
     "hosts": lambda hosts: tuple(Host(**host) for host in hosts),
     "secret": lambda names: tuple(Secret(str(name)) for name in names),
+    "grace": lambda seconds: None if seconds is None else 0.0 + seconds,  # no text
     "only": lambda numbers: tuple(map(int, numbers)),
     "notify": lambda texts: tuple(NotifyPlace(str(text)) for text in texts),
     **dict.fromkeys(

@@ -20,6 +20,7 @@ from clusterjob.node.system import signals
 START_MODES = ("auto", "fork", "exec")
 LAUNCHERS = ("agent", "torchrun", "ray")
 PREFLIGHT_MODES = ("off", "warn", "refuse")
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL of an ordered stop, without --grace
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
@@ -116,7 +117,8 @@ class LaunchOptions:
             slow host, or ``refuse`` to start on it.
         hang_timeout: time without output, heartbeat or change of a stack after which the job
             hangs; None for no detection.
-        grace: time between SIGTERM and SIGKILL when the job is cancelled or reaches its time limit.
+        grace: time between SIGTERM and SIGKILL when the workers are stopped; None for `GRACE`, or
+            30 s after a failure.
         lifeline: whether the end of stdin cancels the job; a file ``detached`` in the job's
             directory prevents that.
         echo: whether to show the workers' output on this command's stdout and stderr.
@@ -194,8 +196,8 @@ class LaunchOptions:
         "Time without progress after which the job hangs, such as 10m (default: no detection).",
         _duration,
     )
-    grace: float = _option(
-        3.0,
+    grace: float | None = _option(
+        None,
         "SECONDS",
         "Seconds between SIGTERM and SIGKILL (default: 3; after a failure 30).",
         seconds,

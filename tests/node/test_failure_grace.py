@@ -117,7 +117,9 @@ CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
 @pytest.mark.parametrize(
     ("end", "given", "left", "grace"),
     [
-        (FAILED, 3.0, 1e9, 30.0),
+        (FAILED, None, 1e9, 30.0),
+        (FAILED, 3.0, 1e9, 3.0),
+        (CANCELLED, None, 1e9, 3.0),
         (FAILED, 60.0, 1e9, 60.0),
         (FAILED, 1.0, 1e9, 1.0),
         (FAILED, 60.0, 20.0, 20.0),  # after a warning
@@ -128,7 +130,7 @@ CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
     ],
 )
 def test_grace_is_bounded_by_what_the_scheduler_leaves(
-    end: outcome.Outcome, given: float, left: float, grace: float
+    end: outcome.Outcome, given: float | None, left: float, grace: float
 ) -> None:
     options = LaunchOptions(Program("script", "t.py"), grace=given)
     assert grace_after(end, options, left=left) == grace

@@ -32,6 +32,7 @@ from clusterjob.errors import ClusterJobError, SpecError, SubmitError
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
+from clusterjob.node.options import GRACE
 from clusterjob.node.system import linux, private_dirs, processes
 from clusterjob.node.verdict import JobState
 
@@ -209,7 +210,7 @@ class LocalBackend:
             saving = ends.STACKS_SECONDS if ends.stacks_wanted(record.job_dir) else 0.0
             processes.end_groups(
                 [agent["pid"] for agent in agents.live(record)],
-                record.job.grace + saving + _CANCEL_TIMEOUT,
+                (record.job.grace or GRACE) + saving + _CANCEL_TIMEOUT,
             )
 
     def clean(

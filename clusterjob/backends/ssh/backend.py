@@ -29,6 +29,7 @@ from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.host_server.requests import Cancel, EnterJob
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import COMPLETE, LOGS, RESULT
+from clusterjob.node.options import GRACE
 from clusterjob.node.system import files
 from clusterjob.worker.outcomes import FOLDER
 
@@ -161,7 +162,7 @@ class SshBackend:
         from clusterjob.remote.pool import complaint, for_each
 
         ends.cancel(record.job_dir)
-        place, grace = self._job(record).place, record.job.grace
+        place, grace = self._job(record).place, record.job.grace or GRACE
         stacks = ends.stacks_wanted(record.job_dir)
         outcome = for_each(
             range(len(place.hosts)),

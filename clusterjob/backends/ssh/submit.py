@@ -36,6 +36,7 @@ from clusterjob.node.host_server.requests import (
 )
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import CODE
+from clusterjob.node.options import GRACE
 from clusterjob.remote.job_bundle import JobBundle
 from clusterjob.remote.pool import TaskOutcome, complaint, for_each
 from clusterjob.remote.progress import HostProgress
@@ -126,7 +127,8 @@ class Submission:
     def _withdraw(self, node: int) -> None:
         """Stop the agent and remove the files; an unreachable host keeps them."""
         if node in self._seen:
-            session, grace = self._sessions.session(self.place, node), self._plan.spec.grace
+            session = self._sessions.session(self.place, node)
+            grace = self._plan.spec.grace or GRACE
             session.ask(
                 Cancel(self._plan.job_id, node, grace=grace), timeout=grace + _WITHDRAW_TIMEOUT
             )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
+from clusterjob.node.options import GRACE
 from clusterjob.node.rendezvous import (
     coordinator_state,
     messages,
@@ -104,7 +105,7 @@ class Coordinator:
             shift=shift,
         )
         self._preemption = Preemption(
-            options.warning, options.grace, any_end=bool(options.warn_signal)
+            options.warning, options.grace or GRACE, any_end=bool(options.warn_signal)
         )
         self._until_done = UntilDone(options, job_dir, job.attempt)
         preflight = Preflight(

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from clusterjob.node.options import LaunchOptions
+from clusterjob.node.options import GRACE, LaunchOptions
 from clusterjob.node.rendezvous import hang_verdict, messages, outcome
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.outcome import Outcome
@@ -30,14 +30,15 @@ def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
 
     Args:
         end: the outcome of the round.
-        options: the grace; 30 s after a failure if it has its default.
+        options: the grace; None for 30 s after a failure, else 3 s.
         left: the seconds until the end of the job that a warning has announced.
     """
     if end.state is JobState.SUCCEEDED:
         return 0.0
     if end.failure is None:
-        return min(options.grace, _KILL_WAIT) if end.terminated else options.grace
-    grace = options.grace if options.grace != LaunchOptions.grace else _FAILURE_GRACE
+        grace = options.grace or GRACE
+        return min(grace, _KILL_WAIT) if end.terminated else grace
+    grace = options.grace or _FAILURE_GRACE
     if end.failure.kind is FailureKind.NODE_LOST:  # another part of the job may go on
         grace = min(grace, options.lease)
     return min(grace, max(_LEAST_GRACE, left))
