@@ -60,10 +60,12 @@ class ProcessLink:
         self.writer, self.reader = (pipe.fileno() for pipe in self._pipes)
 
     def error(self) -> str:
-        """Return the last line on the process's stderr; wait a moment for its end."""
+        """Return the last line on the process's stderr, else its exit code; wait for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        return self._errors.last_line(1.0)
+        return self._errors.last_line(1.0) or (
+            f"its process ended with {code}" if (code := self._process.returncode) else ""
+        )
 
     def close(self) -> None:
         """Close the connection and wait for the process; end it after 5 s."""

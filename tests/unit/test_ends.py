@@ -144,7 +144,6 @@ def test_preemption_warning_is_valid_for_one_start(job_dir: Path) -> None:
         False,
         False,
     ]
-    ends.warn(job_dir / "gone", 0)
 
 
 def test_end_of_hundreds_of_ranks_fits_into_its_reserve_without_their_usage(job_dir: Path) -> None:

@@ -288,3 +288,18 @@ def _target(name: str) -> str:
         return os.readlink(f"/proc/self/fd/{name}")
     except OSError:
         return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("exit 5", "its process ended with 5"),
+        ("echo 'srun: error: no such node' >&2; exit 1", "srun: error: no such node"),
+        ("exit 0", ""),
+    ],
+)
+def test_link_tells_why_it_ended_and_not_that_srun_binds_no_cpus(text: str, shown: str) -> None:
+    note = "echo 'srun: cluster configuration lacks support for cpu binding' >&2"
+    link = ProcessLink(["/bin/sh", "-c", f"{note}; {text}"], {})
+    assert link.error() == shown
+    link.close()

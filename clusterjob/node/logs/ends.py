@@ -133,10 +133,12 @@ def warned(job_dir: Path, attempt: int) -> bool:
 def warn(job_dir: Path, attempt: int) -> None:
     """Write a preemption warning for this attempt, for processes that no forkserver started.
 
-    These processes poll the file. A write error is ignored.
+    These processes poll the file.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    with contextlib.suppress(OSError):
-        warning_file(job_dir, attempt).touch(0o600)
+    warning_file(job_dir, attempt).touch(0o600)
 
 
 def want_memory(job_dir: Path, attempt: int, factor: float) -> None:

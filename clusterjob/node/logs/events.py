@@ -51,12 +51,8 @@ class EventLog:
         line = {"time": at, "monotonic": round(time.monotonic() + self._shift, 6), "event": event}
         line |= {name: _cut(value) for name, value in details.items()}
         text = json.dumps(line, ensure_ascii=False) + "\n"
-        files.later(self._write, text.encode(errors="replace"))
+        files.later(self._file.write, text.encode(errors="replace"))
         return at
-
-    def _write(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self._file.write(line)
 
 
 def _cut(value: Any) -> Any:

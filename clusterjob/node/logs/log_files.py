@@ -139,13 +139,13 @@ def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
 def append(path: Path, lines: Sequence[str]) -> None:
     """Append lines with the prefix ``clusterjob:`` to a worker's file, in one write.
 
-    An error such as a full disk loses the lines.
+    Raises:
+        OSError: the disk is full, for example.
     """
     text = "".join(f"clusterjob: {line}\n" for line in lines)
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        with open(descriptor, "wb", buffering=0) as stream:
-            stream.write(text.encode(errors="replace"))
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    with open(descriptor, "wb", buffering=0) as stream:
+        stream.write(text.encode(errors="replace"))
 
 
 def shown(part: bytes) -> str:

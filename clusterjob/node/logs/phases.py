@@ -6,7 +6,6 @@ the node.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,15 +64,18 @@ class PhaseLog:
         self._file = Appender(node_directory(job_dir, node_rank) / PHASES)
 
     def add(self, *begins: PhaseBegin) -> None:
-        """Append begins of phases in one write."""
+        """Append begins of phases in one write.
+
+        Raises:
+            OSError: they cannot be written.
+        """
         lines = (
             {name: value for name, value in vars(begin).items() if value not in (None, "")}
             for begin in begins
         )
         text = "".join(json.dumps(line) + "\n" for line in lines)
         if text:
-            with contextlib.suppress(OSError):
-                self._file.write(text.encode())
+            self._file.write(text.encode())
 
 
 def read_phases(job_dir: Path, node_rank: int) -> Iterator[PhaseBegin]:

@@ -104,9 +104,12 @@ _CODEC = Codec(CoordinatorState)
 
 
 def write(job_dir: Path, state: CoordinatorState) -> None:
-    """Write the state; an error such as a full disk leaves the state of an earlier round."""
-    with contextlib.suppress(OSError):
-        files.write_json(job_dir / COORDINATOR, _CODEC.encode(state))
+    """Write the state.
+
+    Raises:
+        OSError: the disk is full, for example; the state of an earlier round is left.
+    """
+    files.write_json(job_dir / COORDINATOR, _CODEC.encode(state))
 
 
 def remove(job_dir: Path) -> None:

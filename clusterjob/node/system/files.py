@@ -37,10 +37,12 @@ def use_thread() -> None:
 def later(action: Callable[..., object], *args: object) -> None:
     """Call a function in the disk's thread; at once in a process without one.
 
-    An error in the thread is handled as that of a thread which ends by it.
+    An OSError, as of a full disk, loses what it writes. Another error in the thread is handled as
+    that of a thread which ends by it.
     """
     if disk is None:
-        action(*args)
+        with contextlib.suppress(OSError):
+            action(*args)
     else:
         disk.submit(_call, action, *args)
 
@@ -48,6 +50,8 @@ def later(action: Callable[..., object], *args: object) -> None:
 def _call(action: Callable[..., object], *args: object) -> None:
     try:
         action(*args)
+    except OSError:
+        pass
     except Exception:
         threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), None)))
 

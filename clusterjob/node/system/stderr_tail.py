@@ -8,6 +8,8 @@ from typing import IO
 
 _MAX_BYTES = 1 << 14  # kept bytes; the process may write without end
 _MAX_LINE = 300  # characters
+# srun says so of each --cpu-bind=none without the plugin task/affinity, also with --quiet.
+_NO_REASON = "srun: cluster configuration lacks support for cpu binding\n"
 
 
 class StderrTail:
@@ -30,8 +32,8 @@ class StderrTail:
             timeout: seconds to wait for the end of the stream; another process may keep it open.
         """
         self._thread.join(timeout)
-        lines = self._kept.decode(errors="replace").strip().splitlines()
-        return lines[-1].strip()[:_MAX_LINE] if lines else ""
+        text = self._kept.decode(errors="replace").replace(_NO_REASON, "").strip()
+        return text.rpartition("\n")[2].strip()[:_MAX_LINE]
 
     def _read(self) -> None:
         with self._stream:
