@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import socket
-import stat
 import subprocess
 import tempfile
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 from clusterjob.core import gpus, node_zip, python_env
 from clusterjob.core.spec import JobSpec
-from clusterjob.core.state_home import unchecked_home
+from clusterjob.core.state_home import home, unchecked_home
 from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, ok, warning
 from clusterjob.errors import OTHER_HOME
@@ -83,7 +82,7 @@ def directory_checks() -> list[CheckStep]:
     """Return the checks of the directory that holds jobs and their records."""
     place = unchecked_home()
     return [
-        CheckStep("directory", lambda: [directory(place)]),
+        CheckStep("directory", lambda: [directory()]),
         CheckStep(
             "disk",
             lambda: [fitness.space(shutil.disk_usage(_nearest(place)).free, str(place))],
@@ -92,15 +91,19 @@ def directory_checks() -> list[CheckStep]:
     ]
 
 
-def directory(place: Path) -> CheckFinding:
-    """Check that the job directory is writable, and that other users cannot write to it."""
+def directory() -> CheckFinding:
+    """Check that the job directory is writable.
+
+    Raises:
+        RecordError: another user could change it.
+    """
+    place = home()
     try:
         if not place.exists():
             nearest = _nearest(place)
             if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
                 return failed(f"{place} cannot be made: {nearest} cannot be written", OTHER_HOME)
             return ok(f"{place} will be created with the first job")
-        mode = place.stat()
         probe = place / f".doctor-{os.getpid()}"
         try:
             files.write_atomic(probe, b"x" * 4096)
@@ -108,20 +111,7 @@ def directory(place: Path) -> CheckFinding:
             probe.unlink(missing_ok=True)
     except OSError as error:
         return failed(f"{place} cannot be written: {error.strerror}", OTHER_HOME)
-    bits = stat.S_IMODE(mode.st_mode)
-    if mode.st_uid not in (os.geteuid(), 0):
-        return failed(
-            f"{place} belongs to another user (uid {mode.st_uid}), who could replace job files",
-            OTHER_HOME,
-        )
-    if bits & 0o022 and not bits & stat.S_ISVTX:
-        others = "everyone" if bits & 0o002 else "its group"
-        finding = failed if bits & 0o002 else warning
-        return finding(
-            f"{place} has the mode {bits:04o}: {others} could replace job files",
-            f"chmod go-w {place}",
-        )
-    return ok(f"{place} is writable (mode {bits:04o})")
+    return ok(f"{place} is writable")
 
 
 def _nearest(place: Path) -> Path:

@@ -247,7 +247,7 @@ def test_world_writable_home_fails_directory_check(light: list[str]) -> None:
     home().chmod(0o777)
     found = doctor(*LOCAL, *light)
     assert found.failed == ["directory"]
-    assert "has the mode 0777: everyone could replace job files" in found.message("directory")
+    assert "everyone can write to it (mode 0777)" in found.message("directory")
 
 
 def test_read_only_or_full_disk_fails_check(light: list[str]) -> None:

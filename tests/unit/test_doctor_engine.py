@@ -24,7 +24,7 @@ from clusterjob.doctor.engine import (
     unknown,
     warning,
 )
-from clusterjob.errors import SubmitError
+from clusterjob.errors import RecordError, SubmitError
 
 
 def test_check_after_failed_dependency_is_unknown_and_not_run() -> None:
@@ -241,20 +241,18 @@ def test_disk_space_check_warns_and_fails_below_limits() -> None:
     assert states == [CheckState.FAILED, CheckState.FAILED, CheckState.WARNING, CheckState.OK]
 
 
-def test_directory_check_reports_permissions_and_creates_nothing(tmp_path: Path) -> None:
+def test_directory_check_refuses_what_jobs_refuse_and_creates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "home"
-    assert this_machine.directory(home) == ok(f"{home} will be created with the first job")
+    monkeypatch.setenv("CLUSTERJOB_HOME", str(home))
+    assert this_machine.directory() == ok(f"{home} will be created with the first job")
     assert not home.exists()
     home.mkdir()
-    for mode, state in (
-        (0o755, "ok"),
-        (0o700, "ok"),
-        (0o770, "warning"),
-        (0o777, "failed"),
-        (0o1777, "ok"),
-    ):
+    for mode in (0o755, 0o700, 0o1777):
         home.chmod(mode)
-        found = this_machine.directory(home)
-        assert str(found.state) == state, found
-        assert state == "ok" or found.hint == f"chmod go-w {home}"
+        assert this_machine.directory() == ok(f"{home} is writable")
+    home.chmod(0o777)
+    with pytest.raises(RecordError, match=r"everyone can write to it \(mode 0777\)"):
+        this_machine.directory()
     assert not list(home.iterdir()), "the check must leave no file"
