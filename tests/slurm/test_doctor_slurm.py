@@ -76,6 +76,14 @@ def test_usable_cluster_passes_all_checks(user_of_each_cluster: User) -> None:
     assert user.remaining_files() == []
 
 
+def test_nodes_are_known_after_a_job_that_succeeded(user: User) -> None:
+    user.run("pass")
+    found = diagnose(user)
+    assert found.state("nodes") == "ok"
+    assert re.search(r"job script-\w+ has succeeded", found.message("nodes"))
+    assert diagnose(user, "--setup", "true").state("nodes") == "unknown"
+
+
 @pytest.mark.parametrize(
     ("options", "failed", "message", "hint"),
     [

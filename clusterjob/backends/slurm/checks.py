@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 from clusterjob.backends import shared
 from clusterjob.backends.slurm import planning, submit
 from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
+from clusterjob.backends.slurm.status import NAME
 from clusterjob.core.plans import Plan
-from clusterjob.core.records import home
+from clusterjob.core.records import Records, home
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
 from clusterjob.doctor.engine import CheckFinding, CheckStep, failed, listed, ok, unknown, warning
 from clusterjob.doctor.this_machine import directory_checks
 from clusterjob.errors import SubmitError
 from clusterjob.node.host_server.requests import Check
+from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost
@@ -108,7 +110,7 @@ class SlurmCluster:
             CheckStep("partitions", self._show_partitions, needs=("controller",)),
             CheckStep("GPUs", self._gpus, needs=("partitions",)),
             CheckStep("accounting", self._accounting, needs=("controller",)),
-            CheckStep("nodes", self._nodes, needs=there),
+            CheckStep("nodes", self._nodes, needs=("directory", *there)),
             CheckStep("job", self._job, needs=("directory", "controller")),
         ]
 
@@ -318,11 +320,25 @@ class SlurmCluster:
             if self._spec.env_archive is not None
             else f"{self._spec.python} with torch"
         )
+        if job_id := self._succeeded():
+            yield ok(f"job {job_id} has succeeded on such nodes: they see {place}/jobs")
+            return
         yield unknown(
             f"only a job can check that the nodes see {place}/jobs and have {python}",
             f"check with a short `clusterjob run`; {option} sets another directory,"
             " which must be on a shared disk",
         )
+
+    def _succeeded(self) -> str:
+        """Return the id of the last job that succeeded with these settings; empty if none has."""
+        for record in reversed(Records().all()):
+            verdict = record.verdict if record.backend == NAME else None
+            if verdict is None or verdict.state is not JobState.SUCCEEDED:
+                continue
+            job = record.job
+            if job.program.kind != "command" and _on_nodes(job) == _on_nodes(self._spec):
+                return record.job_id
+        return ""
 
     def _job(self) -> Iterator[CheckFinding]:
         yield from shared.check_plan(planning.plan, self._spec)
@@ -334,6 +350,12 @@ class SlurmCluster:
             if answer.code != 0
             else ok(message)
         )
+
+
+def _on_nodes(spec: JobSpec) -> tuple[object, ...]:
+    """Return the settings that decide what the nodes must have."""
+    home = spec.options.get("remote_home")
+    return spec.login, home, spec.python, spec.setup, spec.uv, spec.env_archive, spec.container
 
 
 @contextmanager
