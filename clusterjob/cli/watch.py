@@ -21,7 +21,7 @@ from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
-_HOLD = 2.0  # seconds for which a traceback waits for the root cause
+_HOLD, _MAX_HELD = 2.0, 4 << 20  # seconds and bytes for which tracebacks wait for the root cause
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -166,6 +166,8 @@ class Watch:
                 holding.add(line.rank)
             else:
                 shown.append(line)
+        if sum(100 + len(line.text) for line in self._held) > _MAX_HELD:
+            shown, self._held = self._held + shown, []
         return shown
 
     def _release(self, effects: Collection[int] = ()) -> set[int]:

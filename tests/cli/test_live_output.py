@@ -19,7 +19,7 @@ from clusterjob.core.live import Live
 from clusterjob.core.records import Record
 from clusterjob.node.logs.live_lines import LiveLines
 from clusterjob.node.logs.log_files import Timeline, node_directory
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_reader import LogLine, LogReader
 from clusterjob.node.verdict import JobState, Verdict
 
 LAUNCH = [sys.executable, "-S", "-m", "clusterjob", "launch"]
@@ -129,6 +129,20 @@ def test_output_to_pipe_has_no_live_lines(tmp_path: Path) -> None:
     assert "70%" not in done.stderr
 
 
+def ended_job(directory: Path) -> Record:
+    return Record(
+        "job-000001",
+        "x",
+        cluster="local",
+        backend="local",
+        job_dir=directory,
+        nodes=1,
+        submitted_at="2026-01-01T00:00:00Z",
+        spec={"nproc_per_node": 4},
+        end=Verdict(JobState.SUCCEEDED, 0).to_json(),
+    )
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_watch_folds_lines_and_reads_open_lines_once_per_poll(
     tmp_path: Path,
@@ -141,23 +155,11 @@ def test_watch_folds_lines_and_reads_open_lines_once_per_poll(
     for rank in range(4):
         (directory / f"rank{rank}.out").write_text("ready\n")
     Timeline(directory).note()
-    end = Verdict(JobState.SUCCEEDED, 0).to_json()
-    record = Record(
-        "job-000001",
-        "x",
-        cluster="local",
-        backend="local",
-        job_dir=tmp_path,
-        nodes=1,
-        submitted_at="2026-01-01T00:00:00Z",
-        spec={"nproc_per_node": 4},
-        end=end,
-    )
     readers: list[LogReader] = []
     monkeypatch.setattr(LogReader, "open_lines", lambda reader: readers.append(reader) or [])
     monkeypatch.setattr(output, "live", Live())
     monkeypatch.setattr(LiveLines, "has_terminal", terminal)
-    assert Watch(record).to_the_end() == 0
+    assert Watch(ended_job(tmp_path)).to_the_end() == 0
     assert capsys.readouterr().out == "[0-3] ready\n"
     assert len(readers) == terminal
 
@@ -172,6 +174,15 @@ def test_closed_terminal_ends_only_live_lines(monkeypatch: pytest.MonkeyPatch) -
         os.close(controller)
         live.show(["10%"])
         assert not live.has_terminal
+
+
+def test_held_traceback_is_bounded(tmp_path: Path) -> None:
+    watch = Watch(ended_job(tmp_path))
+    first = LogLine(0, 0, "err", "Traceback (most recent call last):")
+    lines = [first, *[LogLine(0, 0, "err", "x" * 1000)] * 10_000]
+    assert watch._without_tracebacks(lines[:1000]) == []
+    assert watch._without_tracebacks(lines[1000:]) == lines
+    assert watch._without_tracebacks(lines[1:]) == lines[1:]
 
 
 def test_tracebacks_that_follow_from_the_root_cause_are_folded(tmp_path: Path) -> None:
@@ -200,10 +211,13 @@ def test_tracebacks_that_follow_from_the_root_cause_are_folded(tmp_path: Path) -
 
 
 def test_ctrl_c_prints_one_traceback_of_the_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "train.py").write_text(
+        "import os, time\nprint('up' + os.environ['RANK'], flush=True)\ntime.sleep(60)\n"
+    )
     argv = [*CLUSTERJOB, "run", "--nproc-per-node", "2", "train.py"]
     with Terminal(argv, cwd=tmp_path, controlling=True) as terminal:
-        terminal.read_until(b"[0-1] up")
+        terminal.read_until(b"[0] up0")
+        terminal.read_until(b"[1] up1")
         terminal.type(b"\x03")
         assert terminal.finish() == 130
     text = terminal.shown.decode()
