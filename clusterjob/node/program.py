@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import os
 import pkgutil
-import re
 import sys
 import types
 from collections.abc import Callable
@@ -30,8 +29,6 @@ _LAUNCHER_FILES = (
     "<frozen importlib._bootstrap_external>",
 )
 
-# Functions of torch that the hook wraps.
-_HOOK = re.compile(r"/clusterjob/node/workers/(?:collective_waits|flight_dumps|torch_patches)\.py$")
 _MAX_SOURCE = 1 << 20  # bytes
 # The targets of a script that every worker reads from its stdin, as Python does.
 STDIN, _STDIN_FILE = "-", "/dev/stdin"
@@ -215,18 +212,12 @@ def _show(error: BaseException) -> None:
 
 
 def _strip(error: BaseException, seen: frozenset[int] | set[int] = frozenset()) -> None:
-    """Remove the launcher's frames from a traceback: those at its top, and those of the hook."""
+    """Remove the launcher's frames at the top of a traceback."""
     while (
         error.__traceback__ is not None
         and error.__traceback__.tb_frame.f_code.co_filename in _LAUNCHER_FILES
     ):
         error.__traceback__ = error.__traceback__.tb_next
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        if frame.tb_next.tb_next and _HOOK.search(frame.tb_next.tb_frame.f_code.co_filename):
-            frame.tb_next = frame.tb_next.tb_next
-        else:
-            frame = frame.tb_next
     for other in (error.__cause__, error.__context__):
         if other is not None and other.__traceback__ is not None and id(other) not in seen:
             _strip(other, {*seen, id(other)})

@@ -152,6 +152,25 @@ def test_stacks_of_all_threads_are_known_by_thread_id() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "hook", ["/lib/clusterjob/node/workers/", "/j/python/clusterjob_"], ids=["forked", "exec"]
+)
+def test_frames_and_threads_of_the_hook_are_left_out(hook: str) -> None:
+    main = f"""\
+  File "{hook}collective_waits.py", line 188 in timed
+  File "/v/torch/distributed/distributed_c10d.py", line 2 in all_reduce
+  File "/w/train.py", line 3 in <module>
+"""
+    found = frames.parse_thread("MainThread", main)
+    assert [frame.function for frame in found.frames] == ["all_reduce", "<module>"]
+    assert waits.for_peers(found.frames)
+    dumps = f"""\
+  File "{hook}flight_dumps.py", line 62 in _serve
+  File "/lib/python3.11/threading.py", line 982 in run
+"""
+    assert frames.parse_thread("thread 7", dumps).frames == ()
+
+
 def test_position_text_names_innermost_line_of_script() -> None:
     loading = (
         Frame(os.__file__, 1, "wait"),

@@ -101,7 +101,11 @@ def of_ranks(
             request.pid,
             state=states[request.pid],
             answered=_is_known(found[request.pid]),
-            threads=tuple(found[request.pid].values()),
+            threads=tuple(
+                thread
+                for index, thread in enumerate(found[request.pid].values())
+                if thread.frames or not index
+            ),
         )
         for rank, request, _ in asked
     ]

@@ -91,6 +91,11 @@ _LIBRARY = re.compile(
     r"|/clusterjob/(bootstrap\.py$|node/|worker/)"
     r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `node.workers.hook_directory`
 )
+# The hook's files: functions between the program and torch, and a thread of their own.
+_HOOK = re.compile(
+    r"/clusterjob/node/workers/(collective_waits|flight_dumps|hook|rank_phases|torch_patches)\.py$"
+    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"
+)
 _IMPORT = re.compile(r"^<frozen importlib|/python/sitecustomize\.py$|/node/workers/hook\.py$")
 
 
@@ -118,8 +123,8 @@ def of_all_threads(text: str) -> dict[int, str]:
 
 
 def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Return the frames without those of the forkserver, which are outside of the program."""
-    return tuple(
+    """Return the frames without those of the forkserver and of the hook; none of its threads."""
+    inner = tuple(
         itertools.takewhile(
             lambda frame: (
                 not (frame.function == "run_as_main" and frame.file.endswith("node/program.py"))
@@ -127,6 +132,9 @@ def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
             frames,
         )
     )
+    kept = tuple(frame for frame in inner if not _HOOK.search(frame.file))
+    own_thread = kept != inner and all(frame.file.endswith("/threading.py") for frame in kept)
+    return () if own_thread else kept
 
 
 def _unescaped(text: str) -> str:

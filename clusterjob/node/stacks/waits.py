@@ -37,7 +37,6 @@ _STANDARD_LIBRARY = {
 _WAITS = _TORCH | _STANDARD_LIBRARY
 _FILES = tuple(_WAITS)
 # Files that lie between a waiting function and the function that it waits in.
-_MEASUREMENT = "/clusterjob/node/workers/collective_waits.py"  # between torch and its C++ function
 _PEERS = re.compile(r"torch/(?:distributed|cuda)/")
 _BETWEEN = re.compile(r"/clusterjob/worker/|torch/distributed/c10d_logger\.py$")
 
@@ -63,7 +62,7 @@ def find(frames: Sequence[Frame]) -> Wait | None:
     """
     found = None
     for depth, frame in enumerate(frames):
-        if frame.line is None or frame.file.endswith(_MEASUREMENT):  # C and C++
+        if frame.line is None:  # C and C++
             continue
         file = next(filter(frame.file.endswith, _FILES), None)
         if file is None and found is not None and _BETWEEN.search(frame.file):
