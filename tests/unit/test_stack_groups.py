@@ -158,7 +158,7 @@ def test_stacks_of_all_threads_are_known_by_thread_id() -> None:
 def test_frames_and_threads_of_the_hook_are_left_out(hook: str) -> None:
     main = f"""\
   File "{hook}collective_waits.py", line 188 in timed
-  File "/v/torch/distributed/distributed_c10d.py", line 2 in all_reduce
+  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2 in all_reduce
   File "/w/train.py", line 3 in <module>
 """
     found = frames.parse_thread("MainThread", main)
