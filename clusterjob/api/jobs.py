@@ -176,7 +176,7 @@ class Job(Generic[T]):
     def _repr_html_(self) -> str:
         from clusterjob.api import notebook
 
-        return notebook.job_html(self)
+        return notebook.table([self.id])
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class JobGroup(Sequence[Job[T]]):
     def _repr_html_(self) -> str:
         from clusterjob.api import notebook
 
-        return notebook.group_html(self)
+        return notebook.table(self.ids)
 
 
 def as_completed(jobs: Iterable[Job[T]], timeout: float | None = None) -> Iterator[Job[T]]:
