@@ -195,6 +195,7 @@ CASES = [
     ),
     _script("interrupt_saves.py", send=signal.SIGINT, code=130, quick=True, starts=BOTH),
     _script("terminate_saves.py", send=signal.SIGTERM, code=-15, starts=BOTH),
+    _script("terminates_parent.py", code=143, message="SIGTERM on", starts=BOTH),
     _script("usr1_checkpoints.py", starts=BOTH),
     _script("atexit_writes.py", starts=BOTH),
     _script("thread_outlives_main.py", starts=BOTH),

@@ -190,3 +190,19 @@ def test_killed_slurmd_ends_job_and_is_named(user: User) -> None:
     assert user.job(job_id)["state"] == "RUNNING"  # Slurm waits 15 s: SlurmdTimeout
     message = user("wait", job_id, code=1, timeout=180).stderr
     assert "NODE_FAIL" in message or "host n3" in message
+
+
+@pytest.mark.parametrize("target", ["{}.0", "--full {}"])
+@pytest.mark.parametrize("option", ["--max-restarts=0", "--max-restarts=3", "--launcher=srun"])
+def test_scancel_by_sigkill_leaves_no_process(user: User, option: str, target: str) -> None:
+    """The cluster has proctrack/linuxproc and no cgroup; workers and children have own sessions."""
+    text = f"""
+        import os, subprocess
+        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        {SLEEPER.replace(chr(10), chr(10) + "    ")}
+    """
+    job_id = user.submit(text, "--nodes", "2", "--nproc-per-node", "2", option)
+    user.wait_for("up0", "up1", "up2", "up3")
+    user.slurm.run("scancel", "--signal=KILL", *target.format(user.slurm_id(job_id)).split())
+    wait_for_no_processes(PROMPT)

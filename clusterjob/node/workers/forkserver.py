@@ -137,9 +137,10 @@ class Forkserver:
         Returns:
             None in the forkserver. In a forked worker: the program that this process must run.
         """
-        # A scheduler may signal every process of a job; only the agent decides on a signal. Workers
-        # reset these handlers.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A scheduler may signal every process of a job; only the agent decides on a signal. A
+        # worker's SIGTERM to its parent is for the agent, as for torchrun; the agent acts on the
+        # first one. Workers reset these handlers.
+        signal.signal(signal.SIGTERM, self._pass_on)
         if self._options.warning is not None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         # During the import this process does not read the control socket. If the agent dies, the
@@ -184,6 +185,10 @@ class Forkserver:
             self._end_node()
         return None
 
+    def _pass_on(self, number: int, _frame: object) -> None:
+        if os.getppid() == self._agent_pid:  # not in a child, and the agent lives
+            processes.send_signal(self._agent_pid, number)
+
     def _preload_torch(self) -> str | None:
         options = self._options
         if options.launcher == "torchrun" or options.start == "exec":
@@ -215,7 +220,7 @@ class Forkserver:
         self._selector = selectors.PollSelector()
         for descriptor in (self._control.fileno(), self._wake_read, self._reports.read_end):
             self._selector.register(descriptor, selectors.EVENT_READ)
-        # Replace SIGKILL by SIGTERM, which this process ignores. From here on, EOF on the control
+        # Replace SIGKILL by SIGTERM, which then has no effect. From here on, EOF on the control
         # socket reports the agent's death, and this process lives on to stop the workers.
         processes.die_with_parent(self._agent_pid, signal.SIGTERM)
 

@@ -86,8 +86,8 @@ def start(
     forkserver_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The forkserver ignores SIGTERM, and the child inherits that. A blocked SIGTERM is not lost: it
-    # stays pending until the child has reset its handler.
+    # The child inherits the forkserver's handler of SIGTERM. A blocked SIGTERM is not lost: it
+    # stays pending until the child has reset the handler.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid != 0:
