@@ -24,6 +24,7 @@ from clusterjob.core import (
     job_secrets,
     node_zip,
     notifications,
+    option_conflicts,
     plans,
     polling,
     program_check,
@@ -179,7 +180,7 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
     wrong = program_check.syntax_error(spec)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     notes = [f"{wrong} (checked with Python {version})"] if wrong else []
-    notes += unchecked
+    notes += [*unchecked, *option_conflicts.without_effect(settings.values, settings.origins)]
     if avoided:
         notes.append(bad_hosts.text(avoided))
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node

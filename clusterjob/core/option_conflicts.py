@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.core import notifications
+from clusterjob.core.options import OPTIONS
 from clusterjob.errors import SpecError
 
 if TYPE_CHECKING:
     from clusterjob.core.spec import JobSpec
+
+# Options of the nodes that srun follows too, or that only switch a part of the agent off.
+_WITHOUT_AGENT = ("nproc_per_node", "cpus_per_task", "launcher", "start", "metrics")
+_SRUN_HINTS = {
+    "hang_timeout": "use --launcher agent or torchrun;"
+    " `clusterjob stacks` works with every launcher",
+    "preflight": "use --launcher agent or torchrun,"
+    " or measure the nodes first: clusterjob doctor --run",
+}
+_NEEDS = {
+    "env_cache": ("uv", "env_archive"),
+    "notify_on": ("notify", "notify_cmd"),
+    "require_gpus": ("gpus", "gpus_per_node"),
+}
 
 
 def check(spec: JobSpec) -> None:
@@ -24,11 +40,6 @@ def check(spec: JobSpec) -> None:
         raise SpecError(
             "--retry oom_host:N:mem*FACTOR needs --mem", "give the memory per node, such as 64G"
         )
-    if spec.retry and spec.launcher == "srun":
-        raise SpecError(
-            "--retry needs clusterjob's agent, and --launcher srun starts none",
-            "use --launcher agent or torchrun",
-        )
     if spec.program.on_stdin and (spec.launcher in ("srun", "ray") or spec.elements()):
         raise SpecError(
             "a script on standard input needs --launcher agent or torchrun, and no array",
@@ -36,26 +47,45 @@ def check(spec: JobSpec) -> None:
         )
     _check_nodes(spec)
     _check_until_done(spec)
-    if spec.hang_timeout is not None and spec.launcher == "srun":
+    _check_launcher(spec)
+
+
+def _check_launcher(spec: JobSpec) -> None:
+    if spec.start == "fork" and spec.launcher != "agent":
         raise SpecError(
-            "--hang-timeout needs clusterjob's agent, and --launcher srun starts none",
-            "use --launcher agent or torchrun; `clusterjob stacks` works with every launcher",
+            f"--start fork: --launcher {spec.launcher} starts the workers",
+            "use --launcher agent",
         )
-    if spec.preflight != "off" and spec.launcher == "srun":
-        raise SpecError(
-            "--preflight needs clusterjob's agent, and --launcher srun starts none",
-            "use --launcher agent or torchrun, or measure the nodes first: clusterjob doctor --run",
-        )
+    if spec.launcher != "srun":
+        return
+    for option in OPTIONS.values():
+        own = option.node and option.key not in _WITHOUT_AGENT
+        if own and getattr(spec, option.key) != getattr(type(spec), option.key):
+            raise SpecError(
+                f"{option.flag} needs clusterjob's agent, and --launcher srun starts none",
+                _SRUN_HINTS.get(option.key, "use --launcher agent or torchrun"),
+            )
+
+
+def without_effect(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Return a line for each option of the command line that does nothing without another one.
+
+    Args:
+        values: the job's settings, by key.
+        origins: the file, variable or option that sets each of them, by key.
+    """
+    return [
+        f"{OPTIONS[key].flag} has no effect without {' or '.join(OPTIONS[o].flag for o in others)}"
+        for key, others in _NEEDS.items()
+        if origins.get(key) == OPTIONS[key].flag
+        and values[key]
+        and not any(values.get(other) for other in others)
+    ]
 
 
 def _check_until_done(spec: JobSpec) -> None:
     if spec.checkpoint_dir and not spec.until_done:
         raise SpecError("--checkpoint-dir belongs to --until-done", "add --until-done")
-    if spec.until_done and spec.launcher == "srun":
-        raise SpecError(
-            "--until-done needs clusterjob's agent, and --launcher srun starts none",
-            "use --launcher agent or torchrun",
-        )
     if spec.warn_signal and spec.launcher != "agent":
         raise SpecError(
             f"--warn-signal {spec.warn_signal}: --launcher {spec.launcher} starts the workers",

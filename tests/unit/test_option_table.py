@@ -10,12 +10,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from clusterjob.backends import shared
+from clusterjob.backends.slurm import submit as slurm_submit
 from clusterjob.cli import app, job_options
-from clusterjob.core import job_settings
+from clusterjob.core import job_settings, jobs
 from clusterjob.core.option import Option, Target
 from clusterjob.core.options import OPTIONS
 from clusterjob.core.resources import Resources
 from clusterjob.core.spec import JobSpec
+from clusterjob.errors import ClusterJobError
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import Program
 
@@ -172,3 +175,61 @@ def test_option_after_the_script_is_named_in_one_line_with_its_place(
     shown = CliRunner().invoke(app, ["render", "-t", "5m", "train.py", "--nodes", "2", "--lr", "1"])
     assert shown.exit_code == 0
     assert "stand before it: clusterjob render --nodes 2 train.py\n" in shown.stderr
+
+
+# A value of each option that is not its default.
+VALUES: dict[str, object] = {
+    "nodes": "3", "spares": "1", "gpus": "2", "gpus_per_node": "2", "nproc_per_node": "2",
+    "cpus_per_task": "2", "mem": "1G", "time": "5m", "env": ["A=b"], "workdir": "/tmp",
+    "python": "/usr/bin/python3", "uv": True, "env_archive": "env.tar.gz", "env_cache": "/scratch",
+    "setup": ["date"], "max_restarts": "1", "retry": ["device:1"], "start": "fork",
+    "launcher": "torchrun", "require_gpus": True, "template": "t.j2", "set": ["foo=bar"],
+    "hosts": "h3,h4,h5", "hostfile": "hosts", "login": "u@login", "transport": "openssh",
+    "sync": False, "snapshot": False, "account": "a", "partition": "p", "qos": "q",
+    "nodelist": "n1", "exclude": "n2", "reservation": "r", "container": "apptainer:/x.sif",
+    "array": "0-3", "sweep": ["lr=1,2"], "after": ["12"], "requeue": True, "signal_before": "90s",
+    "warn_signal": "SIGUSR1", "until_done": True, "checkpoint_dir": "/tmp", "notify_cmd": ["date"],
+    "notify_on": "start", "preflight": "warn", "hang_timeout": "10m", "metrics": False,
+    "metrics_port": "9100", "join_timeout": "10", "heartbeat": "1", "lease": "20", "grace": "5",
+}  # fmt: skip
+# Options whose effect is not in a plan, but in the record, the secrets, the code or the connection.
+AT_SUBMISSION = {"name", "secret", "notify", "include_secrets"}
+CLUSTERS: dict[str, dict[str, object]] = {
+    "local": {},
+    "ssh": {"hosts": "h1,h2"},
+    "slurm": {},
+    "slurm with srun": {"launcher": "srun"},
+    "slurm on a login host": {"login": "u@l1"},
+    "mlp": {"set": ["image=i", "queue=q", "flavor=f"]},
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_no_option_is_without_effect_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+) -> None:
+    """Each changes the plan, is noted, or is refused."""
+    (tmp_path / "train.py").write_text("pass")
+    (tmp_path / "hosts").write_text("h6\n")
+    monkeypatch.setattr(shared, "new_directory", lambda _: ("train-000000", tmp_path / "job"))
+    monkeypatch.setattr(slurm_submit, "largest_array", lambda _: 1001)
+    fixed = CLUSTERS[cluster]
+
+    def plan(flags: dict[str, object]) -> object:
+        settings = job_settings.resolve(fixed | flags, cluster.split(maxsplit=1)[0], tmp_path)
+        spec = job_settings.make_spec(Program("script", "train.py"), settings, directory=tmp_path)
+        made = jobs.plan(spec, settings)
+        of_all = (".json", ".pyz")  # the record and the program
+        files = [each for each in made.files if each.path.suffix not in of_all]
+        return (made.notes, made.commands, files, made.array, made.code is None, made.sends_code)
+
+    plain, silent = plan({}), []
+    skipped = AT_SUBMISSION | ({"transport"} if {"login", "hosts"} & {*fixed} else set())
+    skipped |= {"metrics"} if "launcher" in fixed else set()  # srun takes none
+    for key in {*OPTIONS} - skipped:
+        try:
+            same = plan({key: VALUES[key]}) == plain
+        except ClusterJobError:
+            same = False
+        silent += [key] if same else []
+    assert silent == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from clusterjob.backends import shared
+from clusterjob.backends import job_code, shared
 from clusterjob.backends.batch_command import upload
 from clusterjob.backends.batch_command.attempts import Retries
 from clusterjob.backends.batch_command.backend import Account, PlatformBackend
@@ -296,6 +296,7 @@ def _notes(spec: JobSpec, missing: list[str]) -> tuple[str, ...]:
     notes = (
         ["--mem is ignored: the flavor sets the memory"] if spec.resources.mem is not None else []
     )
+    notes += job_code.notes(spec, sent=True)
     gpus, wanted = task.gpus_of(spec), spec.resources.gpus_per_node
     if gpus is not None and wanted is not None and gpus > wanted:
         notes.append(
