@@ -295,6 +295,10 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     if values["lease"] <= values["heartbeat"]:
         lease, heartbeat = f"--lease {values['lease']:g}", f"--heartbeat {values['heartbeat']:g}"
         raise UsageError(f"{lease} must be longer than {heartbeat}", "change one of them")
+    for key, other in (("warn_signal", "warning"), ("checkpoint_dir", "until_done")):
+        if values[key] and not values[other]:
+            flag, needed = (f"--{name.replace('_', '-')}" for name in (key, other))
+            raise UsageError(f"{flag} has no effect without {needed}", f"add {needed}")
     placement = {
         variable: value for variable in _PLACEMENT if (value := values.pop(variable)) is not None
     }

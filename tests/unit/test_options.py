@@ -247,6 +247,18 @@ def test_too_few_nodes_for_the_workers_are_refused(argv: str, message: str) -> N
         launch.launch(options, options.placement)
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--warn-signal USR1", "--warn-signal has no effect without --warning"),
+        ("--checkpoint-dir out", "--checkpoint-dir has no effect without --until-done"),
+    ],
+)
+def test_option_that_needs_another_one_is_refused_without_it(argv: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse([*argv.split(), "train.py"])
+
+
 def test_underscores_are_dashes_in_options_but_not_in_values() -> None:
     options = parse(["--nproc_per_node=2", "--launcher", "agent", "--gpus=a_b", "my_train.py"])
     assert options.program.target == "my_train.py"

@@ -2,6 +2,9 @@
 
 The reader of a pipe may pause (``| less``) or exit (``| head``). The agent's heartbeat must not
 wait for a full pipe, and a closed pipe must not end the job.
+
+`run` folds the tracebacks that follow from the root cause, and names the command that shows them.
+An agent shows all of them: its output is often a platform's log, the only copy.
 """
 
 from __future__ import annotations
