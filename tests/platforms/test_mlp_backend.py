@@ -46,9 +46,8 @@ def test_mlp_is_listed_as_cluster() -> None:
 def test_entry_script_sets_nproc_per_node_only_if_user_does(
     tmp_path: Path, is_default: bool, nproc: int, options: str
 ) -> None:
-    last = entry(
-        make_spec(tmp_path, nproc_is_default=is_default, nproc_per_node=nproc)
-    ).splitlines()[-1]
+    spec = make_spec(tmp_path, nproc_is_default=is_default, nproc_per_node=nproc, require_gpus=True)
+    last = entry(spec).splitlines()[-1]
     assert last == f'exec "$CLUSTERJOB_PYTHON" -m clusterjob launch {options}train.py --x'
 
 

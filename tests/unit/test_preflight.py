@@ -439,7 +439,7 @@ def test_lost_node_is_neither_awaited_nor_named(order_lost_at: str) -> None:
     run._on = on  # type: ignore[method-assign]
     begin = time.monotonic()
     assert run.run() is None
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 2.0  # the join timeout, the shortest wait for a node
     result = run.preflight.result
     assert (result.slow, run.preflight.refusal()) == ({}, None)
     assert [host for host, _ in result.table.rows] == ["gpu0", "gpu1", "gpu3"]
