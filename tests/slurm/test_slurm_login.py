@@ -443,16 +443,26 @@ def test_each_submit_error_is_one_line_and_leaves_no_files(laptop: Laptop) -> No
         f"echo hello\nexport PATH={bin_}:/usr/bin:/bin SLURM_CONF={conf}\n"
     )
     assert laptop.run("print('found')").stdout == "found\n"
-    # The profile is read where sbatch is on the session's PATH too.
-    laptop.login.stop()
-    del laptop.login.environment["PATH"]
-    laptop.login.start()
-    (laptop.login.home / ".bash_profile").write_text(f"export SLURM_CONF={conf}\n")
-    assert laptop.run("print('configured')").stdout == "configured\n"
     assert (
         "does not support"
         not in laptop("render", "--cluster", "hpc", "--no-sync", laptop.script("pass")).stderr
     )
+
+
+def test_commands_work_if_only_the_login_shells_profile_has_the_configuration(
+    laptop: Laptop,
+) -> None:
+    laptop.login.stop()
+    conf = laptop.login.environment.pop("SLURM_CONF")
+    laptop.login.start()
+    (laptop.login.home / ".bash_profile").write_text(f"export SLURM_CONF={conf}\n")
+    job_id = laptop.submit("import time; print('up', flush=True); time.sleep(600)")
+    laptop.wait_for_state(job_id, "RUNNING")
+    assert laptop("exec", job_id, "--", "echo", "beside").stdout == "beside\n"
+    assert "failed" not in laptop("doctor", "--cluster", "hpc").stdout
+    laptop("cancel", job_id)
+    laptop.wait_for_state(job_id, "CANCELLED")
+    assert laptop("logs", job_id).stdout == "up\n"
 
 
 def test_other_clusters_refuse_login_option(laptop: Laptop) -> None:
