@@ -210,8 +210,8 @@ class NodeRow(NamedTuple):
     cells: tuple[tuple[str, str, str], ...]
 
 
-def table(data: ReportData) -> tuple[list[Metric], list[NodeRow], int]:
-    """Return the metrics, a row for each node with samples, and the number of nodes left out."""
+def table(data: ReportData) -> tuple[list[Metric], list[NodeRow]]:
+    """Return the metrics, and a row for each node with samples."""
     nodes = sorted(data.series)[:_MAX_NODES]
     sampled = {key for series in data.series.values() for key, number in series if number == NODE}
     metrics = [metric for metric in METRICS if metric.key in sampled and metric.key != "disk"]
@@ -241,7 +241,7 @@ def table(data: ReportData) -> tuple[list[Metric], list[NodeRow], int]:
             line = _small(series.coarse(_SMALL_STEP), tops[key])
             cells.append((line, svg.quantity(series.mean, unit), svg.quantity(series.peak, unit)))
         rows.append(NodeRow(node, hosts.get(node, ""), node in failed, tuple(cells)))
-    return metrics, rows, len(data.series) - len(rows)
+    return metrics, rows
 
 
 def _small(values: Sequence[float | None], top: float) -> str:

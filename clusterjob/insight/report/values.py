@@ -160,7 +160,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
     failure = verdict.failure if verdict is not None else None
     title, shown = failure.output() if failure is not None else ("", [])
     hosts = {node.rank: node.host for node in data.nodes}
-    metrics, node_rows, _ = plots.table(data)
+    metrics, node_rows = plots.table(data)
     stacks = data.stacks.stacks if data.stacks is not None else []
     values = _common(record, data.state, snapshot=verdict is None) | {
         "taken_at": _time(data.taken_at),
