@@ -48,7 +48,8 @@ def notes(spec: JobSpec, *, sent: bool) -> tuple[str, ...]:
         from clusterjob.core.snapshot.source import is_own
 
         if not is_own(spec.program):
-            return (f"no snapshot of {spec.workdir}, the home directory: current files are used",)
+            why = "which is or holds the home directory"
+            return (f"no snapshot of {spec.workdir}, {why}: current files are used",)
     return ()
 
 
