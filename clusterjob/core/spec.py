@@ -121,7 +121,7 @@ class JobSpec:
     retry: tuple[str, ...] = ()
     start: str = "auto"
     launcher: str = "agent"
-    require_gpus: bool = False
+    require_gpus: bool = True
     template: Path | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()

@@ -79,7 +79,7 @@ def devices(tmp_path: Path, **fields: object) -> tuple[list[str | None], tuple[s
         Program("command", "true"),
         tmp_path,
         resources=Resources(**resources),  # type: ignore[arg-type]
-        **fields,  # type: ignore[arg-type]
+        **{"require_gpus": False, **fields},  # type: ignore[arg-type]
     )
     plan = LocalBackend().plan(spec)
     return [command.env.get("CUDA_VISIBLE_DEVICES") for command in plan.commands], plan.notes
