@@ -39,6 +39,7 @@ export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s "$HOME"
 and more'
 cd -- '/data/my project' || refuse 1 'the working directory /data/my project cannot be entered'
+[ ! "$OLDPWD" -ef . ] || cd -- "$OLDPWD" # the submitter's own path of it, such as a link: $PWD keeps it
 export CLUSTERJOB_CODE_DIR=$PWD
 CLUSTERJOB_DOING='a setup line failed: module load cuda/12'
 { :
