@@ -82,7 +82,12 @@ def submit(two_machines: list[Machine], tmp_path: Path) -> Iterator[Callable[...
             folder.mkdir(exist_ok=True)
         (work / "train.py").write_text(text)
         spec = JobSpec(
-            Program("script", "train.py"), work, python=sys.executable, nproc_per_node=2, **fields
+            Program("script", "train.py"),
+            work,
+            python=sys.executable,
+            nproc_per_node=2,
+            require_gpus=False,
+            **fields,
         )  # type: ignore[arg-type]
         values = shared.common_values(spec, "job-abc", job_dir=job_dir) | {
             "uploaded": True, "workdir": "", "node_zip": "",
