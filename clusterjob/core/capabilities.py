@@ -32,6 +32,7 @@ class Capability(enum.Enum):
     PYTHON_ENVIRONMENTS = "python_environments"  # each node prepares the job's environment
     SPARES = "spares"  # nodes may be lost, join and return while the job runs
     SRUN = "srun"  # one Slurm task per worker
+    SCRIPT_ON_STDIN = "script_on_stdin"  # the files of the job's directory reach each node
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,11 @@ _FEATURES = {
         lambda spec: spec.launcher == "srun",
         "--launcher srun needs Slurm",
         "use --cluster slurm",
+    ),
+    Capability.SCRIPT_ON_STDIN: _Feature(
+        lambda spec: spec.program.on_stdin,
+        "the {cluster} cluster takes no script on standard input",
+        "save it as a file, and give its name",
     ),
 }
 

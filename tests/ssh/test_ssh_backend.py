@@ -278,6 +278,13 @@ def test_hosts_with_shared_home_directory_run_job(site: Site) -> None:
     assert sorted(output_lines(record)) == ["0 out 0", "1 out 1"]
 
 
+def test_script_on_stdin_runs_on_every_host(site: Site) -> None:
+    run = site.command("run", *site.options(), "-", stdin=subprocess.PIPE)
+    out, err = run.communicate("import os; print('rank', os.environ['RANK'])", TEST_TIMEOUT)
+    assert run.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[0] rank 0", "[1] rank 1"]
+
+
 def test_single_host_uses_loopback_as_master_addr(site: Site) -> None:
     record = site.submit('import os; print(os.environ["MASTER_ADDR"])', hosts="gpu3")
     assert output_lines(record) == ["0 out 127.0.0.1"]

@@ -39,6 +39,7 @@ USES: dict[Capability, dict[str, Any]] = {
     Capability.SPARES: {"resources": Resources(nodes=2), "spares": 1},
     Capability.SRUN: {"launcher": "srun"},
     Capability.COUNTED_WORKERS: {"nproc_word": "gpu"},
+    Capability.SCRIPT_ON_STDIN: {"program": Program("script", "-")},
 }
 NEEDED_TOO = {Capability.ARRAY_LIMITS: {Capability.ARRAYS}}
 

@@ -55,6 +55,7 @@ class LocalBackend:
         Capability.COUNTED_WORKERS,
         Capability.PYTHON_ENVIRONMENTS,
         Capability.SPARES,
+        Capability.SCRIPT_ON_STDIN,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
     options = ("sync_limit",)

@@ -54,6 +54,7 @@ class SshBackend:
         Capability.SHARED_DIRECTORY,
         Capability.PYTHON_ENVIRONMENTS,
         Capability.SPARES,
+        Capability.SCRIPT_ON_STDIN,
         Capability.BACKEND_OPTIONS,
     )
     hints: ClassVar[Mapping[Capability, str]] = {}
