@@ -19,7 +19,6 @@ from clusterjob.node.rendezvous import (
     outcome,
     ports,
     stopping,
-    succession,
 )
 from clusterjob.node.rendezvous.history import History
 from clusterjob.node.rendezvous.identity import NodeJob
@@ -79,15 +78,7 @@ class Coordinator:
         self.membership = Membership(
             topology.nnodes, self._own, options=options, job=job, events=self._events
         )
-        self._nodes = Nodes(
-            self.membership,
-            options,
-            topology.nnodes,
-            own=self._own,
-            events=self._events,
-            print_line=node.print_line,
-            splits=succession.may_move(node),
-        )
+        self._nodes = Nodes(self.membership, node, self._own, self._events)
         self._inbox = self.membership.inbox
         self._peers = self.membership.peers
         self._started_at: str | None = None

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 from clusterjob.errors import RendezvousError
+from clusterjob.node.environments import scheduler, slurm_env
 from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import EventLog
-from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, outcome
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.node_selection import NodeSelection
 from clusterjob.node.rendezvous.node_wait import NodeWait
-from clusterjob.node.rendezvous.succession import Earlier, Members, groups, may_go_on
+from clusterjob.node.rendezvous.succession import (
+    Earlier,
+    Members,
+    groups,
+    may_go_on,
+    may_move,
+    slurm_says_down,
+)
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, FailureKind
 
@@ -29,12 +40,9 @@ class Nodes:
 
     Args:
         membership: the agents that have joined.
-        options: the number of spare nodes, and the smallest number of nodes.
-        nnodes: the number of all nodes of the job.
+        node: this node and its job.
         own: the coordinator's node.
         events: the job's events.
-        print_line: prints one line for the user.
-        splits: whether another node may coordinate a part of the job.
 
     Attributes:
         selection: chooses the nodes of the next round.
@@ -45,24 +53,22 @@ class Nodes:
     def __init__(
         self,
         membership: Membership,
-        options: LaunchOptions,
-        nnodes: int,
+        node: NodeJob,
         own: int,
         events: EventLog,
-        print_line: Callable[[str], None],
-        *,
-        splits: bool,
     ) -> None:
+        options = node.options
         self._membership = membership
+        self._node = node
         self._options = options
-        self._nnodes = nnodes
+        self._nnodes = node.topology.nnodes
         self._own = own
         self._events = events
-        self._print_line = print_line
-        wanted = max(1, nnodes - options.spares)
+        self._print_line = node.print_line
+        wanted = max(1, self._nnodes - options.spares)
         self.selection = NodeSelection(wanted, least=min(options.min_nodes or wanted, wanted))
         self.groups: list[Members] = []
-        self._splits = splits
+        self._splits = may_move(node)
         self._rounds = 0  # the number of the current round, plus 1
         self._seen: set[int] = set()  # the members that have seen it
         self._gone: frozenset[int] = frozenset()  # nodes that have certainly ended
@@ -98,11 +104,28 @@ class Nodes:
 
     def has_majority(self) -> bool:
         """Return whether no other part of a split job can go on."""
+        return not self._splits or may_go_on(self.groups, self._present(), self._gone)
+
+    async def may_start(self) -> bool:
+        """Return whether no other part of the job may begin a round; this may take seconds.
+
+        Slurm may confirm to the other half of a split job that this node is lost. So this half goes
+        on only if Slurm answers, and says that it is not.
+        """
+        asks = self._splits and self._node.topology.source == slurm_env.SOURCE
+        if not asks or shutil.which("scontrol") is None:  # then no other node can ask either
+            return True
+        tied = [replace(group, coordinator=-1) for group in self.groups]
+        if may_go_on(tied, self._present(), self._gone):
+            return True
+        return await asyncio.to_thread(slurm_says_down, scheduler.node_name()) is False
+
+    def _present(self) -> set[int]:
+        """Return the nodes that are here, and have seen no newer round."""
         peers = self._membership.peers.values()
-        present = {
+        return {
             peer.node_rank for peer in peers if not peer.lost and 0 < peer.rounds <= self._rounds
         }
-        return not self._splits or may_go_on(self.groups, present, self._gone)
 
     def wait(self, *, first: bool) -> NodeWait:
         """Return the wait for the nodes of the next round."""

@@ -111,6 +111,8 @@ class RoundStart:
             end = self._refused(refusals) or (None if over else outcome.too_few(missing, after))
             if end is not None:
                 return end
+        if not await self._nodes.may_start():
+            raise MinorityError("Slurm does not confirm that this node is up")
         # Start no worker if the job was cancelled when the last agent joined.
         end = self._handle_waiting()
         if end is None and after is None and self._preemption.reason:

@@ -109,12 +109,15 @@ def confirmed_ended(state: CoordinatorState, source: str) -> bool:
     """
     if processes.has_ended(state.process):
         return True
-    if source != slurm_env.SOURCE:
-        return False
+    return source == slurm_env.SOURCE and slurm_says_down(state.host) is True
+
+
+def slurm_says_down(host: str) -> bool | None:
+    """Return whether Slurm counts a node as lost; None if it does not answer within 10 s."""
     environment = slurm_environment(os.environ, "scontrol")
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         shown = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", state.host],
+            ["scontrol", "--oneliner", "show", "node", host],
             capture_output=True,
             check=True,
             env=environment,
@@ -122,7 +125,7 @@ def confirmed_ended(state: CoordinatorState, source: str) -> bool:
             timeout=_SCONTROL_SECONDS,
         ).stdout
         return re.search(r" State=DOWN\b", shown) is not None
-    return False
+    return None
 
 
 def may_move(node: NodeJob) -> bool:
