@@ -27,8 +27,9 @@ from clusterjob.core.job_secrets import Secret, packed
 from clusterjob.errors import SpecError
 from clusterjob.node import contract
 
-VALUE = "s3cr=t 'of' $mine\nin two lines"
-FROM_FILE = "t0ken-of-a-file"
+# A script looks for them in all processes of the machine; tests beside this one have other values.
+VALUE = f"s3cr=t 'of' $mine\nin two lines {os.getpid()}"
+FROM_FILE = f"t0ken-of-a-file-{os.getpid()}"
 DIGESTS = [hashlib.sha256(value.encode()).hexdigest() for value in (VALUE, FROM_FILE)]
 # Prints the digests of its values, and each process that exposes a value: in its arguments or,
 # if it is a parent process, in its initial environment.
@@ -163,6 +164,7 @@ def test_secret_of_mlp_job_is_sent_as_private_variable(
 ) -> None:
     for name, value in volc.variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CLUSTERJOB_REQUIRE_GPUS", "0")  # the machines have none
     sets = {
         "image": "cr.example.com/train:1",
         "queue": "train",
