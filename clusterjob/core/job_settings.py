@@ -157,9 +157,8 @@ def make_spec(program: Program, settings: config.Settings, directory: Path) -> J
         if key in values:
             values[key] = directory / values[key]
     packed = values.get("uv") or "env_archive" in values
-    if (
-        packed and values.get("launcher") != "srun"
-    ):  # another node may need minutes to prepare the environment
+    if packed and values.get("launcher") != "srun":
+        # Another node may need minutes to prepare the environment.
         values.setdefault("join_timeout", _PREPARE_TIMEOUT)
     if "env_archive" in values:
         values.pop("python", None)  # such as that of a profile: the archive has its own
