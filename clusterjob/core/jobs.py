@@ -167,7 +167,9 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
             the current files: it starts at once, and a debugger opens the files by their paths.
     """
     backend = base.instance(settings.backend)
-    if foreground and isinstance(backend, Foreground):
+    asked = spec.snapshot and settings.origins.get("snapshot") == "--snapshot"
+    foreground = foreground and isinstance(backend, Foreground)
+    if foreground:
         spec = replace(spec, snapshot=False)
     check_capabilities(spec, settings.backend, backend)
     spec, avoided = bad_hosts.hosts_last(spec, settings.cluster)
@@ -181,6 +183,8 @@ def plan(spec: JobSpec, settings: config.Settings, *, foreground: bool = False) 
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     notes = [f"{wrong} (checked with Python {version})"] if wrong else []
     notes += [*unchecked, *option_conflicts.without_effect(settings.values, settings.origins)]
+    if asked and foreground:
+        notes.append("--snapshot: `run` on this machine uses the current files; use `submit`")
     if avoided:
         notes.append(bad_hosts.text(avoided))
     nodes, per_node = spec.resources.nodes, spec.resources.gpus_per_node

@@ -215,10 +215,10 @@ def test_no_option_is_without_effect_in_silence(
     monkeypatch.setattr(slurm_submit, "largest_array", lambda _: 1001)
     fixed = CLUSTERS[cluster]
 
-    def plan(flags: dict[str, object]) -> object:
+    def plan(flags: dict[str, object], *, foreground: bool = False) -> object:
         settings = job_settings.resolve(fixed | flags, cluster.split(maxsplit=1)[0], tmp_path)
         spec = job_settings.make_spec(Program("script", "train.py"), settings, directory=tmp_path)
-        made = jobs.plan(spec, settings)
+        made = jobs.plan(spec, settings, foreground=foreground)
         of_all = (".json", ".pyz")  # the record and the program
         files = [each for each in made.files if each.path.suffix not in of_all]
         return (made.notes, made.commands, files, made.array, made.code is None, made.sends_code)
@@ -233,3 +233,6 @@ def test_no_option_is_without_effect_in_silence(
             same = False
         silent += [key] if same else []
     assert silent == []
+    if cluster == "local":
+        run = (plan({"snapshot": True}, foreground=True), plan({}, foreground=True))
+        assert run[0] != run[1]
