@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,6 +240,18 @@ def nothing_to_fetch(record: Record) -> ClusterJobError:
         f"there is nothing to fetch: job {record.job_id} ran in {record.job.workdir}",
         "its results are in that directory",
     )
+
+
+def switch(options: Mapping[str, str], key: str, *, default: bool) -> bool:
+    """Return a value of --set that is true or false.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    text = options.get(key, str(default)).lower()
+    if text not in ("true", "false"):
+        raise SpecError(f"{key}: {text!r} is neither true nor false")
+    return text == "true"
 
 
 def request_cancel(record: Record) -> None:

@@ -362,6 +362,9 @@ def test_python_without_torch_is_refused_before_a_script_that_needs_it_waits(
     python = ("--python", str(python_without_torch(tmp_path)))
     message = user("submit", "--cluster", "slurm", *python, needs, code=1).stderr
     assert f"no torch: {python[1]} does not find it" in message
+    word = ("--set", "need_torch=never")
+    message = user("submit", "--cluster", "slurm", *python, *word, needs, code=2).stderr
+    assert "need_torch: 'never' is neither true nor false" in message
     for options in (
         (*python, "--set", "need_torch=false", needs),  # the nodes may have another Python
         (*python, "--setup", "true", needs),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clusterjob.backends import shared
 from clusterjob.core.options import flags_of_backend_option
 from clusterjob.errors import SpecError
 from clusterjob.node.environments import worker_endpoints
@@ -99,10 +100,8 @@ class MlpOptions:
         Raises:
             SpecError: the value is neither true nor false.
         """
-        text = self.values.get("preemptible", "false").lower()
-        if text not in ("true", "false"):
-            raise SpecError(f"preemptible: {text!r} is neither true nor false")
-        return text == "true" or self.fields.get("Preemptible") is True
+        named = shared.switch(self.values, "preemptible", default=False)
+        return named or self.fields.get("Preemptible") is True
 
     @property
     def flavors(self) -> dict[str, int]:

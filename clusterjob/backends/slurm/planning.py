@@ -59,6 +59,7 @@ def plan(spec: JobSpec) -> Plan:
         warning = spec.signal_before or _UNTIL_DONE_WARNING
         spec = replace(spec, requeue=True, signal_before=warning)
     flags.check_warning(spec.resources, spec.signal_before)
+    shared.switch(spec.options, "need_torch", default=True)  # refuse it before anything is written
     code = None if login is not None else job_code.source_of(spec)
     job_id, job_dir = shared.new_directory(spec.name)
     array, env = spec.elements(), python_env.read(spec)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from clusterjob.backends.shared import warn
+from clusterjob.backends.shared import switch, warn
 from clusterjob.backends.slurm.client import Client, SlurmOutput, hint
 from clusterjob.backends.slurm.flags import clock, least_nodes
 from clusterjob.backends.slurm.squeue import ask, is_number, rows_of
@@ -124,7 +124,8 @@ def check_torch(spec: JobSpec) -> None:
         SubmitError: the interpreter does not find torch.
     """
     unknown = spec.setup or spec.container or python_env.travels(spec)
-    if unknown or spec.options.get("need_torch") == "false" or not os.path.isabs(spec.python):
+    needed = switch(spec.options, "need_torch", default=True)
+    if unknown or not needed or not os.path.isabs(spec.python):
         return
     if not spec.program.is_python or not _IMPORTS_TORCH.search(spec.program.source()):
         return

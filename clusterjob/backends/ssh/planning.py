@@ -60,10 +60,8 @@ class SshOptions:
                 f"unknown option {unknown!r} for the ssh cluster ({flags})",
                 f"the options are {', '.join(_KNOWN)}",
             )
-        torch = options.get("need_torch", "true").lower()
-        if torch not in ("true", "false"):
-            raise SpecError(f"need_torch: {torch!r} is neither true nor false")
-        return cls(ssh_options.ConnectionSettings.of(options), torch == "true")
+        torch = shared.switch(options, "need_torch", default=True)
+        return cls(ssh_options.ConnectionSettings.of(options), torch)
 
 
 def plan(spec: JobSpec) -> plans.Plan:
