@@ -269,12 +269,12 @@ def test_job_that_fills_disk_goes_on_and_says_what_output_is_lost(
     mount: Mount, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker does not wait for ever, and `logs` shows the output written before."""
-    disk = mount("size=2m")
+    disk = mount("size=4m")
     monkeypatch.setenv("CLUSTERJOB_HOME", str(disk))
     (work / "script.py").write_text(
         textwrap.dedent("""
             import os
-            for number in range(5000):
+            for number in range(9000):
                 print("line", number, "x" * 500)
             os.truncate("filler", 0)
             print("after")

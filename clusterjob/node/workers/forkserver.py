@@ -107,7 +107,8 @@ class Forkserver:
         self._status_probe = StatusProbe()
         self._table = WorkerTable(node_rank, attempt)
         self._store: int | None = None
-        self._streams: list[tuple[int, Path]] = []  # read ends of the workers' output, and files
+        # pipes of the workers' output, and the files
+        self._streams: list[tuple[tuple[int, ...], Path]] = []
         self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
         self._stopped_at = 0.0
         self._early = False  # whether a worker that saves nothing is killed before that time
@@ -316,7 +317,7 @@ class Forkserver:
                         start,
                         self._reports.ends,
                         streams=(writers[0], writers[1]),
-                        close=[*own, *(read_end for read_end, _ in self._streams)],
+                        close=[*own, *(end for pipes, _ in self._streams for end in pipes)],
                         stdin=self._stdin,
                         is_script=self._options.program.on_stdin,
                     )
@@ -349,10 +350,10 @@ class Forkserver:
         return None
 
     def _open_stream(self, path: Path) -> int:
-        """Return the write end of a pipe whose output is written into a file."""
-        read_end, write_end = output_drain.open_pipe()
-        self._streams.append((read_end, path))
-        output_drain.add(self._drain, read_end, path)
+        """Return a descriptor; what a worker writes to it is written into a file."""
+        pipes, write_end = output_drain.open_stream()
+        self._streams.append((pipes, path))
+        output_drain.add(self._drain, pipes, path)
         return write_end
 
     def _starts(
@@ -388,9 +389,9 @@ class Forkserver:
         for pid, status in ended:
             if pid == self._drain_pid:
                 self._drain_pid, self._drain = output_drain.start()
-                for read_end, path in self._streams:
+                for pipes, path in self._streams:
                     with contextlib.suppress(OSError):
-                        output_drain.add(self._drain, read_end, path)
+                        output_drain.add(self._drain, pipes, path)
             elif pid == self._store:
                 self._store = None
                 if self._stopping is None and (
@@ -480,8 +481,8 @@ class Forkserver:
         while self._stacks:
             self._stacks.popitem()[1].close()
         output_drain.flush(self._drain)
-        for read_end, _ in self._streams:
-            os.close(read_end)
+        for end in (end for pipes, _ in self._streams for end in pipes):
+            os.close(end)
         self._streams.clear()
         self._send(messages.WorkersGone())
 

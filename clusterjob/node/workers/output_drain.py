@@ -2,9 +2,10 @@
 
 Each stream of a worker is a pipe. A plain file would be emptied when a program opens /dev/stderr
 for writing; sockets and append-only files refuse that. splice(2) moves the output: it is either in
-the pipe or in the file, so nothing is lost if this process is killed. The forkserver keeps the read
-ends and starts this process again. Without room on the disk the output waits in the pipes; after
-2 s it is dropped, and a line says so.
+a pipe or in the file, so nothing is lost if this process is killed. The kernel locks a pipe while
+it copies to a file; the output therefore goes through a second pipe, and the worker need not wait
+for the file. The forkserver keeps both pipes and starts this process again. Without room on the
+disk the output waits in the pipes; after 2 s it is dropped, and a line says so.
 """
 
 from __future__ import annotations
@@ -41,23 +42,25 @@ def start() -> tuple[int, socket.socket]:
     return pid, own
 
 
-def open_pipe() -> tuple[int, int]:
-    """Return the (read end, write end) of a pipe for one stream of a worker."""
-    ends = os.pipe2(os.O_CLOEXEC)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return ends
+def open_stream() -> tuple[tuple[int, ...], int]:
+    """Return what `add` needs for one stream of a worker, and the end that the worker writes to."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    buffer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    for pipe in (read_end, buffer[0]):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return (read_end, *buffer), write_end
 
 
-def add(control: socket.socket, read_end: int, path: Path) -> None:
-    """Let the process write what comes from a pipe into a file.
+def add(control: socket.socket, pipes: tuple[int, ...], path: Path) -> None:
+    """Let the process write into a file what comes from the pipes of `open_stream`.
 
     Raises:
         OSError: the file cannot be created, or the process has ended.
     """
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        socket.send_fds(control, [os.fsencode(path.name)], [read_end, log])
+        socket.send_fds(control, [os.fsencode(path.name)], [*pipes, log])
     finally:
         os.close(log)
 
@@ -73,27 +76,31 @@ def flush(control: socket.socket) -> None:
 
 @dataclass
 class _Stream:
-    """A pipe and its file; `full_since` is when the disk became full, `lost` what was dropped."""
+    """Pipes and their file.
 
-    pipe: int
-    log: int
+    `waiting` is at least the number of bytes in the second pipe, which an earlier process may have
+    filled; `full_since` is when the disk became full, and `lost` what was dropped since.
+    """
+
     name: str
+    pipe: int
+    buffer_read: int
+    buffer_write: int
+    log: int
+    waiting: int = PIPE_BYTES
     full_since: float = 0.0
     lost: int = 0
 
     def move(self) -> bool:
-        """Move what is in the pipe; return whether a process can still write into it."""
+        """Move what is in the pipes; return whether a process can still write into the first."""
+        is_open = True
+        with contextlib.suppress(BlockingIOError):  # the first is empty, or the second full
+            moved = _splice(self.pipe, self.buffer_write)
+            self.waiting += moved
+            is_open = moved > 0
         try:
-            os.lseek(self.log, 0, os.SEEK_END)  # the agent appends lines too
-            if self.lost:
-                note = f"\nclusterjob: {self.lost} bytes of output were lost: the disk was full\n"
-                os.write(self.log, note.encode())
-                self.lost = 0
-            moved = self._move()
+            self._write()
             self.full_since = 0.0
-            return moved > 0
-        except BlockingIOError:
-            return True
         except OSError as error:
             now = time.monotonic()
             self.full_since = self.full_since or now
@@ -104,22 +111,46 @@ class _Stream:
                 with contextlib.suppress(OSError):  # the disk of agent.log may be full too
                     os.write(2, text.encode())
             with contextlib.suppress(BlockingIOError):
-                dropped = len(os.read(self.pipe, PIPE_BYTES))
-                self.lost += dropped
-                return dropped > 0
-            return True
+                self.lost += len(os.read(self.buffer_read, PIPE_BYTES))
+            self.waiting = 0
+        return is_open
 
-    def _move(self) -> int:
+    def _write(self) -> None:
+        if self.lost:
+            note = f"\nclusterjob: {self.lost} bytes of output were lost: the disk was full\n"
+            self._append(note.encode())
+            self.lost = 0
+        while self.waiting > 0:
+            os.lseek(self.log, 0, os.SEEK_END)  # the agent appends lines too
+            try:
+                self.waiting -= self._write_some()
+            except BlockingIOError:  # nothing is there
+                self.waiting = 0
+
+    def _write_some(self) -> int:
         try:
-            return os.splice(self.pipe, self.log, PIPE_BYTES)
+            return _splice(self.buffer_read, self.log)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        data = os.read(self.pipe, PIPE_BYTES)  # a file system without splice
+        data = os.read(self.buffer_read, PIPE_BYTES)  # a file system without splice
+        self._append(data)
+        return len(data)
+
+    def _append(self, data: bytes) -> None:
+        os.lseek(self.log, 0, os.SEEK_END)
         view = memoryview(data)
         while view:
             view = view[os.write(self.log, view) :]
-        return len(data)
+
+    def close(self) -> None:
+        for descriptor in (self.pipe, self.buffer_read, self.buffer_write, self.log):
+            os.close(descriptor)
+
+
+def _splice(source: int, target: int) -> int:
+    # O_NONBLOCK of a pipe has no effect on splice before Linux 5.1.
+    return os.splice(source, target, PIPE_BYTES, flags=os.SPLICE_F_NONBLOCK)
 
 
 def _drain(control: socket.socket) -> NoReturn:
@@ -138,25 +169,26 @@ def _drain(control: socket.socket) -> NoReturn:
     poll.register(control, select.POLLIN)
     is_open = True
     while is_open or streams:
-        ready = poll.poll()
-        for descriptor, _ in ready:
+        full = [stream.pipe for stream in streams.values() if stream.full_since]
+        if full:
+            time.sleep(0.05)
+        ready = {descriptor for descriptor, _ in poll.poll(0 if full else None)}
+        for descriptor in ready.union(full):
             if descriptor in streams and not streams[descriptor].move():
                 poll.unregister(descriptor)
-                os.close(streams.pop(descriptor).log)
-                os.close(descriptor)
-        if any(stream.full_since for stream in streams.values()):
-            time.sleep(0.05)
-        if not is_open or all(descriptor != control.fileno() for descriptor, _ in ready):
+                streams.pop(descriptor).close()
+        if not is_open or control.fileno() not in ready:
             continue
-        data, received, _, _ = socket.recv_fds(control, 256, 2)
+        data, received, _, _ = socket.recv_fds(control, 256, 4)
         if received:
-            pipe, log = received
-            os.set_blocking(pipe, False)
-            streams[pipe] = _Stream(pipe, log, os.fsdecode(data))
-            poll.register(pipe, select.POLLIN)
+            stream = _Stream(os.fsdecode(data), *received)
+            streams[stream.pipe] = stream
+            stream.move()  # what an earlier process has left in the buffer
+            poll.register(stream.pipe, select.POLLIN)
         elif data:
             for stream in streams.values():
                 stream.move()
+                stream.move()  # the buffer may have been full
             with contextlib.suppress(OSError):
                 control.send(data)
         else:
