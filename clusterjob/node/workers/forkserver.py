@@ -106,6 +106,7 @@ class Forkserver:
         self._running: dict[int, worker_process.RunningWorker] = {}  # by pid
         self._status_probe = StatusProbe()
         self._table = WorkerTable(node_rank, attempt)
+        self._source = b""
         self._store: int | None = None
         # pipes of the workers' output, and the files
         self._streams: list[tuple[tuple[int, ...], Path]] = []
@@ -198,7 +199,8 @@ class Forkserver:
             return "a command, not a Python program" if options.start == "fork" else None
         if options.program.on_stdin:
             return "the script is on standard input"
-        source, why = options.program.source(), None
+        self._source = source = options.program.source()
+        why = None
         file = options.program.file
         if (b"\0" in source and file.suffix != ".py") or (
             options.program.kind == "script" and file.is_dir()
@@ -306,7 +308,8 @@ class Forkserver:
         starts = self._starts(world, variables, directory=directory)
         if self._fork:
             snapshot_imports.install(os.environ)
-            program.read_ahead(self._options.program)
+            program.read_ahead(self._options.program, self._source)
+            self._source = b""  # it may change before the next round
         for start in starts:
             error, pid, writers = self._no_gpus, -1, list[int]()
             try:
