@@ -113,14 +113,18 @@ class Outcome:
 
 
 def under_clusterjob(
-    case: Case, directory: Path, start: str, options: Iterable[str] = (), home: Path | None = None
+    case: Case,
+    directory: Path,
+    start: str | None,
+    options: Iterable[str] = (),
+    home: Path | None = None,
 ) -> Outcome:
     """Run a case with ``clusterjob run``.
 
     Args:
         case: what to run.
         directory: an empty directory for the run.
-        start: ``fork`` or ``exec``.
+        start: ``fork`` or ``exec``; None if agents do not start the workers.
         options: further options of ``run``; without them, the local cluster is used.
         home: CLUSTERJOB_HOME (default: a subdirectory of `directory`).
     """
@@ -135,7 +139,8 @@ def under_clusterjob(
         "--nproc-per-node",
         str(case.nproc),
     ]
-    argv += ["--start", start, "--python", sys.executable, "--max-restarts", str(case.restarts)]
+    argv += ["--python", sys.executable, "--max-restarts", str(case.restarts)]
+    argv += ["--start", start] if start else []
     argv += list(options) or ["--cluster", "local"]
     work = _work(directory)
     before = set(_jobs(home))

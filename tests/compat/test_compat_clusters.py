@@ -59,7 +59,8 @@ def test_script_on_slurm_has_same_outcome_as_under_torchrun(
     case = BY_ID[name]
     skip_without(case)
     options = ("--cluster", "slurm", "--launcher", launcher)
-    ours = under_clusterjob(case, tmp_path, "fork", options, Path(os.environ["CLUSTERJOB_HOME"]))
+    start = "fork" if launcher == "agent" else None
+    ours = under_clusterjob(case, tmp_path, start, options, Path(os.environ["CLUSTERJOB_HOME"]))
     assert (ours.code == 0) == (case.code == 0), ours.err
     assert sorted(ours.files) == sorted(expected()[name]["files"])
     assert ours.left == []

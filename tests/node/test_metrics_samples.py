@@ -511,7 +511,7 @@ def test_stopped_worker_is_quiet_and_uses_no_cpu(make_job: Callable[..., Job]) -
     job = make_job()
     job.start_all(job.script(WORKER), python=NO_TORCH)
     wait_for_workers(job, {0})
-    (worker,) = workers_of(job)
+    (worker,) = job.workers_of(job.agents[0])
     os.kill(worker, signal.SIGSTOP)
 
     def is_quiet() -> bool:
@@ -524,14 +524,3 @@ def test_stopped_worker_is_quiet_and_uses_no_cpu(make_job: Callable[..., Job]) -
         os.kill(worker, signal.SIGCONT)
     job.path("end").touch()
     assert job.wait() == [0]
-
-
-def workers_of(job: Job) -> list[int]:
-    forkserver = job.forkserver_of(job.agents[0])
-    children = Path("/proc").glob("[0-9]*/stat")
-    found = []
-    for path in children:
-        fields = path.read_text().rpartition(")")[2].split()
-        if fields[1] == str(forkserver):
-            found.append(int(path.parent.name))
-    return found
