@@ -23,7 +23,7 @@ from procs import wait_until
 
 from clusterjob.node.stacks import collect, kernel
 from clusterjob.node.stacks.frames import RankStack
-from clusterjob.node.stacks.offer import FILES
+from clusterjob.node.stacks.offer import FILES, SIGNAL, SIGNAL_FOR_PYTHON
 from clusterjob.node.stacks.request import StackRequest
 
 FILE = FILES[signal.SIGURG]
@@ -352,6 +352,19 @@ def test_process_that_executes_programs_meanwhile_survives_requests(tmp_path: Pa
                 request.step()
             request.close()
         assert process.returncode == 43
+
+
+@pytest.mark.parametrize("number", [SIGNAL, SIGNAL_FOR_PYTHON])
+def test_request_at_the_very_end_does_not_crash_the_process(tmp_path: Path, number: int) -> None:
+    # The C library calls raise(number) after the interpreter has ended.
+    text = f"""
+        import ctypes
+        offer(); up()
+        library = ctypes.CDLL(None)
+        library.__cxa_atexit(getattr(library, "raise"), {number}, None)
+    """
+    with child(tmp_path, text) as process:
+        assert process.wait(TIMEOUT) == 0
 
 
 def test_workers_that_end_meanwhile_are_no_error(tmp_path: Path) -> None:

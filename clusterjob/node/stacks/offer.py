@@ -24,6 +24,7 @@ loaded already or contains, so that it takes less than a millisecond.
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes a millisecond
 import _thread
+import atexit
 import os
 import sys
 
@@ -119,6 +120,9 @@ def offer() -> None:
                 continue
             every = number == SIGNAL_FOR_ALL
             faulthandler.register(number, file=own.descriptor, all_threads=every, chain=False)
+            # The exiting interpreter resets signal handlers, then ends faulthandler, which sets
+            # Python's handler again: a signal after that would crash the process.
+            atexit.register(faulthandler.unregister, number)
         except (AttributeError, ImportError, OSError, RuntimeError, ValueError):
             return  # outside of the main thread, or without faulthandler
 
