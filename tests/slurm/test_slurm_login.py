@@ -377,9 +377,8 @@ def test_job_is_found_after_connection_breaks_during_sbatch(laptop: Laptop) -> N
         f'#!/bin/sh\n{test_only}\n/usr/bin/sbatch "$@"\ntouch {laptop.meeting}/taken\nsleep 5\n'
     )
     (bin_ / "sbatch").chmod(0o755)
-    laptop.login.stop()
-    laptop.login.environment["PATH"] = f"{bin_}:/usr/bin:/bin"
-    laptop.login.start()
+    # Slurm's commands are searched for in the PATH of a login shell.
+    (laptop.login.home / ".bash_profile").write_text(f"export PATH={bin_}:/usr/bin:/bin\n")
     command = laptop.start("submit", "--cluster", "hpc", laptop.script(GUEST))
     laptop.wait_for("taken")
     laptop.login.stop(close_connections=True)
