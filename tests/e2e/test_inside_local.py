@@ -75,7 +75,7 @@ def test_exec_with_closed_stdin_and_unwritable_stdout(small: Inside) -> None:
     line = f"{' '.join(CLUSTERJOB)} exec {small.id} -- bash -c 'cat; echo up; exit 3'"
     for redirection, code, out, err in (
         ("<&-", 3, "up\n", ""),
-        (">&-", 1, "", "clusterjob: error: Bad file descriptor: standard output\n"),
+        (">&-", 3, "", ""),  # as for `run`, the output is discarded
         (">/dev/full", 1, "", "clusterjob: error: No space left on device: standard output\n"),
     ):
         done = subprocess.run(
