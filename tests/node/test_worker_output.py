@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -88,6 +89,24 @@ def test_last_output_is_kept_when_the_forkserver_is_killed(make_job: MakeJob) ->
     text = DRAIN + "os.write(1, b'x' * 250_000), os.kill(os.getppid(), signal.SIGKILL)"
     assert run(job, text) == 1
     assert job.log(0, "rank0.out") == "x" * 250_000
+
+
+def test_traceback_in_delayed_output_is_the_message_of_the_failure(make_job: MakeJob) -> None:
+    """The worker reports sys.exit(1) while its stderr is still in the pipe."""
+    text = """
+import atexit, time, traceback
+os.kill(drain(), signal.SIGSTOP)
+atexit.register(lambda: (time.sleep(0.3), os.kill(drain(), signal.SIGCONT)))
+try:
+    raise ValueError("boom")
+except ValueError:
+    traceback.print_exc()
+    sys.exit(1)
+"""
+    job = make_job(1)
+    assert run(job, DRAIN + text) == 1
+    failure = json.loads((job.dir / "result.json").read_text())["failure"]
+    assert failure["message"] == "ValueError: boom (sys.exit(1))"
 
 
 def test_worker_waits_while_its_output_cannot_be_written(make_job: MakeJob) -> None:

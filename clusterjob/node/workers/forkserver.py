@@ -408,7 +408,10 @@ class Forkserver:
 
     def _read_reports(self) -> None:
         local_ranks = {worker.local_rank for worker in self._running.values()}
-        for message in self._reports.read():
+        reports = [*self._reports.read()]
+        if any(isinstance(message, messages.WorkerFailing) for message in reports):
+            output_drain.flush(self._drain)  # the agent looks for a traceback in the output
+        for message in reports:
             # Of torchrun's workers, only these messages arrive here.
             ours = (messages.WorkerPhase, messages.WorkerWaits)
             if isinstance(message, messages.WorkerHandler):
