@@ -58,6 +58,12 @@ def newest(user: User, job: str) -> str:
     return found[-1].read_text().strip() if found else user.slurm_id(job)
 
 
+def newest_agent(user: User, job: str) -> int:
+    """Return the process id of the newest agent of node 0."""
+    events = (user.directory_of(job) / "events.jsonl").read_text().splitlines()
+    return [event["pid"] for event in map(json.loads, events) if event["event"] == "joined"][-1]
+
+
 def forbid_requeue(user: User, job: str) -> None:
     user.slurm.run("scontrol", "update", f"JobId={newest(user, job)}", "Requeue=0")
 
@@ -222,9 +228,7 @@ def test_job_continues_after_agent_of_node_0_was_killed(user: User) -> None:
         wait_until(
             lambda n=attempt: user.output(job).count("begins") > n, TEST_TIMEOUT, f"{attempt}"
         )
-        events = (user.directory_of(job) / "events.jsonl").read_text().splitlines()
-        agents = [event["pid"] for event in map(json.loads, events) if event["event"] == "joined"]
-        os.kill(agents[-1], signal.SIGKILL)
+        os.kill(newest_agent(user, job), signal.SIGKILL)
     user.wait_for_state(job, "FAILED", "LOST", timeout=TEST_TIMEOUT)
     assert attempts(user, job) == 2
     assert in_queue(user) == set()
@@ -233,9 +237,9 @@ def test_job_continues_after_agent_of_node_0_was_killed(user: User) -> None:
 def test_job_is_queued_again_after_an_outage_of_the_controller(user: User) -> None:
     job = user.submit(STEPS, *OPTIONS)
     wait_until(lambda: "saved" in user.output(job), TEST_TIMEOUT, "the first attempt")
-    number = user.slurm_id(job)
-    user.slurm.run("scancel", "--batch", "--signal=USR1", number)
     user.slurm.stop_controller()
+    # The signal of scancel would go through the controller, which may stop before it passes it on.
+    os.kill(newest_agent(user, job), signal.SIGUSR1)
     ended = user.directory_of(job) / "ends" / "srun.0"
     wait_until(ended.exists, TEST_TIMEOUT, "its end")
     user.slurm.start_controller()
