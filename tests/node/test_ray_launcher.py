@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,10 @@ from slurm_user import User
 from clusterjob import Job, JobState
 from clusterjob.core.records import Records
 from clusterjob.errors import ClusterJobError
+from clusterjob.node import contract
+from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.options import parse
+from clusterjob.node.system import processes
 from clusterjob.node.workers import ray_node
 
 
@@ -159,6 +163,44 @@ def test_ray_that_is_slow_to_start_on_a_node_is_started_again(
     assert (tmp_path / "slow").exists()
     assert f"Ray starts again on node {node}" in job.logs()
     wait_for_end_of_ray(job)
+
+
+# The first start ends as in SLOW_START; the second joins, and then Ray is killed.
+LOST_NODE = """
+import os, pathlib, signal
+starts = pathlib.Path(os.environ["STARTS"])
+starts.write_text(starts.read_text() + "start ")
+if starts.read_text() == "start ":
+    raise SystemExit("timed out during startup")
+print("Ray runtime started", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_node_that_is_lost_after_its_second_start_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log still contains the message of the first start."""
+    install_ray(tmp_path, "2.52.0")
+    (tmp_path / "ray" / "scripts").mkdir()
+    script(tmp_path / "ray" / "scripts", LOST_NODE, "scripts.py")
+    starts = tmp_path / "starts"
+    starts.touch()
+    node_directory(tmp_path, 1).mkdir(parents=True)
+    monkeypatch.setattr(processes, "kill_descendants", lambda: None)  # those of the tests
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        for name, value in {
+            "PYTHONPATH": tmp_path, "STARTS": starts, "RAY_AUTH_MODE": "disabled",
+            contract.JOB_DIR: tmp_path, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2,
+            "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": head.getsockname()[1],
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, str(value))
+        node = ray_node.RayNode(str(tmp_path), TEST_TIMEOUT, cpus=1)
+        node.start()
+        with pytest.raises(ClusterJobError, match="Ray ended with -9 on node 1"):
+            node.serve()
+    assert starts.read_text() == "start start "
 
 
 def _words(pid: int) -> bytes:

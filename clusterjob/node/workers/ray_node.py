@@ -38,7 +38,7 @@ _POLL = 0.1  # seconds between two looks at the processes
 _LOST = 3  # refused connections in a row after which the head is gone
 _ANSWER = 60.0  # seconds after the join timeout in which Ray's own client must have ended
 # Ray gives a node 30 s, also on a busy machine. A node also ends if the head is not registered.
-_SLOW_START = re.compile("timed out during startup|No node info found for head node")
+_SLOW_START = re.compile(b"timed out during startup|No node info found for head node")
 _STARTED = b"Ray runtime started"  # in the output of `ray start`: the node has joined
 _STOP = 2.0  # seconds for Ray to stop its own processes
 _RESOURCE = "clusterjob_node"  # each node offers it with its rank, which names a missing node
@@ -273,22 +273,25 @@ class RayNode:
             else:
                 self._wait_for_head()
 
-    def _joined(self) -> bool:
-        """Return whether this node has joined; until then, the head may start again."""
+    def _output(self) -> bytes:
+        """Return the output of this start: the log also contains the earlier ones."""
         with self._log.open("rb") as log:
             log.seek(self._log_begin)
-            return _STARTED in log.read(1 << 16)
+            return log.read(1 << 16)
+
+    def _joined(self) -> bool:
+        """Return whether this node has joined; until then, the head may start again."""
+        return _STARTED in self._output()
 
     def _started_again(self) -> bool:
         """Start Ray again if its own start was too slow and the node may still join."""
         assert self._ray is not None
         if self._ray.poll() is None or time.monotonic() > self._join_deadline:
             return False
-        lines = "\n".join(last_lines(self._log, 20, 1 << 14))
-        slow = _SLOW_START.search(lines)
+        slow = _SLOW_START.search(self._output())
         if slow is None and (self.rank == 0 or self._joined() or self._head_answers()):
             return False
-        why = slow[0] if slow else "the head is gone"
+        why = slow[0].decode() if slow else "the head is gone"
         print(f"clusterjob: Ray starts again on node {self.rank}: {why}", file=sys.stderr)
         processes.kill_descendants()
         self._ray = None
