@@ -32,7 +32,7 @@ def test_report_of_jobs_and_array_under_slurm(user: User) -> None:
     user("wait", array, code=1)
     text = user("report", array, "-o", "-").stdout
     assert "Array of 2 elements: 1 FAILED, 1 SUCCEEDED" in text
-    rows = re.findall(r'<th scope="row">([^<]+)</th><td>[^<]*</td><td>(. \w+)</td>', text)
-    assert rows == [(f"{array}_1", "✕ FAILED"), (f"{array}_0", "✓ SUCCEEDED")]
+    rows = re.findall(r'<th scope="row">([^<]+)</th><td>([^<]*)</td><td>(. \w+)</td>', text)
+    assert rows == [(f"{array}_1", "", "✕ FAILED"), (f"{array}_0", "", "✓ SUCCEEDED")]
     assert "Wall time" in text
     assert "✕ FAILED" in user("report", f"{array}_1", "-o", "-").stdout

@@ -348,7 +348,7 @@ def test_report_of_array_has_a_row_for_each_element(tmp_path: Path) -> None:
         job_dir=tmp_path / "sweep-abc234",
         nodes=1,
         submitted_at="2026-11-24T10:00:00.000Z",
-        spec={},
+        spec={"sweep": ["lr=1,2,4"]},
         array={"indices": [0, 1, 2], "pieces": [0]},
     )
     records = Records()
@@ -366,8 +366,8 @@ def test_report_of_array_has_a_row_for_each_element(tmp_path: Path) -> None:
     text = make(record)
     Outline(text)
     assert "Array of 3 elements: 1 FAILED, 2 SUCCEEDED" in text
-    assert re.findall(r'<th scope="row">(sweep-\w+)</th>', text) == [
-        "sweep-abc234_1", "sweep-abc234_0", "sweep-abc234_2",
+    assert re.findall(r'<th scope="row">(sweep-\w+)</th><td>([^<]*)</td>', text) == [
+        ("sweep-abc234_1", "lr=2"), ("sweep-abc234_0", "lr=1"), ("sweep-abc234_2", "lr=4"),
     ]  # fmt: skip
     assert "5m 00s" in text
     assert text.count("<script>") == 1

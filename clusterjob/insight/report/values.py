@@ -75,7 +75,7 @@ def of_array(
         rows.append(
             {
                 "id": element.job_id,
-                "values": sanitize(element.values_text)[:300],
+                "swept": sanitize(element.values_text)[:300],
                 "state": state,
                 "icon": icon,
                 "bad": tone == "bad",
