@@ -118,6 +118,7 @@ def test_all_inputs_arrive_byte_for_byte(
         assert report["cwd"] == encoded(os.path.realpath(directory))
         assert report["file"] == encoded(str(user.directory_of(job_id) / f"code/{places[-1]}.py"))
         assert report["name"] == encoded(job_id)  # the name in squeue
+    assert json.loads(user.record_of(job_id).read_text())["name"] == name
     assert not [*user.directory.rglob("pwned"), *user.home.rglob("pwned")]
 
 
