@@ -163,7 +163,8 @@ class Job(Generic[T]):
         record, folder = self._record(), Folder()
         reader = _reader(record, rank, node)
         while True:
-            ended = waiting.statuses([record])[0][1].verdict is not None
+            [(record, now)] = waiting.statuses([record])
+            ended = now.verdict is not None
             with waiting.BACKENDS:
                 polling.collect(record)
             lines = reader.finish() if ended else reader.read()

@@ -183,7 +183,8 @@ def follow(
     reader = reader or LogReader(record.job_dir)
     pause = _FIRST_PAUSE
     while True:
-        now = status(record)
+        # The new record contains the end, which makes `collect` fetch the last lines.
+        [(record, now)] = statuses([record])
         if logs:
             collect(record)
         batches = reader.batches(end=now.verdict is not None)

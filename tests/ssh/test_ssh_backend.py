@@ -12,7 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,16 @@ from sshsite import (
 )
 from verdicts import wait_for_verdict
 
+from clusterjob.backends.base import Status
 from clusterjob.core import job_settings, jobs, node_zip, polling
 from clusterjob.core.hosts import Host
-from clusterjob.core.records import Records
+from clusterjob.core.records import Record, Records
 from clusterjob.errors import ClusterJobError, HostError, SpecError
 from clusterjob.node.host_server.requests import Check
 from clusterjob.node.logs import ends
 from clusterjob.node.program import Program
-from clusterjob.node.verdict import JobState
+from clusterjob.node.verdict import JobState, Verdict
+from clusterjob.remote.mirror import JobMirror
 from clusterjob.remote.sessions import Place, Sessions
 
 CUT_OFF = 15.0  # seconds; limit for the job to end on every host after one is cut off
@@ -681,6 +685,70 @@ def test_sshd_restart_does_not_affect_running_job(site: Site) -> None:
         "1 out left 1",
         "1 out up 1",
     ]
+
+
+def test_line_written_after_the_poll_that_brings_the_end_is_shown(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poll reads the logs before the ends; here the job goes on between the two."""
+    record = site.submit(
+        """
+        import os, time
+        print("up", flush=True)
+        while not os.path.exists("leave"):
+            time.sleep(0.05)
+        print("left")
+        """,
+        hosts="gpu1",
+    )
+    wait_for_lines(record, "up")
+    place = site.remote_dir(record, "gpu1")
+    end = Verdict(JobState.SUCCEEDED, 0).to_json() | {"node_rank": 0}
+    (place / "ends" / "node0.json").write_text(json.dumps(end))
+    statuses = polling.statuses
+
+    def go_on(records: Sequence[Record]) -> list[tuple[Record, Status]]:
+        pairs = statuses(records)
+        if pairs[0][1].verdict is not None:
+            (place / "code" / "leave").touch()
+            wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end")
+        return pairs
+
+    monkeypatch.setattr(polling, "statuses", go_on)
+    assert output_lines(record) == ["0 out up", "0 out left"]
+
+
+def test_poll_that_began_before_the_end_does_not_count_as_the_last(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = site.submit(
+        """
+        import os, time
+        print("up", os.environ["RANK"], flush=True)
+        while not os.path.exists("leave"):
+            time.sleep(0.05)
+        print("left", os.environ["RANK"])
+        """
+    )
+    wait_for_lines(record, "up 0", "up 1")
+    poll, read, arrived = JobMirror.poll, threading.Event(), threading.Event()
+
+    def poll_slow_host(mirror: JobMirror, session: Any, *, logs: bool) -> Any:
+        answer = poll(mirror, session, logs=logs)
+        if mirror._node == 1:
+            read.set()
+            arrived.wait(TEST_TIMEOUT)
+        return answer
+
+    monkeypatch.setattr(JobMirror, "poll", poll_slow_host)
+    wait_until(lambda: (polling.status(record), read.is_set())[1], TEST_TIMEOUT, "the poll")
+    for name in ("gpu1", "gpu2"):
+        (site.remote_dir(record, name) / "code" / "leave").touch()
+    wait_until(lambda: not site.running(), TEST_TIMEOUT, "the end")
+    answer = threading.Timer(2, arrived.set)
+    answer.start()
+    assert {"0 out left 0", "1 out left 1"} <= set(output_lines(record))
+    answer.join()
 
 
 def test_killed_agent_fails_job_and_names_host(site: Site) -> None:

@@ -116,6 +116,8 @@ class SshBackend:
         whole = record.job_dir / LOGS / COMPLETE
         if whole.exists() or not record.job_dir.is_dir():
             return
+        if ended:
+            self._store_polls([job], patient=True)  # these may have begun before the last lines
         while True:
             self._start_polls(record, at_once=True)
             self._store_polls([job], patient=True)
