@@ -120,14 +120,15 @@ def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_wait_for_missing_store_is_explained_within_10_s(
+def test_wait_for_missing_store_is_explained_within_seconds(
     tmp_path: Path, last: str, cause: str
 ) -> None:
     port = str(free_port())
+    # The import of torch, which takes long on a busy machine, comes before.
+    begin = "import pathlib, time; pathlib.Path('begin').write_text(str(time.monotonic()))"
     program = group_script(
-        tmp_path, f"import threading; threading.Timer(20, os._exit, [7]).start(); {last}"
+        tmp_path, f"{begin}; import threading; threading.Timer(60, os._exit, [7]).start(); {last}"
     )
-    begin = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "clusterjob.node", "--start", "fork", program, port],
         stderr=subprocess.PIPE,
@@ -137,10 +138,10 @@ def test_wait_for_missing_store_is_explained_within_10_s(
     with process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "no process listens" in line)
-        waited = time.monotonic() - begin
+        waited = time.monotonic() - float((tmp_path / "begin").read_text())
         process.terminate()
         process.stderr.read()
-    assert waited < 10 + torch_patches._WAITING_NOTICE * 3  # the import of torch takes time, too
+    assert waited < torch_patches._WAITING_NOTICE * 4
     assert (
         f"no process listens at 127.0.0.1:{port}, "
         "where this process waits for rank 0's store (Connection refused)" in line
