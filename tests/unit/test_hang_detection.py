@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -355,8 +356,15 @@ def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     target = Path(f"{variables[DUMP_FILE]}3")
     target.parent.mkdir(parents=True)
-    threading.Timer(0.2, lambda: target.write_bytes(os.read(reader, 64))).start()
+
+    def dump() -> None:
+        select.select([reader], [], [], 10.0)
+        target.write_bytes(os.read(reader, 64))
+
+    thread = threading.Thread(target=dump)
+    thread.start()
     assert dumps.request([3], 10.0) == ("logs/node0/flight_recorder.restart1.rank3",)
+    thread.join()
     assert target.read_bytes()
     os.close(reader)
 
