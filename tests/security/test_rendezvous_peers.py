@@ -57,7 +57,8 @@ def open_idle_connections(port: int, count: int) -> list[socket.socket]:
     return made
 
 
-def test_idle_connections_do_not_end_a_job(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("files", [136, 144, FILE_LIMIT])
+def test_idle_connections_do_not_end_a_job(make_job: MakeJob, files: int) -> None:
     """Open more connections than the agent may open files, while it restarts its workers.
 
     The restart needs a new socket.
@@ -71,7 +72,7 @@ def test_idle_connections_do_not_end_a_job(make_job: MakeJob) -> None:
                 time.sleep(0.02)
             sys.exit(3)
     """)
-    limit = f"ulimit -n {FILE_LIMIT}; exec " + '"$@"'
+    limit = f"ulimit -n {files}; exec " + '"$@"'
     for node_rank in (0, 1):
         job.start(
             node_rank,

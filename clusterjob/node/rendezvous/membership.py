@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hmac
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -132,7 +133,9 @@ class Membership:
             await self._acceptor.close(_CLOSE_SECONDS)
 
     def _max_waiting(self) -> int:
-        return self._nnodes - len(self.peers) + MAX_WAITING
+        # A round needs new descriptors. A dropped connection holds its own until its task has run.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        return min(self._nnodes - len(self.peers) + MAX_WAITING, most if most > 0 else MAX_WAITING)
 
     def _note_rejected(self, address: str, why: str) -> None:
         """Record a rejected connection; after the first 20, one event in 10 s.
