@@ -164,10 +164,7 @@ CLOCKS = """
 
 
 def test_native_frames_pause_process_with_torch_for_less_than_50_ms(tmp_path: Path) -> None:
-    """The shortest of some pauses counts, because other processes delay threads too.
-
-    On a busy machine all gaps are longer, also without a pause.
-    """
+    """The shortest of some pauses counts, because other processes delay threads too."""
 
     def longest_gap() -> float:
         (tmp_path / "gaps").unlink(missing_ok=True)
@@ -177,12 +174,12 @@ def test_native_frames_pause_process_with_torch_for_less_than_50_ms(tmp_path: Pa
 
     with child(tmp_path, CLOCKS, str(Path(pytest.__file__).parents[1])) as process:
         wait_until((tmp_path / "up").exists, 60)
-        usual, pauses = [], []
+        pauses = []
         while len(pauses) < 10 and min(pauses, default=1.0) >= 0.03:
-            usual.append(longest_gap())
+            longest_gap()
             assert len(native_stack(process).threads) >= 4
             pauses.append(longest_gap())
-        assert min(pauses) < 0.03 + min(usual)  # py-spy needs 0.05 s and more
+        assert min(pauses) < 0.03  # py-spy needs 0.05 s and more
 
 
 def test_process_loses_no_signal_while_it_is_read(tmp_path: Path) -> None:
