@@ -46,6 +46,14 @@ from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.remote.mirror import JobMirror
 from clusterjob.remote.sessions import Place, Sessions
 
+# Prints a line with its rank, and another one when the file "leave" exists.
+UNTIL_LEAVE = """
+    import os, time
+    print("up", os.environ["RANK"], flush=True)
+    while not os.path.exists("leave"):
+        time.sleep(0.05)
+    print("left", os.environ["RANK"])
+"""
 CUT_OFF = 15.0  # seconds; limit for the job to end on every host after one is cut off
 
 
@@ -658,15 +666,7 @@ def test_cut_off_host_ends_job_on_other_hosts(site: Site, host: str) -> None:
 
 
 def test_sshd_restart_does_not_affect_running_job(site: Site) -> None:
-    record = site.submit(
-        """
-        import os, time
-        print("up", os.environ["RANK"], flush=True)
-        while not os.path.exists("leave"):
-            time.sleep(0.05)
-        print("left", os.environ["RANK"])
-        """
-    )
+    record = site.submit(UNTIL_LEAVE)
     wait_for_lines(record, "up 0", "up 1")
     for name in ("gpu1", "gpu2"):
         host = site.ssh_network.hosts[name]
@@ -691,17 +691,8 @@ def test_line_written_after_the_poll_that_brings_the_end_is_shown(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A poll reads the logs before the ends; here the job goes on between the two."""
-    record = site.submit(
-        """
-        import os, time
-        print("up", flush=True)
-        while not os.path.exists("leave"):
-            time.sleep(0.05)
-        print("left")
-        """,
-        hosts="gpu1",
-    )
-    wait_for_lines(record, "up")
+    record = site.submit(UNTIL_LEAVE, hosts="gpu1")
+    wait_for_lines(record, "up 0")
     place = site.remote_dir(record, "gpu1")
     end = Verdict(JobState.SUCCEEDED, 0).to_json() | {"node_rank": 0}
     (place / "ends" / "node0.json").write_text(json.dumps(end))
@@ -715,21 +706,13 @@ def test_line_written_after_the_poll_that_brings_the_end_is_shown(
         return pairs
 
     monkeypatch.setattr(polling, "statuses", go_on)
-    assert output_lines(record) == ["0 out up", "0 out left"]
+    assert output_lines(record) == ["0 out up 0", "0 out left 0"]
 
 
 def test_poll_that_began_before_the_end_does_not_count_as_the_last(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = site.submit(
-        """
-        import os, time
-        print("up", os.environ["RANK"], flush=True)
-        while not os.path.exists("leave"):
-            time.sleep(0.05)
-        print("left", os.environ["RANK"])
-        """
-    )
+    record = site.submit(UNTIL_LEAVE)
     wait_for_lines(record, "up 0", "up 1")
     poll, read, arrived = JobMirror.poll, threading.Event(), threading.Event()
 

@@ -117,7 +117,8 @@ class SshBackend:
         if whole.exists() or not record.job_dir.is_dir():
             return
         if ended:
-            self._store_polls([job], patient=True)  # these may have begun before the last lines
+            # Polls that run now may have read the logs before the last lines.
+            self._store_polls([job], patient=True)
         while True:
             self._start_polls(record, at_once=True)
             self._store_polls([job], patient=True)

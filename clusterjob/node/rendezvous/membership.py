@@ -134,8 +134,9 @@ class Membership:
 
     def _max_waiting(self) -> int:
         # A round needs new descriptors. A dropped connection holds its own until its task has run.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        return min(self._nnodes - len(self.peers) + MAX_WAITING, most if most > 0 else MAX_WAITING)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative: no limit
+        most = self._nnodes - len(self.peers) + MAX_WAITING
+        return min(most, files // 4) if files >= 0 else most
 
     def _note_rejected(self, address: str, why: str) -> None:
         """Record a rejected connection; after the first 20, one event in 10 s.
