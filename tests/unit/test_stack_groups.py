@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inside_job import Link
 
@@ -106,6 +106,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=150)
+@example(data=b'[{"os_thread_id": Infinity, "thread_name": "main", "frames": []}]')
 @given(data=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_output_of_py_spy_gives_stacks_or_nothing(data: bytes) -> None:
     for thread in py_spy.parse(data, 7).values():

@@ -96,7 +96,7 @@ def parse(data: bytes, pid: int) -> dict[int, ThreadStack]:
             )
             for thread in threads[:MAX_THREADS]
         }
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return {}
     return {tid: found[tid] for tid in sorted(found, key=lambda tid: (tid != pid, tid))}
 
