@@ -308,9 +308,9 @@ def test_host_without_answer_does_not_delay_other_jobs(monkeypatch: pytest.Monke
     )
     Records().save(far)
     with Watched() as watched:
-        watched.wait(lambda now: states(now).get("a-222222") == "RUNNING")
-        snapshot = watched.live.snapshot
+        snapshot = watched.wait(lambda now: states(now).get("a-222222") == "RUNNING")
         assert states(snapshot)["far-222222"] == "UNKNOWN"
+        wait_until(lambda: stuck.polls, TIMEOUT)  # its thread may start late
         watched.live.choose("far-222222")
         watched.wait(lambda now: now.chosen and now.chosen.record.job_id == "far-222222")
         assert stuck.polls == 1  # no second poll while the first runs
