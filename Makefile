@@ -7,6 +7,8 @@ DEMO := .venv/demo
 READY := .venv/ready
 # Four processes share the tests on two cores, because most tests wait half of the time.
 FOUR := --numprocesses 4 --dist worksteal
+# The same random examples in each run. The slow tests, and a plain pytest, draw new ones.
+SAME := --hypothesis-seed 0
 # Some images set this variable. Without cached bytecode, each command of a test compiles the package.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -19,10 +21,10 @@ demo: $(DEMO)  ## Train a small CNN on two "nodes" of this machine with two work
 	$(BIN)/clusterjob run --cluster local --nodes 2 --gpus-per-node 2 examples/train_digits.py
 
 test: lint packages  ## Run lint and all tests except the slow fault and scale tests
-	$(BIN)/python -m pytest -m "not slow" $(FOUR)
+	$(BIN)/python -m pytest -m "not slow" $(SAME) $(FOUR)
 
 test-unit: $(READY)  ## Run the unit tests: one minute, without root and daemons
-	$(BIN)/python -m pytest tests/unit $(FOUR)
+	$(BIN)/python -m pytest tests/unit $(SAME) $(FOUR)
 
 test-slow: $(READY) packages paddle  ## Run the slow fault and scale tests
 	$(BIN)/python -m pytest -m slow $(FOUR)
