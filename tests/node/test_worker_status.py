@@ -36,6 +36,8 @@ LATE = """
     pathlib.Path(f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     if os.environ["RANK"] == "LATE":
         load_data()
+    while not os.path.exists("pidLATE"):  # its node may import torch later than the others
+        time.sleep(0.02)
     with bootstrap.init(timeout=6) as ctx:
         print("met", ctx.rank, flush=True)
 """
