@@ -54,8 +54,8 @@ def feeder(received: list[bytes]) -> Streams:
     """Return streams whose connection is never used: frames are fed to them."""
     connection = Streams.__new__(Streams)
     connection.__dict__.update(
-        closed=False, streams={}, _received=bytearray(), _unsent=bytearray(), _reader=-1,
-        _writer=-1, _control=lambda *_: None,
+        closed=False, _deaf=False, streams={}, _received=bytearray(), _unsent=bytearray(),
+        _reader=-1, _writer=-1, _control=lambda *_: None,
     )  # fmt: skip
     connection.add(Stream(1, sink=received.append))
     return connection
@@ -80,6 +80,23 @@ def test_bytes_and_end_arrive_in_order(pair: Pair) -> None:
     assert ends == ["end"]
     assert not pair.near.streams
     assert not pair.far.streams
+
+
+def test_last_frames_are_read_after_the_other_side_takes_nothing_more(pair: Pair) -> None:
+    """A program that has sent its last bytes and its end does not wait for grants."""
+    received: list[bytes] = []
+    pair.near.add(Stream(1, sink=received.append))
+    reader, writer = pair.descriptors[0], pair.descriptors[3]
+    os.close(reader)
+    pair.near.send(streams.ALIVE)
+    pair.near.step(0.0)
+    os.write(writer, frame(streams.DATA, 1, b"last") + frame(streams.EXIT, 0, b"7"))
+    os.close(writer)
+    pair.descriptors = [each for each in pair.descriptors if each not in (reader, writer)]
+    for _ in range(3):
+        pair.near.step(0.0)
+    assert (received, pair.controls) == ([b"last"], [(streams.EXIT, 0, b"7")])
+    assert pair.near.closed
 
 
 def test_unread_stream_stops_at_its_window_and_others_continue(pair: Pair) -> None:

@@ -106,6 +106,7 @@ class Streams:
     ) -> None:
         self._reader, self._writer, self._control = reader, writer, control
         self.closed = False
+        self._deaf = False  # the other side takes nothing more; it may have sent its last frames
         self.streams: dict[int, Stream] = {}
         self._received = bytearray()
         self._unsent = bytearray()
@@ -124,8 +125,9 @@ class Streams:
         self.streams[stream.number] = stream
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Queue a frame."""
-        self._unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+        """Queue a frame, unless the other side takes nothing more."""
+        if not self._deaf:
+            self._unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
 
     @property
     def written(self) -> bool:
@@ -154,7 +156,7 @@ class Streams:
             wanted[self._reader] = READ
             if self._unsent:
                 wanted[self._writer] = wanted.get(self._writer, 0) | WRITE
-        full = len(self._unsent) > _MAX_UNSENT
+        full = self._deaf or len(self._unsent) > _MAX_UNSENT
         for stream in self.streams.values():
             if stream.source is not None and stream.credit and not full and not self.closed:
                 wanted[stream.source] = wanted.get(stream.source, 0) | READ
@@ -217,7 +219,8 @@ class Streams:
         except OSError:
             data = b""
         if not data:
-            self._lose()
+            self.closed = True
+            self._unsent.clear()
             return
         self._heard = time.monotonic()
         self.feed(data)
@@ -235,13 +238,10 @@ class Streams:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            self._lose()
+            self._deaf = True
+            self._unsent.clear()
             return
         del self._unsent[:sent]
-
-    def _lose(self) -> None:
-        self.closed = True
-        self._unsent.clear()
 
     def _dispatch(self, kind: int, number: int, payload: bytes) -> None:
         if kind == ALIVE:
