@@ -220,7 +220,6 @@ class Streams:
             data = b""
         if not data:
             self.closed = True
-            self._unsent.clear()
             return
         self._heard = time.monotonic()
         self.feed(data)
