@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from clusterjob.node.rendezvous import outcome
-from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.outcome import Agent, Outcome
 from clusterjob.node.stacks import grouping, kernel, waits
 from clusterjob.node.stacks.frames import RankStack, program_frame
 from clusterjob.node.stacks.grouping import Group
@@ -17,7 +16,7 @@ _SHOWN_FRAMES = 19  # of the rank that the verdict names
 _COLLECTIVES = "torch/distributed/"
 
 
-def hang(own: Peer, seconds: float) -> Outcome:
+def hang(own: Agent, seconds: float) -> Outcome:
     """Return the outcome of a round that hangs, before the ranks are known.
 
     Args:

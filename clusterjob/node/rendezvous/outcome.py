@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from clusterjob.node.logs.events import now
 from clusterjob.node.rendezvous.evidence import Evidence
-from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import (
     CANCELLED_EXIT_CODE,
@@ -24,6 +24,17 @@ from clusterjob.node.verdict import (
 
 _MAX_CONSEQUENCES = 256  # maximum failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
+
+
+class Agent(Protocol):
+    """An agent that has joined."""
+
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ def coordinator_failed(error: Exception, attempt: int) -> Verdict:
     )
 
 
-def node_loss(peer: Peer, own: Peer, why: str, *, by_agent: bool, stalled: float) -> Failure:
+def node_loss(peer: Agent, own: Agent, why: str, *, by_agent: bool, stalled: float) -> Failure:
     """Return the failure of the node at fault when two agents have lost each other.
 
     Args:
@@ -126,7 +137,7 @@ def too_few(missing: Failure | None, after: Outcome | None) -> Outcome | None:
     return failed(replace(after.failure, message=f"{after.failure.message}; {missing.message}"))
 
 
-def no_answer(peer: Peer) -> Failure:
+def no_answer(peer: Agent) -> Failure:
     """Return the failure of a node that does not stop its workers."""
     return Failure.of_node(peer.node_rank, peer.host, message="does not answer the stop order")
 

@@ -9,7 +9,7 @@ ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from clusterjob.node.logs import failure_texts
@@ -109,54 +109,75 @@ class RootCause:
     def stop_due(self) -> float:
         """Return the monotonic time at which to stop all workers; infinity without a failure."""
         entries = self._failures.values()
-        if not entries:
-            return float("inf")
-        causes = [entry for entry in entries if not entry.failure.effect]
-        if any(entry.exited for entry in causes):
-            return 0.0
-        if causes:
-            return min(entry.at for entry in causes) + EXIT_TIMEOUT
-        exited = [entry.at + EFFECT_TIMEOUT for entry in entries if entry.exited]
-        due = min(exited or [entry.at + EXIT_TIMEOUT for entry in entries])
-        return max(due, *self._wait_until.values(), 0.0)
+        effects = all(entry.failure.effect for entry in entries)
+        waits = self._wait_until.values() if effects else ()
+        return max(stop_due(entries), *waits, 0.0)
 
     def root(self) -> Failure | None:
-        """Return the root cause; None without a failure.
-
-        It is the first failure that is not an effect, else an early exit that explains all
-        failures, else the first effect.
-        """
-        ranked = self._ranked()
-        return (self._early_exit() or ranked[0].failure) if ranked else None
+        """Return the root cause; None without a failure."""
+        return root(self._failures.values(), self._early_exits.values())
 
     def consequences(self) -> tuple[Failure, ...]:
         """Return the other failures, in order of time."""
-        ranked = self._ranked()
-        others = ranked if self._early_exit() else ranked[1:]
-        return tuple(entry.failure for entry in sorted(others, key=lambda entry: entry.at))
+        return consequences(self._failures.values(), self._early_exits.values())
 
-    def _early_exit(self) -> Failure | None:
-        """Return the early exit that explains all failures, or None."""
-        failures = sorted(self._failures.values(), key=lambda entry: entry.at)
-        if not self._early_exits or not all(entry.failure.effect for entry in failures):
-            return None
-        exits = sorted(
-            (e for e in self._early_exits.values() if e.at <= failures[0].at + _LATE_EXIT_SECONDS),
-            key=lambda entry: entry.at,
-        )
-        # At least one rank must have failed in torch.distributed, where it needed the others.
-        in_torch = [
-            entry.failure
-            for entry in failures
-            if failure_texts.in_collective((entry.failure.message, *entry.failure.last_lines))
-        ]
-        if not exits or not in_torch:
-            return None
-        seconds = failures[0].at - exits[0].at
-        return _as_cause([entry.failure for entry in exits], seconds, effects=in_torch)
 
-    def _ranked(self) -> list[Entry]:
-        return sorted(self._failures.values(), key=lambda entry: (entry.failure.effect, entry.at))
+def stop_due(entries: Collection[Entry]) -> float:
+    """Return the time at which to stop all workers of a round; infinity without a failure."""
+    causes = [entry for entry in entries if not entry.failure.effect]
+    if any(entry.exited for entry in causes):
+        return 0.0
+    if causes:
+        return min(entry.at for entry in causes) + EXIT_TIMEOUT
+    exited = [entry.at + EFFECT_TIMEOUT for entry in entries if entry.exited]
+    return min(exited or [entry.at + EXIT_TIMEOUT for entry in entries], default=float("inf"))
+
+
+def root(entries: Collection[Entry], exits: Collection[Entry] = ()) -> Failure | None:
+    """Return the root cause of a round; None without a failure.
+
+    It is the first failure that is not an effect, else an early exit that explains all failures,
+    else the first effect.
+
+    Args:
+        entries: the failures.
+        exits: the ranks that ended with exit code 0, each as a failure without a message.
+    """
+    if not entries:
+        return None
+    return _early_exit(entries, exits) or min(entries, key=_rank).failure
+
+
+def consequences(entries: Collection[Entry], exits: Collection[Entry] = ()) -> tuple[Failure, ...]:
+    """Return the failures of a round that are not its root cause, in order of time."""
+    ranked = sorted(entries, key=_rank)
+    others = ranked if _early_exit(entries, exits) else ranked[1:]
+    return tuple(entry.failure for entry in sorted(others, key=lambda entry: entry.at))
+
+
+def _rank(entry: Entry) -> tuple[bool, float]:
+    return entry.failure.effect, entry.at
+
+
+def _early_exit(entries: Collection[Entry], exits: Collection[Entry]) -> Failure | None:
+    """Return the early exit that explains all failures, or None."""
+    failures = sorted(entries, key=lambda entry: entry.at)
+    if not exits or not failures or not all(entry.failure.effect for entry in failures):
+        return None
+    before = sorted(
+        (entry for entry in exits if entry.at <= failures[0].at + _LATE_EXIT_SECONDS),
+        key=lambda entry: entry.at,
+    )
+    # At least one rank must have failed in torch.distributed, where it needed the others.
+    in_torch = [
+        entry.failure
+        for entry in failures
+        if failure_texts.in_collective((entry.failure.message, *entry.failure.last_lines))
+    ]
+    if not before or not in_torch:
+        return None
+    seconds = failures[0].at - before[0].at
+    return _as_cause([entry.failure for entry in before], seconds, effects=in_torch)
 
 
 def _completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:

@@ -1,0 +1,1326 @@
+"""Decide what a job does next, from the states of its nodes.
+
+The functions here are pure: no clock, no socket, no file. The coordinator calls `decide` after a
+change and at the time that the last call has named, carries out what it returns, and keeps the
+ledger. All times are seconds of the coordinator's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from clusterjob.node.contract import World
+from clusterjob.node.logs import failure_texts, rounds
+from clusterjob.node.options import GRACE, LaunchOptions
+from clusterjob.node.rendezvous import hang_verdict, outcome, root_cause
+from clusterjob.node.rendezvous.evidence import MOST_NODES
+from clusterjob.node.rendezvous.node_selection import NodeSelection
+from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.policy import Policy
+from clusterjob.node.rendezvous.rank_map import RankMap
+from clusterjob.node.rendezvous.root_cause import Entry
+from clusterjob.node.rendezvous.stopping import grace_after
+from clusterjob.node.rendezvous.succession import Members, may_go_on
+from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.states import Found, NodeState, Order, Probe, Request, Stop
+from clusterjob.node.system.ranges import ranges
+from clusterjob.node.verdict import (
+    PREEMPTED_EXIT_CODE,
+    Failure,
+    FailureKind,
+    JobState,
+    RoundEnd,
+)
+
+_SETTLE_SECONDS = 5.0  # seconds to wait for more nodes when there are enough: others start too
+_ALONE_SECONDS = 6.0  # seconds for the other nodes to join a coordinator that has moved
+_NOTICE_SECONDS = 5.0  # seconds between two notices about missing nodes
+_DISK_SECONDS = 0.25  # seconds between two looks at the files of nodes that cannot start
+END_SECONDS = 2.0  # seconds for a node to kill its workers after the end of its lease
+_ANSWER_SECONDS = 3.0  # seconds for nodes to say what missing ranks do
+_UNFINISHED_SECONDS = 10.0  # seconds after the last success until the other ranks are named
+_MOST_NAMED = 8  # ranks of a node whose stacks go to their logs then
+_COLLECT_SECONDS = 1.9  # seconds for all nodes to send their stacks
+_STOP_SECONDS = 5.0  # seconds for a node to end its workers, after the grace
+_SUSPECT_SECONDS = 3.0  # seconds to wait for the warning that explains a worker's end
+_MARGIN = 2.0  # seconds for the verdict of a job that is preempted, beyond the grace
+# The interval of the looks for a hang: a part of the timeout, between these seconds.
+_HANG_PARTS, _HANG_SHORTEST, _HANG_LONGEST = 20, 1.0, 5.0
+_SAMPLE_SECONDS = 4.0  # seconds for all nodes to answer
+_HANG_JITTER = 0.5  # seconds by which the network may delay a sign of life
+_NOT_STARTED = "before its workers had started"
+_SMALL_WORLD, _MOST_IMPORTS = 16, 4
+
+
+_NEW_STATE = NodeState()
+
+
+class Stage(enum.Enum):
+    """What the coordinator does."""
+
+    WAIT = "wait"  # for the nodes of a round
+    START = "start"  # a round: the caller binds its store's port, and calls `begin`
+    RUN = "run"
+    COLLECT = "collect"  # the stacks of a round that is to be stopped
+    STOP = "stop"  # the workers of a round
+    END = "end"  # the job: the caller gives the verdict
+    RESIGN = "resign"  # other nodes may go on without this coordinator
+
+
+@dataclass(frozen=True)
+class Job:
+    """What does not change in one attempt of a job.
+
+    Attributes:
+        nnodes: the number of all nodes, spare ones included.
+        own: the coordinator's node.
+        serves_store: whether that node serves torch's store, with or without workers.
+        moves: whether another node may become the coordinator.
+        asks_slurm: whether Slurm tells the other half of a split job that this node is down.
+    """
+
+    options: LaunchOptions
+    nnodes: int
+    own: int = 0
+    attempt: int = 0
+    serves_store: bool = True
+    moves: bool = False
+    asks_slurm: bool = False
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How an agent was lost.
+
+    Attributes:
+        ended: whether its process has certainly ended.
+        by_agent: whether the agent has lost the coordinator, which still hears it.
+    """
+
+    why: str
+    at: float
+    ended: bool = False
+    by_agent: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """An agent that has joined, with the newest state of its node.
+
+    Attributes:
+        joined_at: when it joined.
+        heard_at: when its newest state arrived.
+        failures: the failures of its round, with the time of each.
+        lost: how it was lost; None while it is here.
+    """
+
+    node_rank: int
+    host: str
+    pid: int
+    nproc: int
+    joined_at: float = 0.0
+    heard_at: float = 0.0
+    state: NodeState = _NEW_STATE
+    failures: tuple[Entry, ...] = ()
+    lost: Loss | None = None
+
+    def receive(self, state: NodeState, now: float) -> Node:
+        """Return the node with a new state; a failure keeps the time of its first report."""
+        same = state.round == self.state.round
+        known = {root_cause.key_of(each.failure): each.at for each in self.failures if same}
+        failures = tuple(
+            Entry(
+                each.failure,
+                known.get(root_cause.key_of(each.failure), now - each.age),
+                exited=each.exited,
+            )
+            for each in state.failing
+        )
+        return replace(self, state=state, heard_at=now, failures=failures)
+
+
+@dataclass(frozen=True)
+class View:
+    """What the coordinator sees at one moment.
+
+    Attributes:
+        nodes: the agents that have joined, by the number of their node.
+        time: the time for records, RFC 3339.
+        refused: the failures of nodes that may not join, or cannot start.
+        ended: the nodes whose end is recorded in the job's directory.
+        slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
+        stalled: seconds for which the coordinator's process did not run lately.
+        stacks: the stacks that were collected in this round.
+        slow: the nodes that the preflight found to be slow, and why.
+    """
+
+    nodes: Mapping[int, Node]
+    time: str = ""
+    refused: Sequence[Failure] = ()
+    ended: frozenset[int] = frozenset()
+    slurm_up: bool | None = None
+    stalled: float = 0.0
+    stacks: Sequence[RankStack] = ()
+    slow: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning that the scheduler takes the nodes.
+
+    Attributes:
+        due: when the workers must be stopped.
+        ends_at: when the scheduler ends the job.
+    """
+
+    reason: str
+    due: float
+    ends_at: float
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The newest question about ranks of the round, by node.
+
+    Attributes:
+        asker: node and local rank of the worker that waits for them; None for a note.
+        gave_up: whether that worker does not wait any more.
+        note: a line for the logs of these ranks.
+    """
+
+    number: int
+    at: float
+    ranks: Mapping[int, Sequence[int]]
+    asker: tuple[int, int] | None = None
+    gave_up: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the coordinator remembers of the current round.
+
+    Attributes:
+        began: when its workers were started.
+        measures: whether its workers are those of the preflight.
+        worlds: the place of each node.
+        ranks: the ranks of each node.
+        running: whether the workers of all nodes have been started.
+        asked: the newest question about missing ranks; None without one.
+        heard: the questions of workers that were asked, and the nodes that have answered.
+        polled: when the nodes were asked for failures; None before.
+        successes: how many ranks have ended with exit code 0, and when the last one did.
+        named: whether the ranks that still run were named since.
+        counts: the ranks that have joined and formed a group, as the last event says.
+        importing, imports: whether ranks import torch, and the number of events about it.
+        alive: when a worker last gave a sign of life.
+        sample: the number of the newest sample of stacks; 0 without one.
+        sampled: when it was ordered.
+        comparable: whether the nodes have a sample since the last sign of life before it.
+        collected: when the stacks were asked for; None before.
+        collect_from: the nodes that were asked.
+        stop_at: when the round was stopped; infinity before.
+        stop_due: when nodes that have not stopped are given up.
+        cancelled: a cancellation that has arrived since the round began to end.
+    """
+
+    began: float = 0.0
+    measures: bool = False
+    worlds: Mapping[int, World] = field(default_factory=dict)
+    ranks: RankMap = field(default_factory=lambda: RankMap({}, 0))
+    running: bool = False
+    asked: Asked | None = None
+    heard: frozenset[Any] = frozenset()
+    polled: float | None = None
+    successes: tuple[int, float] = (0, 0.0)
+    named: bool = False
+    counts: tuple[int, int] = (0, 0)
+    importing: bool = False
+    imports: int = 0
+    alive: float = 0.0
+    sample: int = 0
+    sampled: float = 0.0
+    comparable: bool = False
+    collected: float | None = None
+    collect_from: frozenset[int] = frozenset()
+    stop_at: float = math.inf
+    stop_due: float = math.inf
+    cancelled: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the coordinator remembers of the job; another coordinator goes on with it.
+
+    Attributes:
+        since: when the stage began.
+        round: the number of the newest round, whatever it was for; -1 before the first.
+        restarts: how often the workers were started again.
+        nodes: the nodes of the newest round, in the order of their ranks.
+        groups: the members of the last round that all its members have seen, then those of the
+            newest round, if that is another one.
+        here: the nodes that were here when the newest round began, and were not lost since.
+        gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
+        took_over: whether no round has begun since the coordinator moved.
+        avoided: the nodes that caused failures, the latest last.
+        full_disks: nodes on which a disk was full or broken.
+        losses: how often each node was lost.
+        lost: the nodes that are lost now.
+        ended: the nodes whose agents have ended since the newest round began.
+        by_exec: the nodes that start their workers by exec.
+        fence: until when workers of nodes that have not joined this coordinator may run.
+        rounds: the rounds that have ended, of all attempts.
+        first_started, started: when the first and the newest workers were started, RFC 3339.
+        deadline: when the job must end; infinity without a limit.
+        limit_runs: whether the workers of a round have all run, from when the limit counts.
+        warned: the scheduler's warning; None before it.
+        measured: whether the preflight is over.
+        end: how the round ends or, while the coordinator waits, how the last one ended.
+        blamed: the failure whose node the next round leaves out; None without one.
+        more_memory: the factor of memory with which the scheduler must queue the job again; 0.0 if
+            it must not.
+        earliest: when the next round may begin.
+        noticed: when the missing nodes were named.
+        run: the current round.
+    """
+
+    stage: Stage = Stage.WAIT
+    since: float = 0.0
+    round: int = -1
+    restarts: int = 0
+    nodes: tuple[int, ...] = ()
+    groups: tuple[Members, ...] = ()
+    here: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
+    took_over: bool = False
+    avoided: tuple[int, ...] = ()
+    full_disks: frozenset[int] = frozenset()
+    losses: Mapping[int, int] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
+    by_exec: frozenset[int] = frozenset()
+    fence: float = 0.0
+    rounds: tuple[RoundEnd, ...] = ()
+    first_started: str | None = None
+    started: str | None = None
+    deadline: float = math.inf
+    limit_runs: bool = False
+    warned: Warned | None = None
+    measured: bool = False
+    end: Outcome | None = None
+    blamed: Failure | None = None
+    more_memory: float = 0.0
+    earliest: float = 0.0
+    noticed: float = 0.0
+    run: Run = field(default_factory=Run)
+
+
+@dataclass
+class Decision:
+    """What follows.
+
+    Attributes:
+        ledger: the new ledger.
+        due: when to call `decide` again, if nothing changes before.
+        events: the events to record: the name, and the fields of each.
+        lines: lines for the user.
+        asks_slurm: whether the next view must have Slurm's answer.
+    """
+
+    ledger: Ledger
+    due: float = math.inf
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    asks_slurm: bool = False
+
+
+def decide(job: Job, ledger: Ledger, view: View, now: float) -> Decision:
+    """Return what follows from what the coordinator sees now."""
+    step = _Step(job, view, now, Decision(ledger))
+    step.note_changes()
+    while True:
+        stage = step.ledger.stage
+        _STAGES[stage](step)
+        if step.ledger.stage is stage:
+            return step.decision
+
+
+def chosen(job: Job, ledger: Ledger, view: View) -> list[int]:
+    """Return the nodes of the round that begins, in the order of their ranks."""
+    return _Step(job, view, 0.0, Decision(ledger)).chosen()
+
+
+def begin(
+    job: Job, ledger: Ledger, view: View, now: float, worlds: Mapping[int, World]
+) -> Decision:
+    """Return what follows after the START of a round.
+
+    Args:
+        job, ledger, view, now: as for `decide`.
+        worlds: the place of each node; a node without workers may serve the store.
+    """
+    step = _Step(job, view, now, Decision(ledger))
+    step.begin(worlds)
+    return step.decision
+
+
+def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -> Decision:
+    """Return what follows when another coordinator goes on with the job: its round has ended.
+
+    Args:
+        job, view, now: as for `decide`.
+        ledger: of the coordinator before, with times of this machine's clock.
+        lost: how that coordinator was lost.
+    """
+    step = _Step(job, view, now, Decision(ledger))
+    step.add("lost", node_rank=lost.node_rank, host=lost.host, why=lost.message)
+    fence = now + job.options.lease + END_SECONDS
+    step.change(took_over=True, fence=fence, here=frozenset(), lost=frozenset(), run=Run())
+    if _is_recorded(job, ledger):
+        step.go(Stage.WAIT)
+    else:
+        step.go(Stage.STOP, end=ledger.end or outcome.failed(lost))
+    return step.decision
+
+
+def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:
+    """Yield what the coordinator wants of each node that is here; equal orders are one object."""
+    run, end = ledger.run, ledger.end
+    shared = Order(ledger.round, warned=ledger.warned is not None)
+    if ledger.stage is Stage.STOP and end is not None:
+        shared = replace(shared, stop=_stop_order(job, ledger, nodes))
+    elif ledger.stage is Stage.RUN:
+        shared = replace(shared, report=run.polled is not None, sample=run.sample)
+    wants_dumps = end is not None and _is_hang(end)
+    collecting = replace(shared, collect=True, dumps=wants_dumps)
+    found = _found(run, nodes) if ledger.stage is Stage.RUN else None
+    for node_rank, node in nodes.items():
+        if node.lost is not None:
+            continue
+        order = shared
+        if ledger.stage is Stage.COLLECT and node_rank in run.collect_from:
+            order = collecting
+        # An agent that was started again since has no workers of this round.
+        in_round = node_rank in run.worlds and node.joined_at <= run.began
+        if ledger.stage in (Stage.RUN, Stage.COLLECT) and in_round:
+            order = replace(order, world=run.worlds[node_rank])
+            asked = run.asked
+            if asked is not None and node_rank in asked.ranks:
+                wanted = tuple(asked.ranks[node_rank])
+                order = replace(order, probe=Probe(asked.number, wanted, asked.note))
+            if found is not None and found[0] == node_rank:
+                order = replace(order, found=found[1])
+        yield node_rank, order
+
+
+def entries(job: Job, ledger: Ledger, view: View) -> list[Entry]:
+    """Return the failures of the newest round before it was stopped, without those that are none.
+
+    A worker that leaves because of a warning has not failed.
+    """
+    return _Failures(job, ledger, view, math.inf).entries
+
+
+def early_exits(ledger: Ledger, view: View) -> list[Entry]:
+    """Return the workers of the newest round that ended with exit code 0, with their times."""
+    found = []
+    for node_rank in ledger.nodes:
+        node = view.nodes.get(node_rank)
+        if node is None or node.state.round != ledger.round:
+            continue
+        for each in node.state.succeeded:
+            failure = Failure(
+                ledger.run.ranks.rank(node_rank, each.local_rank),
+                each.local_rank,
+                node_rank=node_rank,
+                host=node.host,
+                exit_code=0,
+                signal=None,
+                message="",
+            )
+            found.append(Entry(failure, node.heard_at - each.age, exited=True))
+    return found
+
+
+class _Failures:
+    """The failures of a round: those that count, and suspects that a warning may still explain."""
+
+    def __init__(self, job: Job, ledger: Ledger, view: View, now: float) -> None:
+        self.left: set[root_cause.Key] = set()
+        self.suspects_due = math.inf
+        options, warned = job.options, ledger.warned
+        found = sorted(_reported(ledger, view), key=lambda entry: entry.at)
+        found = [entry for entry in found if entry.at < ledger.run.stop_at]
+        counted = []
+        stopping = ledger.stage is Stage.STOP
+        for entry in found:
+            failure = entry.failure
+            leaves = (
+                failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
+            ) and failure.rank is not None
+            if (
+                warned is not None
+                and (leaves or bool(options.warn_signal))
+                and failure.rank is not None
+            ):
+                self.left.add(root_cause.key_of(failure))
+            elif (
+                warned is None
+                and options.warning is not None
+                and leaves
+                and not stopping
+                and now < entry.at + _SUSPECT_SECONDS
+            ):
+                self.suspects_due = min(self.suspects_due, entry.at + _SUSPECT_SECONDS)
+            else:
+                counted.append(entry)
+        if self.left:  # their peers' failures are effects of it
+            counted = [entry for entry in counted if not entry.failure.effect]
+        self.entries = counted
+
+
+def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
+    run = ledger.run
+    for node_rank in ledger.nodes:
+        node = view.nodes.get(node_rank)
+        if node is not None and node.state.round == ledger.round:
+            yield from node.failures
+    server = view.nodes.get(run_server(ledger))
+    if server is not None and server.state.round == ledger.round:
+        yield from server.failures
+    asked = run.asked
+    if asked is not None and asked.gave_up:
+        probed = [
+            node.state.probed
+            for node_rank in asked.ranks
+            if (node := view.nodes.get(node_rank)) is not None and node.state.probed is not None
+        ]
+        gave_up = any(
+            each.failure.kind is FailureKind.RENDEZVOUS
+            for node_rank in ledger.nodes
+            if (node := view.nodes.get(node_rank)) is not None
+            for each in node.failures
+        )
+        if gave_up:  # a script may catch the error and try again
+            for answer in probed:
+                if answer.number == asked.number:
+                    yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
+
+
+def run_server(ledger: Ledger) -> int:
+    """Return the node that serves the store of the round without workers of its own; -1 if none."""
+    return next((node for node in ledger.run.worlds if node not in ledger.nodes), -1)
+
+
+def _is_hang(end: Outcome) -> bool:
+    return end.failure is not None and end.failure.kind is FailureKind.HANG
+
+
+def _found(run: Run, nodes: Mapping[int, Node]) -> tuple[int, Found] | None:
+    """Return what the ranks do for which a worker waits, and the node of that worker."""
+    asked = run.asked
+    if asked is None or asked.asker is None or asked.gave_up:
+        return None
+    lines = [
+        line
+        for node_rank in asked.ranks
+        if (node := nodes.get(node_rank)) is not None
+        and node.state.probed is not None
+        and node.state.probed.number == asked.number
+        for line in node.state.probed.lines
+    ]
+    if not lines:
+        return None
+    return asked.asker[0], Found(asked.number, asked.asker[1], tuple(lines))
+
+
+def _requests(nodes: Iterable[Node]) -> Iterator[Request]:
+    return (node.state.request for node in nodes if node.state.request != _NO_REQUEST)
+
+
+_NO_REQUEST = Request()
+
+
+def _cancellation(view: View) -> Outcome | None:
+    for request in _requests(view.nodes.values()):
+        if request.cancel:
+            end = outcome.cancelled(
+                request.cancel, interrupt=request.interrupt, stacks=request.stacks
+            )
+            return replace(end, terminated=request.terminated)
+    return None
+
+
+def _killing(nodes: Mapping[int, Node]) -> bool:
+    return any(request.kill for request in _requests(nodes.values()))
+
+
+def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
+    end = ledger.run.cancelled or ledger.end
+    assert end is not None
+    left = (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
+    grace = 0.0 if _killing(nodes) else grace_after(end, job.options, left=left)
+    assert ledger.end is not None
+    return Stop(grace, int(ledger.end.signal), early=ledger.end.failure is not None)
+
+
+class _Step:
+    """One call of `decide`: the ledger so far, and what follows."""
+
+    def __init__(self, job: Job, view: View, now: float, decision: Decision) -> None:
+        self.job = job
+        self.view = view
+        self.now = now
+        self.decision = decision
+        options = job.options
+        self.wanted = max(1, job.nnodes - options.spares)
+        self.least = min(options.min_nodes or self.wanted, self.wanted)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.decision.ledger
+
+    def change(self, **fields: Any) -> None:
+        self.decision.ledger = replace(self.ledger, **fields)
+
+    def change_run(self, **fields: Any) -> None:
+        self.change(run=replace(self.ledger.run, **fields))
+
+    def go(self, stage: Stage, **fields: Any) -> None:
+        self.change(stage=stage, since=self.now, **fields)
+
+    def add(self, event: str, **fields: Any) -> None:
+        self.decision.events.append((event, fields))
+
+    def say(self, line: str) -> None:
+        self.decision.lines.append(line)
+
+    def wake(self, at: float) -> None:
+        """Let the caller come back at this time."""
+        self.decision.due = min(self.decision.due, at)
+
+    # -- whatever the stage ------------------------------------------------------------------------
+
+    def note_changes(self) -> None:
+        """Record the nodes that were lost or have come back, and the scheduler's warning."""
+        ledger, nodes = self.ledger, self.view.nodes
+        lost = frozenset(node for node, each in nodes.items() if each.lost is not None)
+        for node_rank in sorted(lost - ledger.lost):
+            self._note_loss(nodes[node_rank])
+        if lost != ledger.lost:
+            self.change(lost=lost)
+        for node_rank, node in nodes.items():
+            if node.state.by_exec and node_rank not in self.ledger.by_exec:
+                self.change(by_exec=self.ledger.by_exec | {node_rank})
+                self.add("exec", node_rank=node_rank, why=node.state.by_exec)
+        if ledger.warned is None and self.job.options.warning is not None:
+            for request in _requests(nodes.values()):
+                if request.warning:
+                    self._warn(request.warning, self.job.options.warning)
+                    break
+        groups = self.ledger.groups
+        if len(groups) == 2 and all(
+            node in nodes and nodes[node].state.seen == ledger.round + 1 for node in groups[1].nodes
+        ):
+            self.change(groups=groups[1:])
+
+    def _note_loss(self, node: Node) -> None:
+        loss, ledger = node.lost, self.ledger
+        assert loss is not None
+        rank = node.node_rank
+        self.add("lost", node_rank=rank, host=node.host, why=loss.why)
+        self.change(
+            losses={**ledger.losses, rank: ledger.losses.get(rank, 0) + 1},
+            here=ledger.here - {rank},
+            ended=ledger.ended | {rank} if loss.ended else ledger.ended,
+        )
+        if ledger.stage in (Stage.WAIT, Stage.START) or rank not in ledger.run.worlds:
+            failure = self.loss_of(node)  # it runs no workers
+            self.say(f"{failure.who}: {failure.message}")
+
+    def loss_of(self, node: Node) -> Failure:
+        """Return the failure of a lost node, or of the one that has made it seem lost."""
+        assert node.lost is not None
+        return outcome.node_loss(
+            node,
+            self.view.nodes.get(self.job.own, node),
+            why=node.lost.why,
+            by_agent=node.lost.by_agent,
+            stalled=self.view.stalled,
+        )
+
+    def _warn(self, reason: str, warning: float) -> None:
+        grace = self.job.options.grace or GRACE
+        seconds = max(warning / 2, warning - grace - _MARGIN)
+        warned = Warned(reason, due=self.now + seconds, ends_at=self.now + warning - _MARGIN)
+        self.change(warned=warned)
+        self.say(f"warning: {reason}: the workers have {seconds:g} s to leave")
+        self.add("warned", attempt=self.job.attempt, why=reason, seconds=seconds)
+
+    def preempted(self, how: str) -> Outcome:
+        warned = self.ledger.warned
+        return outcome.preempted(f"{warned.reason if warned else ''}: {how}")
+
+    # -- which nodes -------------------------------------------------------------------------------
+
+    def usable(self) -> list[int]:
+        """Return the nodes that are here and run no workers."""
+        return [
+            node for node, each in self.view.nodes.items() if each.lost is None and each.state.idle
+        ]
+
+    def selection(self) -> NodeSelection:
+        selection = NodeSelection(self.wanted, self.least)
+        if self.ledger.nodes:
+            selection.nodes = list(self.ledger.nodes)
+        selection.avoided = list(self.ledger.avoided)
+        return selection
+
+    def present(self) -> set[int]:
+        """Return the nodes that are here, and know no newer round."""
+        newest = self.ledger.round + 1
+        return {
+            node
+            for node, each in self.view.nodes.items()
+            if each.lost is None and (node in self.ledger.here or 0 < each.state.seen <= newest)
+        }
+
+    def has_majority(self) -> bool:
+        """Return whether no other part of a split job can go on."""
+        return not self.job.moves or may_go_on(self.ledger.groups, self.present(), self.ledger.gone)
+
+    def is_tied(self) -> bool:
+        """Return whether only the coordinator makes this half of the job the larger one."""
+        tied = [replace(group, coordinator=-1) for group in self.ledger.groups]
+        return not may_go_on(tied, self.present(), self.ledger.gone)
+
+    def may_train(self) -> float:
+        """Return until when workers of the newest round may run on nodes that are not here."""
+        ledger, until = self.ledger, 0.0
+        for node_rank in ledger.nodes:
+            node = self.view.nodes.get(node_rank)
+            if node_rank in self.view.ended:
+                continue
+            if node is None:
+                until = max(until, ledger.fence)
+            elif node.lost is not None:
+                until = max(until, node.lost.at + self.job.options.lease + END_SECONDS)
+        return until
+
+    # -- the wait for a round ----------------------------------------------------------------------
+
+    def wait(self) -> None:
+        ledger, now, first = self.ledger, self.now, self.ledger.end is None
+        self.wake(now + _DISK_SECONDS)
+        refused = self.view.refused
+        cancelled = _cancellation(self.view)
+        if refused or cancelled:
+            self.finish(outcome.failed(refused[0]) if refused else cancelled)
+            return
+        over = self._wait_is_over()
+        late = ledger.warned is not None and now > ledger.warned.due
+        if late or (ledger.warned is not None and first and over):
+            self.finish(self.preempted(_NOT_STARTED))
+            return
+        if over and now >= ledger.earliest and now >= self.may_train():
+            self._start_if_alone()
+            return
+        few = len(self.selection().choose(self.usable())) < self.least
+        alone = not self.has_majority() or (ledger.took_over and few)
+        if now - ledger.since > _ALONE_SECONDS and alone:
+            self.go(Stage.RESIGN)
+        elif not over:
+            self._look_for_missing(first=first)
+
+    def _start_if_alone(self) -> None:
+        """Begin a round, unless Slurm may let the other half of a split job begin one."""
+        if not (self.job.moves and self.job.asks_slurm and self.is_tied()):
+            self.go(Stage.START)
+        elif self.view.slurm_up is None:
+            self.decision.asks_slurm = True
+        else:
+            self.go(Stage.START if self.view.slurm_up else Stage.RESIGN)
+
+    def _wait_is_over(self) -> bool:
+        usable, selection = self.usable(), self.selection()
+        if len(usable) < self.least or not self.has_majority():
+            return False
+        complete = len(usable) == self.job.nnodes
+        if complete or (self.ledger.end is not None and selection.complete(usable)):
+            return True
+        joined = max(each.joined_at for each in self.view.nodes.values())
+        settled = max(self.ledger.since, joined) + _SETTLE_SECONDS
+        if self.now < settled:  # other nodes may still come
+            self.wake(settled)
+            return False
+        return len(selection.choose(usable)) >= self.least
+
+    def _look_for_missing(self, *, first: bool) -> None:
+        """Name the missing nodes every 5 s; end the job if they do not come in time."""
+        ledger, nodes, nnodes = self.ledger, self.view.nodes, self.job.nnodes
+        options = self.job.options
+        if first and nnodes - len(ledger.lost) < self.least:
+            last = max((nodes[node] for node in ledger.lost), key=_lost_at)
+            self.finish(outcome.failed(self.loss_of(last)))
+            return
+        timeout = options.return_timeout
+        if first or options.min_nodes is not None:
+            timeout = options.join_timeout
+        waited = self.now - ledger.since
+        missing = [node for node in range(nnodes) if node not in nodes or nodes[node].lost]
+        names = f"node {', '.join(ranges(missing))} of {nnodes}"
+        if waited > timeout and missing:
+            few = f"{len(self.usable())} of {self.least} nodes are left"
+            text = f"{few}, and none came within {timeout:g} s"
+            if first:
+                text = f"{names} never joined within {timeout:g} s"
+            failure = Failure.of_node(missing[0], "unknown", message=text)
+            self.finish(outcome.too_few(failure, ledger.end))
+        elif missing and self.now - max(ledger.since, ledger.noticed) > _NOTICE_SECONDS:
+            self.change(noticed=self.now)
+            self.say(f"waiting for {names}, {waited:.0f} s so far")
+            self.add("waiting", missing=missing, seconds=round(waited, 1))
+
+    def finish(self, end: Outcome | None) -> None:
+        """End the job."""
+        assert end is not None
+        if self.ledger.started is None:
+            self._record(end)
+        self.go(Stage.END, end=end)
+
+    # -- the begin of a round ----------------------------------------------------------------------
+
+    def chosen(self) -> list[int]:
+        """Return the nodes of the round that begins, in the order of their ranks."""
+        return self.selection().choose(self.usable())
+
+    def start(self) -> None:
+        """Let the caller bind the port of the store, and call `begin`."""
+
+    def begin(self, worlds: Mapping[int, World]) -> None:
+        ledger, options = self.ledger, self.job.options
+        nodes = tuple(node for node, world in worlds.items() if world.nproc)
+        here = frozenset(node for node, each in self.view.nodes.items() if each.lost is None)
+        measures = options.preflight != "off" and not ledger.measured
+        first = ledger.first_started is None
+        deadline = ledger.deadline
+        if first and options.time_limit is not None and not measures:
+            deadline = self.now + options.join_timeout + options.time_limit
+        restarts, end = ledger.restarts, ledger.end
+        if end is not None:
+            restarts += 1
+            if ledger.blamed is not None:
+                self._note_avoided(ledger.blamed)
+            most = self._policy(ledger.rounds).most
+            self.say(f"restart {restarts} of {most}: {end.reason}")
+            self.add("restart", restart=restarts, why=end.reason)
+        world = worlds[nodes[0]]
+        self.go(
+            Stage.RUN,
+            round=ledger.round + 1,
+            restarts=restarts,
+            nodes=nodes,
+            groups=(*ledger.groups[:1], Members(here, self.job.own)),
+            here=here,
+            gone=frozenset(),
+            took_over=False,
+            ended=frozenset(),
+            started=None if measures else self.view.time,
+            first_started=ledger.first_started or (None if measures else self.view.time),
+            deadline=deadline,
+            end=None,
+            run=Run(
+                began=self.now,
+                measures=measures,
+                worlds=worlds,
+                ranks=RankMap.of(worlds),
+                alive=self.now,
+                successes=(0, self.now),
+            ),
+        )
+        self.add(
+            "started",
+            attempt=self.job.attempt,
+            restart=restarts,
+            world_size=world.world_size,
+            nodes=list(nodes),
+            wanted=self.wanted,
+            master_port=world.master_port,
+            preload=options.preloads_torch,
+        )
+
+    # -- a round that runs -------------------------------------------------------------------------
+
+    def run(self) -> None:
+        ledger, now = self.ledger, self.now
+        nodes = [self.view.nodes[node] for node in ledger.nodes if node in self.view.nodes]
+        here = [node for node in nodes if node.state.round == ledger.round]
+        self._note_progress(here)
+        failures = _Failures(self.job, ledger, self.view, now)
+        exits = early_exits(ledger, self.view)
+        root = root_cause.root(failures.entries, exits)
+        done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
+        if done and math.isinf(failures.suspects_due) and (root is None or not root.effect):
+            self._end_run(self._outcome_of_done(root, failures))
+            return
+        end = self._why_end(nodes, failures, root)
+        if end is not None:
+            self._end_run(end)
+            return
+        self.wake(failures.suspects_due)
+        self._ask_about_missing(here)
+        self._name_unfinished(here)
+
+    def _outcome_of_done(self, root: Failure | None, failures: _Failures) -> Outcome:
+        if root is not None:
+            return outcome.failed(root)
+        if failures.left:
+            return self.preempted("its workers left to be queued again")
+        return Outcome(JobState.SUCCEEDED)
+
+    def _why_end(
+        self, nodes: Sequence[Node], failures: _Failures, root: Failure | None
+    ) -> Outcome | None:
+        """Return why the round must end before its workers have ended; None if it goes on."""
+        ledger, now, options = self.ledger, self.now, self.job.options
+        if (cancelled := _cancellation(self.view)) is not None:
+            return cancelled
+        gone = [node for node in nodes if self._is_gone(node)]
+        if gone:
+            losses = [self._entry_of_loss(node) for node in gone]
+            if ledger.warned is not None and root is None:
+                return self.preempted(losses[0].failure.message)  # the scheduler has taken it
+            return outcome.failed(
+                root_cause.root([*failures.entries, *losses]) or losses[0].failure
+            )
+        due = self._failure_due(failures.entries, root)
+        if root is not None and due <= now:
+            return outcome.failed(root)
+        self.wake(due)
+        if ledger.warned is not None:
+            if ledger.warned.due <= now:
+                after = f"{self._seconds_to_leave():g} s later"
+                return self.preempted(f"its workers still ran {after} and were stopped")
+            self.wake(ledger.warned.due)
+        if ledger.deadline <= now:
+            if root is not None:
+                return outcome.failed(root)
+            return outcome.out_of_time(options.time_limit or 0.0)
+        self.wake(ledger.deadline)
+        if options.hang_timeout is not None and ledger.run.running:
+            return self._look_for_hang(options.hang_timeout)
+        return None
+
+    def _seconds_to_leave(self) -> float:
+        warning = self.job.options.warning or 0.0
+        return max(warning / 2, warning - (self.job.options.grace or GRACE) - _MARGIN)
+
+    def _is_gone(self, node: Node) -> bool:
+        """Return whether the agent of a node of the round was lost, also if it is back already."""
+        return node.lost is not None or node.joined_at > self.ledger.run.began
+
+    def _entry_of_loss(self, node: Node) -> Entry:
+        if node.lost is None:
+            back = Loss("its agent was started again", node.joined_at, ended=True)
+            node = replace(node, lost=back)
+        assert node.lost is not None
+        return Entry(self.loss_of(node), node.lost.at, exited=True)
+
+    def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
+        """Return when a failure ends the round: other nodes may know the cause of an effect."""
+        due, run, options = root_cause.stop_due(found), self.ledger.run, self.job.options
+        if root is None or not root.effect:
+            return due
+        asked = run.asked
+        if asked is not None and asked.gave_up and not self._has_answered(asked):
+            due = max(due, asked.at + _ANSWER_SECONDS)
+        if due > self.now:
+            return due
+        if run.polled is None:
+            self.change_run(polled=self.now)
+            run = self.ledger.run
+        assert run.polled is not None
+        silent = [
+            node
+            for node in self.ledger.nodes
+            if (each := self.view.nodes.get(node)) is not None
+            and each.lost is None
+            and not (each.state.reported and each.state.round == self.ledger.round)
+        ]
+        return run.polled + options.lease + 2 * options.heartbeat if silent else due
+
+    # -- what the ranks of a round wait for -------------------------------------------------------
+
+    def _note_progress(self, here: Sequence[Node]) -> None:
+        """Record that all workers run, and how many ranks have formed the process group."""
+        ledger, run = self.ledger, self.ledger.run
+        complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
+        if complete and not run.running:
+            self._note_running()
+        run = self.ledger.run
+        importing = any(node.state.importing for node in here)
+        if importing is not run.importing:
+            imports = run.imports + importing
+            self.change_run(importing=importing, imports=imports)
+            if imports <= _MOST_IMPORTS:
+                self.add("importing", restart=ledger.restarts, torch=importing)
+        joined = sum(min(node.state.joined, node.nproc) for node in here)
+        formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
+        size, counts = run.ranks.world_size, run.counts
+        if any(map(_is_step, counts, (joined, formed), (size, size))):
+            self._tell_counts(joined, formed)
+
+    def _note_running(self) -> None:
+        options, ledger = self.job.options, self.ledger
+        self.change_run(running=True, alive=self.now)
+        self.add("running", restart=ledger.restarts)
+        if ledger.run.measures:
+            return
+        if not ledger.limit_runs and options.time_limit is not None:
+            self.change(deadline=self.now + options.time_limit)
+        self.change(limit_runs=True)
+
+    def _tell_counts(self, joined: int, formed: int) -> None:
+        if (joined, formed) != self.ledger.run.counts:
+            self.change_run(counts=(joined, formed))
+            self.add(
+                "ranks",
+                restart=self.ledger.restarts,
+                joined=joined,
+                formed=formed,
+                world_size=self.ledger.run.ranks.world_size,
+            )
+
+    def _ask_about_missing(self, here: Sequence[Node]) -> None:
+        """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
+        run = self.ledger.run
+        for node in here:
+            missing = node.state.missing
+            if missing is None or (node.node_rank, missing) in run.heard:
+                continue
+            known = [rank for rank in missing.ranks if rank < run.ranks.world_size]
+            asked = Asked(
+                run.asked.number + 1 if run.asked else 1,
+                self.now,
+                run.ranks.by_node(known),
+                asker=(node.node_rank, missing.local_rank),
+                gave_up=missing.gave_up,
+            )
+            self.change_run(asked=asked, heard=run.heard | {(node.node_rank, missing)})
+            run = self.ledger.run
+        for node in here:
+            probed = node.state.probed
+            if probed is not None and run.asked is not None and probed.number == run.asked.number:
+                answer = (node.node_rank, probed.number)
+                if answer not in run.heard:
+                    self.change_run(heard=run.heard | {answer})
+                    self.add("missing", node_rank=node.node_rank, workers=list(probed.lines))
+                    run = self.ledger.run
+
+    def _has_answered(self, asked: Asked) -> bool:
+        return all((node, asked.number) in self.ledger.run.heard for node in asked.ranks)
+
+    def _name_unfinished(self, here: Sequence[Node]) -> None:
+        """Name the ranks that still run 10 s after the last of the others has succeeded."""
+        run = self.ledger.run
+        ended = {
+            run.ranks.rank(node.node_rank, each.local_rank)
+            for node in here
+            for each in node.state.succeeded
+            if each.local_rank < node.nproc
+        }
+        if len(ended) != run.successes[0]:
+            self.change_run(successes=(len(ended), self.now), named=False)
+            run = self.ledger.run
+        if run.named or not ended or len(ended) >= run.ranks.world_size:
+            return
+        due = run.successes[1] + _UNFINISHED_SECONDS
+        if self.now < due:
+            self.wake(due)
+            return
+        running = sorted(set(range(run.ranks.world_size)) - ended)
+        still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
+        text = f"{still}; {_ranks(sorted(ended))} ended {_UNFINISHED_SECONDS:.0f} s ago"
+        self.add("unfinished", text=text)
+        by_node = {node: each[:_MOST_NAMED] for node, each in run.ranks.by_node(running).items()}
+        number = run.asked.number + 1 if run.asked else 1
+        self.change_run(named=True, asked=Asked(number, self.now, by_node, note=text))
+
+    # -- a hang ------------------------------------------------------------------------------------
+
+    def _look_for_hang(self, timeout: float) -> Outcome | None:
+        """Return the outcome of a round in which nothing has moved for the whole timeout.
+
+        A node that does not answer proves nothing; its lease ends a round whose agent is gone.
+        """
+        run, now = self.ledger.run, self.now
+        interval = min(max(timeout / _HANG_PARTS, _HANG_SHORTEST), _HANG_LONGEST)
+        living = [
+            node
+            for node_rank in self.ledger.nodes
+            if (node := self.view.nodes.get(node_rank)) is not None and not _has_ended(node)
+        ]
+        alive = max((node.heard_at - node.state.quiet for node in living), default=now)
+        if self.view.stalled:
+            alive = now  # the workers may have been stopped too
+        if alive > run.alive + _HANG_JITTER:
+            self.change_run(alive=alive, comparable=False)
+            run = self.ledger.run
+        answered = all(node.state.sampled == run.sample for node in living)
+        compared = run.comparable and answered and run.sampled > run.alive
+        if compared and any(node.state.moved for node in living):
+            self.change_run(alive=run.sampled)
+            run = self.ledger.run
+        elif compared and run.sampled - run.alive >= timeout:
+            return hang_verdict.hang(self.view.nodes[self.job.own], timeout)
+        limit = run.alive + timeout
+        due = max(run.alive, run.sampled) + interval
+        if run.comparable and run.sampled < limit < due:
+            due = limit  # the last sample
+        if not answered:
+            due = max(due, run.sampled + _SAMPLE_SECONDS)
+        if now >= due:
+            self.change_run(sample=run.sample + 1, sampled=now, comparable=run.sampled > run.alive)
+            due = now + _SAMPLE_SECONDS
+        self.wake(due)
+        return None
+
+    # -- the end of a round ------------------------------------------------------------------------
+
+    def _end_run(self, end: Outcome) -> None:
+        if end.stacks:
+            failed = None
+            if end.failure is not None and not _is_hang(end):
+                failed = end.failure.node_rank
+            asked = self._nodes_with_stacks(failed)
+            if asked:
+                self.change_run(collected=self.now, collect_from=asked)
+                self.go(Stage.COLLECT, end=end)
+                return
+        self._stop_run(end)
+
+    def _nodes_with_stacks(self, failed: int | None) -> frozenset[int]:
+        """Return the nodes to ask for stacks; of many, some and the failed one."""
+        alive = sorted(
+            node
+            for node in self.ledger.nodes
+            if (each := self.view.nodes.get(node)) is not None
+            and each.lost is None
+            and not _has_ended(each)
+        )
+        if failed is not None and len(alive) > MOST_NODES:
+            some = {*alive[:: len(alive) // MOST_NODES + 1], failed}
+            return frozenset(some.intersection(alive))
+        return frozenset(alive)
+
+    def collect(self) -> None:
+        ledger, nodes = self.ledger, self.view.nodes
+        run, end = ledger.run, ledger.end
+        assert end is not None
+        assert run.collected is not None
+        due = run.collected + _COLLECT_SECONDS
+        missing = [
+            node
+            for node in run.collect_from
+            if nodes[node].lost is None and not nodes[node].state.collected
+        ]
+        if missing and self.now < due and not _killing(nodes):
+            self.wake(due)
+            return
+        if _is_hang(end):
+            steps = (nodes[node].state.step for node in ledger.nodes if node in nodes)
+            end = hang_verdict.with_ranks(
+                end,
+                self.view.stacks,
+                step=max(steps, default=-1),
+                local_rank=run.ranks.local_rank,
+            )
+        self._stop_run(end)
+
+    def _stop_run(self, end: Outcome) -> None:
+        if end.state is not JobState.SUCCEEDED:
+            self.add("stop", restart=self.ledger.restarts, why=end.reason)
+        self.change_run(stop_at=self.now)
+        self.go(Stage.STOP, end=end)
+        self._set_stop_due()
+
+    def _set_stop_due(self) -> None:
+        grace = _stop_order(self.job, self.ledger, self.view.nodes).grace
+        self.change_run(stop_due=self.now + grace + _STOP_SECONDS)
+
+    def stop(self) -> None:
+        ledger, nodes = self.ledger, self.view.nodes
+        run = ledger.run
+        if self.view.stalled:  # this process could not receive meanwhile
+            self._set_stop_due()
+        cancelled = _cancellation(self.view)
+        assert ledger.end is not None
+        if ledger.end.state is not JobState.CANCELLED and run.cancelled is None:
+            self.change_run(cancelled=cancelled)
+        running = [
+            node
+            for node in self.ledger.run.worlds
+            if node in nodes
+            and nodes[node].lost is None
+            and not (nodes[node].state.idle and nodes[node].state.round >= ledger.round)
+            and nodes[node].joined_at <= run.began
+        ]
+        if running and self.now < self.ledger.run.stop_due:
+            self.wake(self.ledger.run.stop_due)
+            return
+        for node in running:
+            failure = outcome.no_answer(nodes[node])
+            self.say(f"{failure.who} {failure.message}")
+        self.end_round()
+
+    def end_round(self) -> None:
+        """Decide whether another round follows, if no other part of the job may decide."""
+        ledger, run = self.ledger, self.ledger.run
+        end = ledger.end
+        assert end is not None
+        if end.state is not JobState.SUCCEEDED and not self.has_majority():
+            due = ledger.since + _ALONE_SECONDS
+            self.wake(due)
+            if self.now >= due:
+                self.go(Stage.RESIGN)
+            return
+        if end.failure is not None and end.failure.rank is not None and not _is_hang(end):
+            # Reports that arrived during the stop may be older, or more complete.
+            found = entries(self.job, ledger, self.view)
+            exits = early_exits(ledger, self.view)
+            end = outcome.failed(root_cause.root(found, exits) or end.failure)
+        if run.measures and end.state is JobState.SUCCEEDED:
+            self._after_preflight()
+            return
+        before = ledger.rounds
+        self._record(end)
+        decision = self._policy(before).decide(end)
+        if decision.why:
+            end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
+        if decision.more_memory:
+            factor = decision.more_memory
+            reason = f"{end.reason}; queued again with {factor:g} times the memory"
+            end = replace(outcome.preempted(reason), failure=end.failure)
+            self.change(more_memory=factor)
+        if not decision.retry:
+            self.go(Stage.END, end=end)
+            return
+        if run.cancelled is not None:
+            self.go(Stage.END, end=run.cancelled)
+            return
+        blamed = end.failure if decision.avoid else None
+        if blamed is not None:
+            self._avoid(blamed)
+        if decision.pause:
+            self.say(f"the next round begins in {decision.pause:g} s: {end.reason}")
+        self.go(Stage.WAIT, end=end, blamed=blamed, earliest=self.now + decision.pause)
+
+    def _after_preflight(self) -> None:
+        """Leave slow nodes out, if there are enough others; else end the job."""
+        slow = self.view.slow
+        for node, why in slow.items():
+            self.change(avoided=(*(each for each in self.ledger.avoided if each != node), node))
+            failure = Failure.of_node(
+                node, self.view.nodes[node].host, message=why, kind=FailureKind.LAUNCH
+            )
+            self._tell_avoided(failure)
+            if node in self.chosen():
+                self.finish(outcome.failed(failure))
+                return
+        self.go(Stage.WAIT, measured=True, end=None, nodes=())
+
+    def _record(self, end: Outcome) -> None:
+        ended = replace(
+            outcome.round_end(
+                end, self.job.attempt, self.ledger.restarts, started_at=self.ledger.started
+            ),
+            ended_at=self.view.time,
+        )
+        self.change(rounds=(*self.ledger.rounds, ended))
+        self.add(rounds.ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
+
+    def _policy(self, earlier: Sequence[RoundEnd]) -> Policy:
+        free = self.job.options.machine_restarts(self.job.nnodes)
+        return Policy(self.job.options, earlier, self.job.attempt, free=free)
+
+    # -- nodes to avoid ----------------------------------------------------------------------------
+
+    def _avoid(self, failure: Failure) -> None:
+        """Leave the node of a failure out of the next rounds, if there are enough others.
+
+        A lost node may come back once. If a disk fails on a second node, it is a shared one.
+        """
+        node, ledger = failure.node_rank, self.ledger
+        if failure.kind is FailureKind.DISK:
+            disks = ledger.full_disks | {node}
+            self.change(full_disks=disks)
+            if len(disks) > 1:
+                self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
+                return
+        if failure.kind is not FailureKind.NODE_LOST or ledger.losses.get(node, 0) > 1:
+            others = (each for each in ledger.avoided if each != node)
+            self.change(avoided=(*others, node))
+
+    def _note_avoided(self, failure: Failure) -> None:
+        """Record that later jobs should avoid the host of the failure that ended the last round."""
+        # If only the agent was killed, its host is not to blame. A coordinator whose agent was
+        # killed is here again.
+        node, ended = failure.node_rank, {*self.ledger.ended, self.job.own}
+        agent_killed = failure.kind is FailureKind.NODE_LOST and node in ended
+        shared_disk = failure.kind is FailureKind.DISK and len(self.ledger.full_disks) > 1
+        full_disk = failure_texts.is_full_disk(failure.message)  # or it is emptied
+        if not (agent_killed or shared_disk or full_disk):
+            self._tell_avoided(failure)
+
+    def _tell_avoided(self, failure: Failure) -> None:
+        self.add(
+            "avoid",
+            node_rank=failure.node_rank,
+            host=failure.host,
+            kind=failure.kind.value,
+            why=failure.message,
+        )
+
+    def rest(self) -> None:
+        """Do nothing: the caller gives the verdict, or leaves the job to another coordinator."""
+
+
+_STAGES = {
+    Stage.WAIT: _Step.wait,
+    Stage.START: _Step.start,
+    Stage.RUN: _Step.run,
+    Stage.COLLECT: _Step.collect,
+    Stage.STOP: _Step.stop,
+    Stage.END: _Step.rest,
+    Stage.RESIGN: _Step.rest,
+}
+
+
+def _is_recorded(job: Job, ledger: Ledger) -> bool:
+    """Return whether the end of the newest round is in the ledger."""
+    last = ledger.rounds[-1] if ledger.rounds else None
+    return last is not None and (last.attempt, last.restart) == (job.attempt, ledger.restarts)
+
+
+def _has_ended(node: Node) -> bool:
+    return node.state.ended or len(node.state.succeeded) >= node.nproc
+
+
+def _lost_at(node: Node) -> float:
+    return node.lost.at if node.lost is not None else 0.0
+
+
+def _is_step(old: int, new: int, size: int) -> bool:
+    """Return whether a count gets an event: of many ranks, one that doubled or is nearly all."""
+    if size <= _SMALL_WORLD:
+        return new != old
+    missing = size - new
+    return new > old and (new >= 2 * old or 2 * missing <= size - old)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(ranges(numbers))}"

@@ -1,0 +1,1038 @@
+"""Simulate jobs with faults in one process, on a simulated clock and network.
+
+The decisions are those of the product (`clusterjob.node.decide`). The agents, workers, connections
+and clocks around them are simulated: a seed chooses the job, its faults and their times. Invariants
+are checked after every step. Run seeds from the command line::
+
+    python tests/support/simulation.py FIRST COUNT
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from clusterjob.node import decide as core
+from clusterjob.node.contract import World
+from clusterjob.node.decide import Job, Ledger, Loss, Node, Stage, View
+from clusterjob.node.options import parse
+from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.succession import may_go_on
+from clusterjob.node.states import Failing, NodeState, Order, Request, Succeeded
+from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
+
+HORIZON = 3000.0  # seconds after which every job must have ended
+BATCH = 0.05  # seconds between two decisions
+HEARTBEAT, LEASE = 2.0, 10.0
+GRACE_OF_KILL = 1.0  # seconds in which a forkserver kills its workers
+TURN, RETURN, SEARCH, AGAIN = 3.0, 3.0, 1.0, 5.0  # of a successor, see `Agent.search`
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Worker:
+    """One simulated worker."""
+
+    rank: int
+    local_rank: int
+    phase: str = "importing"  # running, failed, succeeded, killed
+    at: float = 0.0  # the time of its end
+    failure: Failure | None = None
+
+
+@dataclass
+class Machine:
+    """One simulated machine; its agent and workers freeze and die with it."""
+
+    number: int
+    nproc: int
+    up: bool = True
+    frozen: bool = False
+    slow: float = 1.0
+    hurt: bool = False
+    agent: Agent | None = None
+    round: tuple[int, int] | None = None  # of its workers: coordinator's birth, round
+    workers: list[Worker] = field(default_factory=list)
+    lease_until: float = 0.0
+    seen: int = 0
+    disk: dict[str, Any] = field(default_factory=dict)
+
+
+class Simulation:
+    """One job.
+
+    Args:
+        seed: chooses everything.
+        core_: the decisions; mutants are passed here.
+    """
+
+    def __init__(self, seed: int, core_: Any = core) -> None:
+        self.random = random.Random(seed)
+        self.core = core_
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = itertools.count()
+        self.births = itertools.count()
+        self.cut: set[tuple[int, int]] = set()  # directed pairs of machines
+        self.log: list[str] = []
+        self.verdicts: list[tuple[int, Verdict]] = []
+        self.ends: dict[int, JobState] = {}  # of agents
+        self.starts: list[tuple[float, int, int, tuple[int, ...]]] = []
+        self.shared_result: Verdict | None = None
+        self.cancelled = False
+        rand = self.random
+        count = rand.randint(2, 9)
+        spares = rand.choice([0, 0, 1, 2]) if count > 3 else 0
+        elastic = rand.random() < 0.4 and count - spares > 1
+        words = [f"--max-restarts={rand.choice([0, 1, 1, 3])}"]
+        if spares:
+            words.append(f"--spares={spares}")
+        if elastic:
+            words.append(f"--min-nodes={rand.randint(1, count - spares)}")
+        if rand.random() < 0.2:
+            words.append(f"--time-limit={rand.randint(20, 200)}")
+        if rand.random() < 0.2:
+            words += ["--warning=60"]
+        words.append("--join-timeout=120")
+        self.options = parse([*words, "train.py"])
+        self.work = rand.uniform(5.0, 120.0)
+        self.machines = [Machine(number, rand.choice([1, 2, 4])) for number in range(count)]
+        self.describe = f"{count} nodes {' '.join(words)}"
+        for machine in self.machines:
+            self.after(rand.uniform(0.0, 2.0), lambda m=machine: self.start_agent(m))
+        self.plan_faults()
+
+    # -- time and network ----------------------------------------------------------------------
+
+    def after(self, seconds: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (self.now + seconds, next(self.numbers), function))
+
+    def say(self, text: str) -> None:
+        self.log.append(f"{self.now:8.2f} {text}")
+
+    def reaches(self, a: int, b: int) -> bool:
+        return a == b or ((a, b) not in self.cut and self.machines[a].up and self.machines[b].up)
+
+    def run(self) -> None:
+        """Run the job to its end, and check it."""
+        while self.queue and self.now < HORIZON:
+            self.now, _, function = heapq.heappop(self.queue)
+            function()
+            self.check()
+        self.check_end()
+
+    # -- faults --------------------------------------------------------------------------------
+
+    def plan_faults(self) -> None:
+        rand = self.random
+        faults = [self.kill_machine, self.kill_agent, self.freeze, self.partition, self.one_way]
+        faults += [self.fail_worker, self.fail_worker, self.reset, self.pause_network]
+        if rand.random() < 0.15:
+            self.after(rand.uniform(0, self.work * 1.5), self.cancel)
+        if self.options.warning and rand.random() < 0.5:
+            self.after(rand.uniform(0, self.work * 1.5), self.warn)
+        for _ in range(rand.choice([0, 1, 1, 2, 3, 5])):
+            fault = rand.choice(faults)
+            at = rand.choice([rand.uniform(0, 3), rand.uniform(0, 1.5 * self.work)])
+            self.after(at, fault)
+
+    def victim(self) -> Machine:
+        machine = self.random.choice(self.machines)
+        if self.random.random() < 0.3:  # the coordinator's
+            for each in self.machines:
+                if each.agent is not None and each.agent.coordinator is not None:
+                    machine = each
+        return machine
+
+    def kill_machine(self) -> None:
+        machine = self.victim()
+        self.say(f"machine {machine.number} is killed")
+        machine.hurt = True
+        machine.up = False
+        machine.workers, machine.round = [], None
+        if machine.agent is not None:
+            machine.agent.die()
+        machine.agent = None
+
+    def kill_agent(self) -> None:
+        machine = self.victim()
+        if not machine.up or machine.agent is None or machine.frozen:
+            return
+        self.say(f"the agent of {machine.number} is killed")
+        machine.hurt = True
+        machine.agent.die()
+        machine.agent = None
+        # The forkserver dies with the agent, and the kernel kills its workers.
+        self.after(self.random.uniform(0, 0.1), lambda: self.clear(machine))
+        if self.options.restarts:
+            self.after(self.random.uniform(0.2, 2.0), lambda: self.start_agent(machine, again=True))
+        else:
+            self.ends[machine.number] = JobState.LOST
+
+    def clear(self, machine: Machine) -> None:
+        machine.workers, machine.round = [], None
+
+    def freeze(self) -> None:
+        machine = self.victim()
+        seconds = self.random.choice([1.0, 5.0, 15.0, 40.0, 200.0])
+        self.say(f"machine {machine.number} is frozen for {seconds:g} s")
+        machine.hurt = True
+        machine.frozen = True
+        self.after(seconds, lambda: self.thaw(machine))
+
+    def thaw(self, machine: Machine) -> None:
+        self.say(f"machine {machine.number} runs again")
+        machine.frozen = False
+        if machine.workers and self.now > machine.lease_until:
+            self.kill_workers(machine)  # the forkserver looks at the lease first
+        if machine.agent is not None:
+            machine.agent.on_thaw()
+
+    def partition(self) -> None:
+        rand = self.random
+        some = {m.number for m in self.machines if rand.random() < 0.5}
+        pairs = {(a, b) for a in some for b in range(len(self.machines)) if b not in some}
+        self.cut_for(pairs | {(b, a) for a, b in pairs}, f"{sorted(some)} are cut off")
+        for number in range(len(self.machines)):
+            self.machines[number].hurt = True
+
+    def one_way(self) -> None:
+        a = self.victim().number
+        pairs = {(a, b) for b in range(len(self.machines)) if b != a}
+        if self.random.random() < 0.5:
+            pairs = {(b, a) for a, b in pairs}
+        self.cut_for(pairs, f"one way of {a} is cut")
+        for machine in self.machines:
+            machine.hurt = True
+
+    def cut_for(self, pairs: set[tuple[int, int]], what: str) -> None:
+        seconds = self.random.choice([1.0, 6.0, 14.0, 30.0, 120.0, 600.0])
+        self.say(f"{what} for {seconds:g} s")
+        self.cut |= pairs
+        self.after(seconds, lambda: self.cut.difference_update(pairs))
+
+    def pause_network(self) -> None:
+        pairs = {(a, b) for a in range(len(self.machines)) for b in range(len(self.machines))}
+        self.cut_for({(a, b) for a, b in pairs if a != b}, "the network")
+        for machine in self.machines:
+            machine.hurt = True
+
+    def reset(self) -> None:
+        machine = self.victim()
+        agent = machine.agent
+        if agent is not None and agent.link is not None:
+            self.say(f"the connection of {machine.number} is reset")
+            machine.hurt = True
+            agent.link.reset()
+
+    def fail_worker(self) -> None:
+        machine = self.victim()
+        running = [worker for worker in machine.workers if worker.phase == "running"]
+        if not running or machine.frozen or not machine.up:
+            return
+        worker = self.random.choice(running)
+        self.say(f"rank {worker.rank} on {machine.number} fails")
+        machine.hurt = True
+        kind = self.random.choice([FailureKind.CODE, FailureKind.DEVICE, FailureKind.SIGNAL])
+        self.end_worker(machine, worker, f"error {next(self.numbers)}", kind, effect=False)
+
+    def cancel(self) -> None:
+        machine = self.victim()
+        if machine.agent is not None and machine.up:
+            self.say(f"the job is cancelled at {machine.number}")
+            self.cancelled = True
+            machine.agent.request = Request(cancel="cancelled")
+            machine.agent.push()
+
+    def warn(self) -> None:
+        for machine in self.machines:
+            if machine.agent is not None and machine.up:
+                machine.agent.request = replace(machine.agent.request, warning="SIGUSR1")
+                machine.agent.push()
+
+    # -- machines ------------------------------------------------------------------------------
+
+    def start_agent(self, machine: Machine, *, again: bool = False) -> None:
+        if not machine.up or machine.agent is not None or machine.number in self.ends:
+            return
+        if machine.frozen:
+            self.after(1.0, lambda: self.start_agent(machine, again=again))
+            return
+        machine.agent = Agent(self, machine, again=again)
+        machine.agent.begin()
+
+    def start_workers(self, machine: Machine, world: World, birth: int) -> None:
+        machine.round = (birth, world.restart)
+        machine.workers = [Worker(world.first_rank + k, k) for k in range(world.nproc)]
+        self.check_start(machine, world)
+        for worker in machine.workers:
+            seconds = self.random.uniform(0.2, 2.0)
+            self.after(seconds, lambda w=worker: self.worker_runs(machine, w))
+
+    def worker_runs(self, machine: Machine, worker: Worker) -> None:
+        if worker not in machine.workers or worker.phase != "importing":
+            return
+        if machine.frozen:
+            self.after(0.5, lambda: self.worker_runs(machine, worker))
+            return
+        worker.phase = "running"
+        if machine.agent is not None:
+            machine.agent.push()
+        self.after(self.work + self.random.uniform(0, 1), lambda: self.worker_done(machine, worker))
+
+    def worker_done(self, machine: Machine, worker: Worker) -> None:
+        """The worker ends if all others of its round are with it; else it waits, or fails."""
+        if worker not in machine.workers or worker.phase != "running":
+            return
+        others = [each for each in self.machines if each.round == machine.round]
+        world = machine.agent.world if machine.agent is not None else None
+        size = world.world_size if world is not None else 0
+        there = sum(
+            worker.phase in ("running", "succeeded")
+            for each in others
+            if not each.frozen
+            and self.reaches(each.number, machine.number)
+            and self.reaches(machine.number, each.number)
+            for worker in each.workers
+        )
+        if machine.frozen or there < size:
+            if self.random.random() < 0.2 and not machine.frozen:
+                self.end_worker(
+                    machine, worker, "Connection closed by peer", FailureKind.NETWORK, effect=True
+                )
+                return
+            self.after(1.0, lambda: self.worker_done(machine, worker))
+            return
+        worker.phase, worker.at = "succeeded", self.now
+        if machine.agent is not None:
+            machine.agent.push()
+
+    def end_worker(
+        self, machine: Machine, worker: Worker, message: str, kind: FailureKind, *, effect: bool
+    ) -> None:
+        worker.phase, worker.at = "failed", self.now
+        worker.failure = Failure(
+            worker.rank,
+            worker.local_rank,
+            node_rank=machine.number,
+            host=f"host{machine.number}",
+            exit_code=1,
+            signal=None,
+            message=message,
+            effect=effect,
+            kind=kind,
+            where=f"train.py:{self.random.randint(1, 9)}" if kind is FailureKind.CODE else "",
+        )
+        if machine.agent is not None:
+            machine.agent.push()
+
+    def kill_workers(self, machine: Machine) -> None:
+        """Kill the workers at once."""
+        for worker in machine.workers:
+            if worker.phase in ("importing", "running"):
+                worker.phase, worker.at = "killed", self.now
+        machine.round = None
+
+    # -- invariants ----------------------------------------------------------------------------
+
+    def check_start(self, machine: Machine, world: World) -> None:
+        ranks = Counter(
+            worker.rank
+            for each in self.machines
+            if each.round == machine.round
+            for worker in each.workers
+        )
+        if any(count > 1 for count in ranks.values()):
+            raise Violation(f"a rank runs twice in round {machine.round}")
+        if world.first_rank + world.nproc > world.world_size:
+            raise Violation("a rank beyond the world")
+
+    def check(self) -> None:
+        """Check what must hold after every step."""
+        trains: set[tuple[int, int]] = set()
+        alive: dict[tuple[int, int], int] = {}
+        sizes: dict[tuple[int, int], int] = {}
+        for machine in self.machines:
+            if machine.round is None or not machine.up or machine.frozen:
+                continue
+            running = sum(worker.phase in ("importing", "running") for worker in machine.workers)
+            alive[machine.round] = alive.get(machine.round, 0) + running
+            if machine.agent is not None and machine.agent.world is not None:
+                sizes[machine.round] = machine.agent.world.world_size
+            over = self.now - machine.lease_until
+            if running and over > GRACE_OF_KILL + 1.0:
+                raise Violation(
+                    f"workers of {machine.number} run {over:.1f} s after the end of the lease"
+                )
+        for round_, count in alive.items():
+            if count and count >= sizes.get(round_, 1 << 30):
+                trains.add(round_)
+        if len(trains) > 1:
+            raise Violation(f"two rounds train: {trains}")
+        if sum(count > 0 for count in alive.values()) > 1:
+            raise Violation(f"workers of two rounds run: {alive}")
+
+    def check_end(self) -> None:
+        """Check what must hold when the job is over."""
+        for machine in self.machines:
+            if machine.up and machine.number not in self.ends:
+                raise Violation(f"the agent of {machine.number} has not ended")
+        if len({verdict.state for _, verdict in self.verdicts}) > 1:
+            raise Violation(f"{len(self.verdicts)} verdicts: {self.verdicts}")
+        for _, verdict in self.verdicts:
+            self.check_verdict(verdict)
+
+    def check_verdict(self, verdict: Verdict) -> None:
+        failure = verdict.failure
+        if failure is not None and not self.machines[failure.node_rank].hurt:
+            raise Violation(f"blamed without reason: {failure.who}: {failure.message}")
+        if verdict.state is JobState.CANCELLED and not self.cancelled:
+            raise Violation("cancelled by nobody")
+        free = self.options.machine_restarts(len(self.machines))
+        if verdict.restarts > self.options.max_restarts + free:
+            raise Violation(f"{verdict.restarts} restarts")
+        ended = [each for each in verdict.attempts if each.started_at]
+        if len({each.restart for each in ended}) != len(ended):
+            raise Violation(f"a round ended twice: {ended}")
+        if verdict.restarts + 1 < len(ended):
+            raise Violation("more rounds than restarts")
+
+
+@dataclass
+class Link:
+    """A connection: messages arrive in order, late, or not at all.
+
+    A message that meets a cut is sent again when the network is whole, as TCP does.
+    """
+
+    sim: Simulation
+    agent: Agent
+    coordinator: Coordinator
+    up: bool = True
+    queues: dict[str, list[Any]] = field(default_factory=dict)
+
+    def to_coordinator(self, state: NodeState) -> None:
+        self._send(self.agent.machine, self.coordinator.machine, "up", state)
+
+    def to_agent(self, order: Order | None) -> None:
+        self._send(self.coordinator.machine, self.agent.machine, "down", order)
+
+    def _send(self, source: Machine, target: Machine, way: str, message: Any) -> None:
+        if not self.up:
+            return
+        queue = self.queues.setdefault(way, [])
+        queue.append(message)
+        if len(queue) == 1:
+            self.sim.after(self._delay(source, target), lambda: self._deliver(source, target, way))
+
+    def _delay(self, source: Machine, target: Machine) -> float:
+        if source is target:
+            return 0.0
+        return self.sim.random.choice([0.001, 0.001, 0.02, 0.3])
+
+    def _deliver(self, source: Machine, target: Machine, way: str) -> None:
+        queue = self.queues[way]
+        if not self.up or not target.up:
+            return
+        if not self.sim.reaches(source.number, target.number) or target.frozen:
+            self.sim.after(0.4, lambda: self._deliver(source, target, way))
+            return
+        message = queue.pop(0)
+        if queue:
+            self.sim.after(self._delay(source, target), lambda: self._deliver(source, target, way))
+        if way == "up":
+            self.coordinator.receive(self.agent, message, self)
+        else:
+            self.agent.receive(message, self)
+
+    def reset(self) -> None:
+        """End the connection; each side learns it when it can."""
+        if not self.up:
+            return
+        self.up = False
+        self.sim.after(0.01, lambda: self._tell_coordinator())
+        self.sim.after(0.01, lambda: self._tell_agent())
+
+    def _tell_coordinator(self) -> None:
+        machine = self.coordinator.machine
+        if machine.up and not machine.frozen:
+            self.coordinator.lose(self.agent, "its connection was closed", self, ended=True)
+
+    def _tell_agent(self) -> None:
+        machine = self.agent.machine
+        if machine.up and not machine.frozen:
+            self.agent.lost_coordinator("the connection to it was closed", self)
+        elif machine.up:
+            self.sim.after(0.5, self._tell_agent)
+
+
+class Agent:
+    """The agent of one machine."""
+
+    def __init__(self, sim: Simulation, machine: Machine, *, again: bool) -> None:
+        self.sim = sim
+        self.machine = machine
+        self.again = again
+        self.pid = next(sim.numbers)
+        self.coordinator: Coordinator | None = None
+        self.link: Link | None = None
+        self.world: World | None = None
+        self.round = -1
+        self.birth = -1
+        self.joined = False
+        self.heard_at = sim.now
+        self.request = Request()
+        self.collected = False
+        self.reported = False
+        self.stopping = False
+        self.dead = False
+        self.sent = Order()
+        self.search_id = 0
+        self.deadline: float | None = None  # of the search, until a round begins
+        self.alone = 0
+        self.ticked = sim.now
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.tick()
+        state = self.machine.disk.get("coordinates")
+        if self.again and state is not None:
+            self.search(ended=True, turn=0.5)
+        elif self.machine.number == 0 and not self.again:
+            self.coordinate(Ledger(since=self.sim.now), None)
+        else:
+            self.search(ended=False, turn=None)
+
+    def die(self) -> None:
+        self.dead = True
+        if self.coordinator is not None:
+            self.coordinator.die()
+        if self.link is not None:
+            link, self.link = self.link, None
+            link.up = False
+            if link.coordinator.machine is not self.machine:
+                self.sim.after(0.01, lambda: link._tell_coordinator())
+
+    def on_thaw(self) -> None:
+        if self.coordinator is not None:
+            self.coordinator.on_thaw()
+
+    def tick(self) -> None:
+        """Send a heartbeat, and look at the lease."""
+        if self.dead:
+            return
+        sim = self.sim
+        if not self.machine.frozen:
+            stalled = sim.now - self.ticked > 2 * HEARTBEAT
+            self.ticked = sim.now
+            if self.link is not None:
+                if self.link.coordinator.machine is self.machine:
+                    self.heard_at = sim.now
+                elif stalled:
+                    # This process could not receive meanwhile; the forkserver looks at the lease.
+                    pass
+                self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
+                self.push()
+                if sim.now - self.heard_at > LEASE and not stalled:
+                    self.lost_coordinator("no message from it", self.link)
+            elif self.machine.workers and self.machine.round is not None:
+                if sim.now > self.machine.lease_until:
+                    sim.kill_workers(self.machine)
+        sim.after(HEARTBEAT / 2, self.tick)
+
+    def end(self, state: JobState) -> None:
+        self.sim.say(f"agent {self.machine.number} ends: {state.value}")
+        self.sim.ends[self.machine.number] = state
+        self.sim.kill_workers(self.machine)
+        self.die()
+        self.machine.agent = None
+
+    # -- the node's state ----------------------------------------------------------------------
+
+    def state(self) -> NodeState:
+        machine, now = self.machine, self.sim.now
+        workers = machine.workers
+        running = [worker for worker in workers if worker.phase in ("importing", "running")]
+        failing = tuple(
+            Failing(worker.failure, max(0.0, now - worker.at), exited=True)
+            for worker in workers
+            if worker.failure is not None
+        )
+        idle = not running or machine.round is None
+        return NodeState(
+            round=self.round,
+            started=bool(workers) and all(w.phase != "importing" for w in workers),
+            ended=bool(workers) and not running,
+            idle=idle,
+            succeeded=tuple(
+                Succeeded(worker.local_rank, max(0.0, now - worker.at))
+                for worker in workers
+                if worker.phase == "succeeded"
+            ),
+            failing=failing,
+            reported=self.reported,
+            collected=self.collected,
+            seen=self.machine.seen,
+            request=self.request,
+        )
+
+    def push(self) -> None:
+        if self.link is not None and not self.machine.frozen and not self.dead:
+            self.link.to_coordinator(self.state())
+
+    # -- orders --------------------------------------------------------------------------------
+
+    def receive(self, order: Order | None, link: Link) -> None:
+        if self.dead or link is not self.link:
+            return
+        self.heard_at = self.sim.now
+        self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
+        if order is None:
+            return  # a heartbeat
+        if order.verdict is not None:
+            self.end(order.verdict.state)
+            return
+        if order.round >= 0:
+            self.machine.seen = max(self.machine.seen, order.round + 1)
+        if order.round < self.round:
+            return
+        if order.world is not None and order.round > self.round:
+            self.round, self.world, self.birth = order.round, order.world, link.coordinator.birth
+            self.collected = self.reported = self.stopping = False
+            self.alone, self.deadline = 0, None
+            self.sim.start_workers(self.machine, order.world, link.coordinator.birth)
+        if order.report:
+            self.reported = True
+        if order.collect:
+            self.collected = True
+        if order.stop is not None:
+            if order.round > self.round:
+                self.round, self.machine.workers = order.round, []
+            self.stop(order.stop.grace)
+        self.push()
+
+    def stop(self, grace: float) -> None:
+        if not self.stopping:
+            self.stopping = True
+            number = self.round
+            wait = self.sim.random.choice([0.01, 0.1, min(1.0, grace)])
+            self.sim.after(wait, lambda: self.stopped(number))
+
+    def stopped(self, number: int) -> None:
+        if self.machine.frozen:
+            self.sim.after(0.5, lambda: self.stopped(number))
+        elif not self.dead and self.round == number and self.machine.agent is self:
+            self.sim.kill_workers(self.machine)
+            self.push()
+
+    # -- the coordinator's loss ----------------------------------------------------------------
+
+    def lost_coordinator(self, why: str, link: Link) -> None:
+        if self.dead or self.link is not link:
+            return
+        if self.machine.frozen:
+            self.sim.after(0.5, lambda: self.lost_coordinator(why, link))
+            return
+        sim = self.sim
+        sim.say(f"agent {self.machine.number} lost the coordinator: {why}")
+        ended = not link.up
+        self.link = None
+        if link.up:
+            link.reset()
+        self.sim.after(
+            sim.random.uniform(0.0, GRACE_OF_KILL * 0.5), lambda: sim.kill_workers(self.machine)
+        )
+        if not sim.options.restarts:
+            if sim.shared_result is None:
+                self.end(JobState.LOST)
+            else:
+                self.end(sim.shared_result.state)
+            return
+        sim.after(GRACE_OF_KILL, lambda: self.search(ended=ended))
+
+    def search(self, *, ended: bool, turn: float | None = -1.0) -> None:
+        """Look for the coordinator at the known addresses, and take its place in turn."""
+        if self.dead:
+            return
+        self.search_id += 1
+        sim, heirs = self.sim, self.machine.disk.get("heirs", [])
+        after = RETURN if ended else SEARCH
+        after += self.alone * AGAIN
+        if turn is None:
+            at = float("inf")
+        elif turn >= 0:
+            at = sim.now + turn
+        elif self.machine.number in heirs and self.machine.disk.get("ledger"):
+            at = sim.now + after + heirs.index(self.machine.number) * TURN
+        else:
+            at = float("inf")
+        wait = self.sim.options.join_timeout
+        if self.joined and not (self.sim.options.spares or self.sim.options.min_nodes):
+            wait = self.sim.options.return_timeout
+        if self.deadline is None:
+            self.deadline = sim.now + wait
+        self.try_join(self.search_id, at, self.deadline, ended)
+
+    def try_join(self, search: int, turn: float, deadline: float, ended: bool) -> None:
+        if self.dead or search != self.search_id or self.link is not None:
+            return
+        sim, machine = self.sim, self.machine
+        if machine.frozen:
+            sim.after(0.5, lambda: self.try_join(search, turn, deadline, ended))
+            return
+        if sim.shared_result is not None and sim.random.random() < 0.5:
+            self.end(sim.shared_result.state)  # a shared disk shows the verdict
+            return
+        for number in dict.fromkeys([0, *machine.disk.get("heirs", [])]):
+            other = sim.machines[number]
+            agent = other.agent
+            if (
+                agent is not None
+                and agent.coordinator is not None
+                and not other.frozen
+                and sim.reaches(number, machine.number)
+                and sim.reaches(machine.number, number)
+                and agent.coordinator.admit(self)
+            ):
+                return
+        if sim.now >= turn and self.may_coordinate():
+            sim.say(f"agent {machine.number} becomes the coordinator")
+            ledger, node = machine.disk["ledger"]
+            self.alone += 1
+            self.coordinate(ledger, node)
+            return
+        if sim.now >= deadline:
+            self.end(JobState.LOST)
+            return
+        sim.after(0.3, lambda: self.try_join(search, turn, deadline, ended))
+
+    def may_coordinate(self) -> bool:
+        found = self.machine.disk.get("ledger")
+        if found is None:
+            return False
+        ledger, node = found
+        others = set(range(len(self.sim.machines))) - ({node} - {self.machine.number})
+        return may_go_on(ledger.groups, others, ledger.gone)
+
+    def coordinate(self, ledger: Ledger, before: int | None) -> None:
+        self.coordinator = Coordinator(self.sim, self, ledger, before)
+        self.machine.disk["coordinates"] = True
+        self.coordinator.admit(self)
+        self.coordinator.begin()
+
+
+class Coordinator:
+    """The loop around `decide`."""
+
+    def __init__(self, sim: Simulation, agent: Agent, ledger: Ledger, before: int | None) -> None:
+        self.sim = sim
+        self.agent = agent
+        self.machine = agent.machine
+        self.birth = next(sim.births)
+        self.ledger = ledger
+        self.before = before
+        self.nodes: dict[int, Node] = {}
+        self.links: dict[int, Link] = {}
+        self.sent: dict[int, Order] = {}
+        self.dead = False
+        self.planned: float | None = None
+        self.decided = -1.0
+        self.ticked = sim.now
+        self.stalled_until = -1.0
+        number = len(sim.machines)
+        self.job = Job(
+            sim.options,
+            nnodes=number,
+            own=self.machine.number,
+            moves=sim.options.restarts and number > 1,
+        )
+
+    def begin(self) -> None:
+        if self.before is not None:
+            lost = Failure.of_node(
+                self.before, f"host{self.before}", message="the coordinator was lost"
+            )
+            view = View(self.nodes, time=f"{self.sim.now:.3f}")
+            self.apply(self.sim.core.take_over(self.job, self.ledger, view, self.sim.now, lost))
+        self.tick()
+        self.plan(0.0)
+
+    def die(self) -> None:
+        self.dead = True
+        for number, link in self.links.items():
+            if number != self.machine.number:
+                link.reset()
+
+    def on_thaw(self) -> None:
+        stalled = self.sim.now - self.ticked
+        if stalled > 2 * HEARTBEAT:
+            self.stalled_until = self.sim.now + LEASE
+            for number, node in self.nodes.items():
+                self.nodes[number] = replace(node, heard_at=self.sim.now)
+        self.plan(0.0)
+
+    # -- agents --------------------------------------------------------------------------------
+
+    def admit(self, agent: Agent) -> bool:
+        """Admit an agent; return False if an earlier connection of its node is not lost yet."""
+        number, sim = agent.machine.number, self.sim
+        if self.dead:
+            return False
+        known = self.nodes.get(number)
+        if known is not None and known.lost is None:
+            same = known.pid == agent.pid  # it has lost this coordinator, else it was killed
+            self.lose(
+                self.links[number].agent,
+                "its agent joins again",
+                self.links[number],
+                ended=not same,
+                by_agent=same,
+            )
+            return False
+        self.nodes[number] = Node(
+            number,
+            f"host{number}",
+            pid=agent.pid,
+            nproc=agent.machine.nproc,
+            joined_at=sim.now,
+            heard_at=sim.now,
+            state=agent.state(),
+        )
+        link = self.links[number] = Link(sim, agent, self)
+        agent.link, agent.joined = link, True
+        agent.heard_at = sim.now
+        agent.machine.lease_until = max(agent.machine.lease_until, sim.now + LEASE)
+        if agent is not self.agent:
+            agent.machine.disk.pop("coordinates", None)
+        self.sent.pop(number, None)
+        self.plan()
+        return True
+
+    def receive(self, agent: Agent, state: NodeState, link: Link) -> None:
+        number = agent.machine.number
+        if self.dead or self.links.get(number) is not link:
+            return
+        node = self.nodes[number]
+        if node.lost is not None:
+            return
+        self.nodes[number] = node.receive(state, self.sim.now)
+        if state != node.state:
+            self.plan()
+
+    def lose(
+        self,
+        agent: Agent,
+        why: str,
+        link: Link,
+        *,
+        ended: bool = False,
+        by_agent: bool = False,
+    ) -> None:
+        number = agent.machine.number
+        if self.dead or self.links.get(number) is not link:
+            return
+        node = self.nodes[number]
+        if node.lost is None:
+            self.nodes[number] = replace(
+                node, lost=Loss(why, self.sim.now, ended=ended, by_agent=by_agent)
+            )
+            link.up = False
+            self.plan(0.0)
+
+    def tick(self) -> None:
+        """Send heartbeats, and find silent agents."""
+        if self.dead:
+            return
+        sim = self.sim
+        if not self.machine.frozen:
+            stalled = sim.now - self.ticked > 2 * HEARTBEAT
+            if stalled:
+                self.on_thaw()
+            self.ticked = sim.now
+            for number, node in list(self.nodes.items()):
+                self.links[number].to_agent(None)
+                silent = sim.now - node.heard_at
+                if node.lost is None and silent > LEASE and number != self.machine.number:
+                    self.lose(
+                        self.links[number].agent,
+                        f"no message for {silent:.0f} s",
+                        self.links[number],
+                    )
+        sim.after(HEARTBEAT, self.tick)
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def plan(self, seconds: float | None = None) -> None:
+        """Decide soon."""
+        sim = self.sim
+        at = sim.now + seconds if seconds is not None else max(sim.now, self.decided + BATCH)
+        if self.planned is None or at < self.planned:
+            self.planned = at
+            sim.after(at - sim.now, lambda: self.decide(at))
+
+    def decide(self, planned: float) -> None:
+        if self.dead or self.planned != planned:
+            return
+        if self.machine.frozen:
+            self.sim.after(0.5, lambda: self.decide(planned))
+            return
+        self.planned = None
+        self.decided = self.sim.now
+        view = View(
+            self.nodes,
+            time=f"{self.sim.now:.3f}",
+            stalled=20.0 if self.sim.now < self.stalled_until else 0.0,
+        )
+        self.apply(self.sim.core.decide(self.job, self.ledger, view, self.sim.now))
+
+    def apply(self, decision: Any) -> None:
+        sim = self.sim
+        self.ledger = decision.ledger
+        for name, fields in decision.events:
+            sim.say(f"[{self.machine.number}] {name} {fields}")
+        if self.ledger.stage is Stage.START:
+            view = View(self.nodes, time=f"{sim.now:.3f}")
+            worlds = self.worlds(view)
+            self.apply(core.begin(self.job, self.ledger, view, sim.now, worlds))
+            return
+        if self.ledger.stage is Stage.RESIGN:
+            sim.say(f"coordinator {self.machine.number} resigns")
+            agent = self.agent
+            agent.coordinator = None
+            self.machine.disk["ledger"] = (self.ledger, self.machine.number)
+            self.die()
+            link = agent.link
+            if link is not None:
+                link.up = True
+                agent.lost_coordinator("it resigned", link)
+            return
+        if self.ledger.stage is Stage.END:
+            self.give_verdict()
+            return
+        self.send_orders()
+        if decision.due < float("inf"):
+            self.plan(max(decision.due - sim.now, 0.001))
+
+    def worlds(self, view: View) -> dict[int, World]:
+        chosen = core.chosen(self.job, self.ledger, view)
+        sim, worlds, first = self.sim, {}, 0
+        size = sum(self.nodes[number].nproc for number in chosen)
+        for rank, number in enumerate(chosen):
+            node = self.nodes[number]
+            if node.lost is not None or not node.state.idle:
+                raise Violation(f"round starts without node {number}")
+            worlds[number] = World(
+                self.ledger.round + 1, "addr", 1, True, rank, len(chosen), node.nproc, first, size
+            )
+            first += node.nproc
+        if self.machine.number not in worlds:
+            worlds[self.machine.number] = World(
+                self.ledger.round + 1, "addr", 1, True, len(chosen), len(chosen), 0, size, size
+            )
+        if len(chosen) < min(sim.options.min_nodes or 1, len(sim.machines)):
+            raise Violation("too few nodes")
+        sim.say(f"coordinator {self.machine.number} starts round on {chosen}")
+        return worlds
+
+    def send_orders(self) -> None:
+        heirs = [number for number in sorted(self.nodes) if self.nodes[number].lost is None]
+        heirs.sort(key=lambda n: (n <= self.machine.number, n == self.machine.number, n))
+        for number, order in core.orders(self.job, self.ledger, self.nodes):
+            if self.sent.get(number) != order:
+                self.sent[number] = order
+                link = self.links[number]
+                if self.ledger.stage is Stage.RUN:
+                    note = (self.ledger, self.machine.number, heirs)
+                    self.deliver_note(link, note)
+                link.to_agent(order)
+
+    def deliver_note(self, link: Link, note: Any) -> None:
+        """A start carries the ledger; it arrives with the next order."""
+        ledger, node, heirs = note
+        agent = link.agent
+
+        def keep() -> None:
+            agent.machine.disk["heirs"] = heirs
+            agent.machine.disk["ledger"] = (ledger, node)
+
+        if agent.machine is self.machine or self.sim.reaches(
+            self.machine.number, agent.machine.number
+        ):
+            keep()
+
+    def give_verdict(self) -> None:
+        end = self.ledger.end
+        assert isinstance(end, Outcome)
+        verdict = Verdict(
+            end.state,
+            end.exit_code,
+            reason=end.reason,
+            failure=end.failure,
+            restarts=self.ledger.restarts,
+            attempts=self.ledger.rounds,
+        )
+        sim = self.sim
+        sim.say(f"verdict of {self.machine.number}: {end.state.value} {end.reason}")
+        sim.verdicts.append((self.birth, verdict))
+        sim.shared_result = verdict
+        for number, node in self.nodes.items():
+            if node.lost is None:
+                self.links[number].to_agent(Order(self.ledger.round, verdict=verdict))
+        self.dead = True
+        sim.after(3.0, lambda: self.leave(verdict))
+
+    def leave(self, verdict: Verdict) -> None:
+        """Close all connections after the verdict was sent."""
+        for number, link in self.links.items():
+            if link.up and number != self.machine.number:
+                link.reset()
+        if self.agent.coordinator is self and not self.agent.dead:
+            self.agent.coordinator = None
+            self.agent.end(verdict.state)
+
+
+def simulate(seed: int, core_: Any = core) -> Simulation:
+    """Run one seed; raise `Violation` with the seed if an invariant does not hold."""
+    sim = Simulation(seed, core_)
+    try:
+        sim.run()
+    except Violation as error:
+        raise Violation(f"seed {seed} ({sim.describe}): {error}") from error
+    return sim
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--log", action="store_true")
+    given = parser.parse_args()
+    states: Counter[str] = Counter()
+    bad = 0
+    for seed in range(given.first, given.first + given.count):
+        sim = Simulation(seed)
+        try:
+            sim.run()
+        except Violation as error:
+            bad += 1
+            print(f"seed {seed} ({sim.describe}): {error}")
+        states[sim.verdicts[-1][1].state.value if sim.verdicts else "none"] += 1
+        if given.log:
+            print("\n".join(sim.log))
+    print(dict(states), f"{bad} violations")
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
