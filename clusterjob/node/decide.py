@@ -329,6 +329,7 @@ class Decision:
         events: the events to record: the name, and the fields of each.
         lines: lines for the user.
         asks_slurm: whether the next view must have Slurm's answer.
+        dropped: nodes that count as lost from now on, and why; the caller closes their connections.
     """
 
     ledger: Ledger
@@ -336,6 +337,7 @@ class Decision:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     asks_slurm: bool = False
+    dropped: dict[int, str] = field(default_factory=dict)
 
 
 def decide(job: Job, ledger: Ledger, view: View, now: float) -> Decision:
@@ -865,7 +867,7 @@ class _Step:
         root = root_cause.root(failures.entries, exits)
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
         if done and math.isinf(failures.suspects_due) and (root is None or not root.effect):
-            self._end_run(self._outcome_of_done(root, failures))
+            self._end_run(self._outcome_of_done(here, root, failures))
             return
         end = self._why_end(nodes, failures, root)
         if end is not None:
@@ -875,11 +877,19 @@ class _Step:
         self._ask_about_missing(here)
         self._name_unfinished(here)
 
-    def _outcome_of_done(self, root: Failure | None, failures: _Failures) -> Outcome:
+    def _outcome_of_done(
+        self, here: Sequence[Node], root: Failure | None, failures: _Failures
+    ) -> Outcome:
         if root is not None:
             return outcome.failed(root)
         if failures.left:
             return self.preempted("its workers left to be queued again")
+        for node in here:  # the absence of a failure is no success
+            if len(node.state.succeeded) < node.nproc:
+                text = "its workers were killed"
+                kind = FailureKind.PROCESS_LOST
+                failure = Failure.of_node(node.node_rank, node.host, message=text, kind=kind)
+                return outcome.failed(failure)
         return Outcome(JobState.SUCCEEDED)
 
     def _why_end(
@@ -1175,6 +1185,7 @@ class _Step:
         for node in running:
             failure = outcome.no_answer(nodes[node])
             self.say(f"{failure.who} {failure.message}")
+            self.decision.dropped[node] = failure.message
         self.end_round()
 
     def end_round(self) -> None:

@@ -10,12 +10,13 @@ are checked after every step. Run seeds from the command line::
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.decide import Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.states import Failing, NodeState, Order, Request, Succeeded
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -37,6 +39,35 @@ TURN, RETURN, SEARCH, AGAIN = 3.0, 3.0, 1.0, 5.0  # of a successor, see `Agent.s
 
 class Violation(AssertionError):
     """An invariant does not hold."""
+
+
+def _blame_last(step: Any, nodes: Any, failures: Any, root: Any) -> Any:
+    """Name the failure of the highest node that is here."""
+    end = _WHY_END(step, nodes, failures, root)
+    if end is not None and end.failure is not None:
+        last = max(step.view.nodes)
+        failure = replace(end.failure, node_rank=last, host=f"host{last}")
+        return replace(end, failure=failure)
+    return end
+
+
+def _end_with_first(step: Any) -> None:
+    """End the job when one node has ended."""
+    nodes = [step.view.nodes[node] for node in step.ledger.nodes if node in step.view.nodes]
+    if any(node.state.ended and not node.failures for node in nodes):
+        step._end_run(Outcome(JobState.SUCCEEDED))
+    else:
+        _RUN(step)
+
+
+def _record_again(step: Any) -> None:
+    """Forget in the wait that the round was recorded."""
+    _NOTE_CHANGES(step)
+    if step.ledger.took_over and step.ledger.stage is Stage.WAIT and len(step.ledger.rounds) < 3:
+        step.change(rounds=(*step.ledger.rounds, *step.ledger.rounds[-1:]))
+
+
+_WHY_END, _RUN, _NOTE_CHANGES = core._Step._why_end, core._Step.run, core._Step.note_changes
 
 
 @dataclass
@@ -64,6 +95,7 @@ class Machine:
     round: tuple[int, int] | None = None  # of its workers: coordinator's birth, round
     workers: list[Worker] = field(default_factory=list)
     lease_until: float = 0.0
+    stuck_until: float = 0.0  # its workers neither run nor end
     seen: int = 0
     disk: dict[str, Any] = field(default_factory=dict)
 
@@ -73,12 +105,10 @@ class Simulation:
 
     Args:
         seed: chooses everything.
-        core_: the decisions; mutants are passed here.
     """
 
-    def __init__(self, seed: int, core_: Any = core) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.core = core_
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
@@ -90,6 +120,7 @@ class Simulation:
         self.starts: list[tuple[float, int, int, tuple[int, ...]]] = []
         self.shared_result: Verdict | None = None
         self.cancelled = False
+        self.cancel_at: float | None = None
         rand = self.random
         count = rand.randint(2, 9)
         spares = rand.choice([0, 0, 1, 2]) if count > 3 else 0
@@ -136,12 +167,13 @@ class Simulation:
     def plan_faults(self) -> None:
         rand = self.random
         faults = [self.kill_machine, self.kill_agent, self.freeze, self.partition, self.one_way]
-        faults += [self.fail_worker, self.fail_worker, self.reset, self.pause_network]
+        faults += [self.fail_worker, self.fail_worker, self.reset, self.pause_network, self.stick]
         if rand.random() < 0.15:
             self.after(rand.uniform(0, self.work * 1.5), self.cancel)
         if self.options.warning and rand.random() < 0.5:
             self.after(rand.uniform(0, self.work * 1.5), self.warn)
-        for _ in range(rand.choice([0, 1, 1, 2, 3, 5])):
+        self.faults = rand.choice([0, 1, 1, 2, 3, 5])
+        for _ in range(self.faults):
             fault = rand.choice(faults)
             at = rand.choice([rand.uniform(0, 3), rand.uniform(0, 1.5 * self.work)])
             self.after(at, fault)
@@ -246,11 +278,20 @@ class Simulation:
         kind = self.random.choice([FailureKind.CODE, FailureKind.DEVICE, FailureKind.SIGNAL])
         self.end_worker(machine, worker, f"error {next(self.numbers)}", kind, effect=False)
 
+    def stick(self) -> None:
+        """Let the workers of a machine wait for a disk: they neither run nor end."""
+        machine = self.victim()
+        if machine.workers and machine.up:
+            seconds = self.random.choice([3.0, 20.0, 60.0])
+            self.say(f"the workers of {machine.number} are stuck for {seconds:g} s")
+            machine.hurt = True
+            machine.stuck_until = self.now + seconds
+
     def cancel(self) -> None:
         machine = self.victim()
         if machine.agent is not None and machine.up:
             self.say(f"the job is cancelled at {machine.number}")
-            self.cancelled = True
+            self.cancelled, self.cancel_at = True, self.now
             machine.agent.request = Request(cancel="cancelled")
             machine.agent.push()
 
@@ -297,16 +338,19 @@ class Simulation:
         others = [each for each in self.machines if each.round == machine.round]
         world = machine.agent.world if machine.agent is not None else None
         size = world.world_size if world is not None else 0
-        there = sum(
-            worker.phase in ("running", "succeeded")
+        peers = [
+            (each, worker)
             for each in others
-            if not each.frozen
-            and self.reaches(each.number, machine.number)
+            if self.reaches(each.number, machine.number)
             and self.reaches(machine.number, each.number)
             for worker in each.workers
-        )
-        if machine.frozen or there < size:
-            if self.random.random() < 0.2 and not machine.frozen:
+        ]
+        # A peer that has failed or is cut off closes the connection; one that is frozen does not.
+        alive = sum(worker.phase in ("importing", "running", "succeeded") for _, worker in peers)
+        moves = all(not self.is_still(each) for each, _ in peers)
+        ready = all(worker.phase != "importing" for _, worker in peers)
+        if self.is_still(machine) or not moves or not ready or alive < size:
+            if alive < size and self.random.random() < 0.2 and not self.is_still(machine):
                 self.end_worker(
                     machine, worker, "Connection closed by peer", FailureKind.NETWORK, effect=True
                 )
@@ -316,6 +360,9 @@ class Simulation:
         worker.phase, worker.at = "succeeded", self.now
         if machine.agent is not None:
             machine.agent.push()
+
+    def is_still(self, machine: Machine) -> bool:
+        return machine.frozen or machine.stuck_until > self.now
 
     def end_worker(
         self, machine: Machine, worker: Worker, message: str, kind: FailureKind, *, effect: bool
@@ -337,11 +384,20 @@ class Simulation:
             machine.agent.push()
 
     def kill_workers(self, machine: Machine) -> None:
-        """Kill the workers at once."""
+        """Kill the workers at once, unless they are stuck."""
+        if machine.stuck_until > self.now and machine.workers:
+            self.after(1.0, lambda: self.kill_again(machine, machine.round))
+            return
         for worker in machine.workers:
             if worker.phase in ("importing", "running"):
                 worker.phase, worker.at = "killed", self.now
         machine.round = None
+
+    def kill_again(self, machine: Machine, round_: tuple[int, int] | None) -> None:
+        if machine.round == round_ and machine.up:
+            self.kill_workers(machine)
+            if machine.agent is not None:
+                machine.agent.push()
 
     # -- invariants ----------------------------------------------------------------------------
 
@@ -363,7 +419,8 @@ class Simulation:
         alive: dict[tuple[int, int], int] = {}
         sizes: dict[tuple[int, int], int] = {}
         for machine in self.machines:
-            if machine.round is None or not machine.up or machine.frozen:
+            stuck = machine.stuck_until + 1.5 > self.now
+            if machine.round is None or not machine.up or machine.frozen or stuck:
                 continue
             running = sum(worker.phase in ("importing", "running") for worker in machine.workers)
             alive[machine.round] = alive.get(machine.round, 0) + running
@@ -391,6 +448,18 @@ class Simulation:
             raise Violation(f"{len(self.verdicts)} verdicts: {self.verdicts}")
         for _, verdict in self.verdicts:
             self.check_verdict(verdict)
+
+    def check_success(self, ledger: Ledger, verdict: Verdict) -> None:
+        """Check that a job that succeeded has run all its ranks to their ends."""
+        if verdict.state is not JobState.SUCCEEDED:
+            return
+        for number in ledger.nodes:
+            machine = self.machines[number]
+            phases = {worker.phase for worker in machine.workers}
+            if machine.up and phases != {"succeeded"}:
+                raise Violation(f"succeeded while the workers of {number} are {phases}")
+        if self.cancel_at is not None and self.now > self.cancel_at + 60 and not self.faults:
+            raise Violation("succeeded a minute after it was cancelled")
 
     def check_verdict(self, verdict: Verdict) -> None:
         failure = verdict.failure
@@ -455,18 +524,24 @@ class Link:
         else:
             self.agent.receive(message, self)
 
-    def reset(self) -> None:
-        """End the connection; each side learns it when it can."""
-        if not self.up:
-            return
-        self.up = False
-        self.sim.after(0.01, lambda: self._tell_coordinator())
-        self.sim.after(0.01, lambda: self._tell_agent())
+    def reset(self, *, by_agent: bool = False) -> None:
+        """End the connection; each side learns it when it can.
 
-    def _tell_coordinator(self) -> None:
+        Args:
+            by_agent: whether the agent has lost the coordinator, and has said so.
+        """
+        if self.up:
+            self.up = False
+            self.sim.after(0.01, lambda: self.tell_coordinator(by_agent=by_agent))
+            self.sim.after(0.01, self._tell_agent)
+
+    def tell_coordinator(self, *, by_agent: bool = False) -> None:
         machine = self.coordinator.machine
-        if machine.up and not machine.frozen:
-            self.coordinator.lose(self.agent, "its connection was closed", self, ended=True)
+        if machine.frozen:
+            self.sim.after(0.5, lambda: self.tell_coordinator(by_agent=by_agent))
+        elif machine.up and self.sim.reaches(self.agent.machine.number, machine.number):
+            why = "it lost the coordinator" if by_agent else "its connection was closed"
+            self.coordinator.lose(self.agent, why, self, ended=not by_agent, by_agent=by_agent)
 
     def _tell_agent(self) -> None:
         machine = self.agent.machine
@@ -522,7 +597,7 @@ class Agent:
             link, self.link = self.link, None
             link.up = False
             if link.coordinator.machine is not self.machine:
-                self.sim.after(0.01, lambda: link._tell_coordinator())
+                self.sim.after(0.01, link.tell_coordinator)
 
     def on_thaw(self) -> None:
         if self.coordinator is not None:
@@ -649,7 +724,7 @@ class Agent:
         ended = not link.up
         self.link = None
         if link.up:
-            link.reset()
+            link.reset(by_agent=True)
         self.sim.after(
             sim.random.uniform(0.0, GRACE_OF_KILL * 0.5), lambda: sim.kill_workers(self.machine)
         )
@@ -764,7 +839,7 @@ class Coordinator:
                 self.before, f"host{self.before}", message="the coordinator was lost"
             )
             view = View(self.nodes, time=f"{self.sim.now:.3f}")
-            self.apply(self.sim.core.take_over(self.job, self.ledger, view, self.sim.now, lost))
+            self.apply(core.take_over(self.job, self.ledger, view, self.sim.now, lost))
         self.tick()
         self.plan(0.0)
 
@@ -894,11 +969,15 @@ class Coordinator:
             time=f"{self.sim.now:.3f}",
             stalled=20.0 if self.sim.now < self.stalled_until else 0.0,
         )
-        self.apply(self.sim.core.decide(self.job, self.ledger, view, self.sim.now))
+        self.apply(core.decide(self.job, self.ledger, view, self.sim.now))
 
     def apply(self, decision: Any) -> None:
         sim = self.sim
         self.ledger = decision.ledger
+        for number, why in decision.dropped.items():
+            link = self.links[number]
+            self.nodes[number] = replace(self.nodes[number], lost=Loss(why, sim.now))
+            link.reset()
         for name, fields in decision.events:
             sim.say(f"[{self.machine.number}] {name} {fields}")
         if self.ledger.stage is Stage.START:
@@ -985,6 +1064,7 @@ class Coordinator:
         sim = self.sim
         sim.say(f"verdict of {self.machine.number}: {end.state.value} {end.reason}")
         sim.verdicts.append((self.birth, verdict))
+        sim.check_success(self.ledger, verdict)
         sim.shared_result = verdict
         for number, node in self.nodes.items():
             if node.lost is None:
@@ -1002,9 +1082,47 @@ class Coordinator:
             self.agent.end(verdict.state)
 
 
-def simulate(seed: int, core_: Any = core) -> Simulation:
+# Broken rules of the decisions: a method of `_Step`, and what it does instead.
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "any part of a split job goes on": ("has_majority", lambda step: True),
+    "no wait for workers of lost nodes": ("may_train", lambda step: 0.0),
+    "a round begins on busy nodes": (
+        "usable",
+        lambda step: [n for n, node in step.view.nodes.items() if node.lost is None],
+    ),
+    "a round ends without its lost nodes": ("_is_gone", lambda step, node: False),
+    "the end of a round is not waited for": ("stop", lambda step: step.end_round()),
+    "each restart is free": (
+        "_policy",
+        lambda step, earlier: Policy(step.job.options, (), step.job.attempt, free=9),
+    ),
+    "the last failure is the cause": ("_why_end", _blame_last),
+    "the first rank that ends is the end of the job": ("run", _end_with_first),
+    "the round is recorded again": ("note_changes", _record_again),
+    "the coordinator blames node 0": (
+        "loss_of",
+        lambda step, node: Failure.of_node(0, "host0", message="lost"),
+    ),
+}
+
+
+@contextlib.contextmanager
+def mutant(name: str) -> Iterator[None]:
+    """Break one rule of the decisions."""
+    method, replacement = MUTANTS[name]
+    original, stages = getattr(core._Step, method), dict(core._STAGES)
+    setattr(core._Step, method, replacement)
+    core._STAGES.update({stage: replacement for stage, each in stages.items() if each is original})
+    try:
+        yield
+    finally:
+        setattr(core._Step, method, original)
+        core._STAGES.update(stages)
+
+
+def simulate(seed: int) -> Simulation:
     """Run one seed; raise `Violation` with the seed if an invariant does not hold."""
-    sim = Simulation(seed, core_)
+    sim = Simulation(seed)
     try:
         sim.run()
     except Violation as error:
@@ -1012,12 +1130,29 @@ def simulate(seed: int, core_: Any = core) -> Simulation:
     return sim
 
 
+def catch(name: str, count: int) -> int | None:
+    """Return the first of the seeds whose invariants show a mutant; None if no seed does."""
+    with mutant(name):
+        for seed in range(count):
+            try:
+                Simulation(seed).run()
+            except (Violation, AssertionError, KeyError, RecursionError):
+                return seed
+    return None
+
+
 def main() -> None:
+    """Run seeds, or look for the mutants."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("first", type=int)
-    parser.add_argument("count", type=int)
-    parser.add_argument("--log", action="store_true")
+    parser.add_argument("first", type=int, help="the first seed; with --mutants the number")
+    parser.add_argument("count", type=int, nargs="?", default=1)
+    parser.add_argument("--log", action="store_true", help="print what happens")
+    parser.add_argument("--mutants", action="store_true", help="break each rule in turn")
     given = parser.parse_args()
+    if given.mutants:
+        for name in MUTANTS:
+            print(f"{name}: seed {catch(name, given.first)}")
+        return
     states: Counter[str] = Counter()
     bad = 0
     for seed in range(given.first, given.first + given.count):
