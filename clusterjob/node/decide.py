@@ -28,6 +28,7 @@ from clusterjob.node.rendezvous.succession import Members, may_go_on
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.states import Found, NodeState, Order, Probe, Request, Stop
 from clusterjob.node.system.ranges import ranges
+from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
     PREEMPTED_EXIT_CODE,
     Failure,
@@ -155,7 +156,6 @@ class View:
         slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
         stacks: the stacks that were collected in this round.
-        slow: the nodes that the preflight found to be slow, and why.
     """
 
     nodes: Mapping[int, Node]
@@ -165,7 +165,6 @@ class View:
     slurm_up: bool | None = None
     stalled: float = 0.0
     stacks: Sequence[RankStack] = ()
-    slow: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,6 @@ class Run:
 
     Attributes:
         began: when its workers were started.
-        measures: whether its workers are those of the preflight.
         worlds: the place of each node.
         ranks: the ranks of each node.
         running: whether the workers of all nodes have been started.
@@ -229,7 +227,6 @@ class Run:
     """
 
     began: float = 0.0
-    measures: bool = False
     worlds: Mapping[int, World] = field(default_factory=dict)
     ranks: RankMap = field(default_factory=lambda: RankMap({}, 0))
     running: bool = False
@@ -258,8 +255,7 @@ class Ledger:
 
     Attributes:
         since: when the stage began.
-        round: the number of the newest round, whatever it was for; -1 before the first.
-        restarts: how often the workers were started again.
+        round: the number of the newest round, from 0; -1 before the first.
         nodes: the nodes of the newest round, in the order of their ranks.
         groups: the members of the last round that all its members have seen, then those of the
             newest round, if that is another one.
@@ -278,7 +274,6 @@ class Ledger:
         deadline: when the job must end; infinity without a limit.
         limit_runs: whether the workers of a round have all run, from when the limit counts.
         warned: the scheduler's warning; None before it.
-        measured: whether the preflight is over.
         end: how the round ends or, while the coordinator waits, how the last one ended.
         blamed: the failure whose node the next round leaves out; None without one.
         more_memory: the factor of memory with which the scheduler must queue the job again; 0.0 if
@@ -291,7 +286,6 @@ class Ledger:
     stage: Stage = Stage.WAIT
     since: float = 0.0
     round: int = -1
-    restarts: int = 0
     nodes: tuple[int, ...] = ()
     groups: tuple[Members, ...] = ()
     here: frozenset[int] = frozenset()
@@ -310,13 +304,17 @@ class Ledger:
     deadline: float = math.inf
     limit_runs: bool = False
     warned: Warned | None = None
-    measured: bool = False
     end: Outcome | None = None
     blamed: Failure | None = None
     more_memory: float = 0.0
     earliest: float = 0.0
     noticed: float = 0.0
     run: Run = field(default_factory=Run)
+
+    @property
+    def restarts(self) -> int:
+        """How often the workers were started again."""
+        return max(0, self.round)
 
 
 @dataclass
@@ -361,22 +359,49 @@ def begin(
 ) -> Decision:
     """Return what follows after the START of a round.
 
-    Args:
-        job, ledger, view, now: as for `decide`.
-        worlds: the place of each node; a node without workers may serve the store.
+    The caller has made `worlds`, the place of each node; a node without workers may serve the
+    store.
     """
     step = _Step(job, view, now, Decision(ledger))
     step.begin(worlds)
     return step.decision
 
 
+def after_preflight(
+    job: Job,
+    ledger: Ledger,
+    view: View,
+    now: float,
+    slow: Mapping[int, str],
+    refusal: Outcome | None,
+) -> Decision:
+    """Return what follows when the nodes were measured before the first round.
+
+    Other nodes take the places of the slow ones, if there are enough; else `refusal` ends the job,
+    if it must not run on slow nodes.
+    """
+    step = _Step(job, view, now, Decision(ledger))
+    step.note_changes()
+    for node, why in slow.items():
+        step.avoid_slow(node, why)
+    if (cancelled := cancellation(view.nodes)) is not None:
+        step.finish(cancelled)
+    elif refusal is not None and slow.keys() & set(step.chosen()):
+        step.finish(refusal)
+    elif step.ledger.lost:
+        step.go(Stage.WAIT)
+    return step.decision
+
+
+def most_restarts(job: Job, ledger: Ledger) -> int:
+    """Return the largest number of restarts that the options allow."""
+    return _Step(job, View({}), 0.0, Decision(ledger)).policy(ledger.rounds).most
+
+
 def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -> Decision:
     """Return what follows when another coordinator goes on with the job: its round has ended.
 
-    Args:
-        job, view, now: as for `decide`.
-        ledger: of the coordinator before, with times of this machine's clock.
-        lost: how that coordinator was lost.
+    The ledger is that of the coordinator before, with times of this machine's clock.
     """
     step = _Step(job, view, now, Decision(ledger))
     step.add("lost", node_rank=lost.node_rank, host=lost.host, why=lost.message)
@@ -396,7 +421,12 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     if ledger.stage is Stage.STOP and end is not None:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage is Stage.RUN:
-        shared = replace(shared, report=run.polled is not None, sample=run.sample)
+        shared = replace(
+            shared,
+            report=run.polled is not None,
+            sample=run.sample,
+            first=not run.comparable,
+        )
     wants_dumps = end is not None and _is_hang(end)
     collecting = replace(shared, collect=True, dumps=wants_dumps)
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
@@ -413,7 +443,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
             asked = run.asked
             if asked is not None and node_rank in asked.ranks:
                 wanted = tuple(asked.ranks[node_rank])
-                order = replace(order, probe=Probe(asked.number, wanted, asked.note))
+                order = replace(order, probe=Probe(asked.number, wanted, asked.gave_up, asked.note))
             if found is not None and found[0] == node_rank:
                 order = replace(order, found=found[1])
         yield node_rank, order
@@ -429,23 +459,13 @@ def entries(job: Job, ledger: Ledger, view: View) -> list[Entry]:
 
 def early_exits(ledger: Ledger, view: View) -> list[Entry]:
     """Return the workers of the newest round that ended with exit code 0, with their times."""
-    found = []
-    for node_rank in ledger.nodes:
-        node = view.nodes.get(node_rank)
-        if node is None or node.state.round != ledger.round:
-            continue
-        for each in node.state.succeeded:
-            failure = Failure(
-                ledger.run.ranks.rank(node_rank, each.local_rank),
-                each.local_rank,
-                node_rank=node_rank,
-                host=node.host,
-                exit_code=0,
-                signal=None,
-                message="",
-            )
-            found.append(Entry(failure, node.heard_at - each.age, exited=True))
-    return found
+    nodes = (view.nodes.get(node) for node in ledger.nodes)
+    return [
+        Entry(each.failure, node.heard_at - each.age, exited=True)
+        for node in nodes
+        if node is not None and node.state.round == ledger.round
+        for each in node.state.exits
+    ]
 
 
 class _Failures:
@@ -547,11 +567,12 @@ def _requests(nodes: Iterable[Node]) -> Iterator[Request]:
 _NO_REQUEST = Request()
 
 
-def _cancellation(view: View) -> Outcome | None:
-    for request in _requests(view.nodes.values()):
+def cancellation(nodes: Mapping[int, Node]) -> Outcome | None:
+    """Return the outcome of a job that was cancelled at one of its nodes; None if it was not."""
+    for request in _requests(nodes.values()):
         if request.cancel:
             end = outcome.cancelled(
-                request.cancel, interrupt=request.interrupt, stacks=request.stacks
+                sanitize(request.cancel), interrupt=request.interrupt, stacks=request.stacks
             )
             return replace(end, terminated=request.terminated)
     return None
@@ -622,7 +643,7 @@ class _Step:
         if ledger.warned is None and self.job.options.warning is not None:
             for request in _requests(nodes.values()):
                 if request.warning:
-                    self._warn(request.warning, self.job.options.warning)
+                    self._warn(sanitize(request.warning), self.job.options.warning)
                     break
         groups = self.ledger.groups
         if len(groups) == 2 and all(
@@ -719,7 +740,7 @@ class _Step:
         ledger, now, first = self.ledger, self.now, self.ledger.end is None
         self.wake(now + _DISK_SECONDS)
         refused = self.view.refused
-        cancelled = _cancellation(self.view)
+        cancelled = cancellation(self.view.nodes)
         if refused or cancelled:
             self.finish(outcome.failed(refused[0]) if refused else cancelled)
             return
@@ -807,37 +828,33 @@ class _Step:
         ledger, options = self.ledger, self.job.options
         nodes = tuple(node for node, world in worlds.items() if world.nproc)
         here = frozenset(node for node, each in self.view.nodes.items() if each.lost is None)
-        measures = options.preflight != "off" and not ledger.measured
         first = ledger.first_started is None
         deadline = ledger.deadline
-        if first and options.time_limit is not None and not measures:
+        if first and options.time_limit is not None:
             deadline = self.now + options.join_timeout + options.time_limit
-        restarts, end = ledger.restarts, ledger.end
+        number, end = ledger.round + 1, ledger.end
         if end is not None:
-            restarts += 1
             if ledger.blamed is not None:
                 self._note_avoided(ledger.blamed)
-            most = self._policy(ledger.rounds).most
-            self.say(f"restart {restarts} of {most}: {end.reason}")
-            self.add("restart", restart=restarts, why=end.reason)
+            most = self.policy(ledger.rounds).most
+            self.say(f"restart {number} of {most}: {end.reason}")
+            self.add("restart", restart=number, why=end.reason)
         world = worlds[nodes[0]]
         self.go(
             Stage.RUN,
-            round=ledger.round + 1,
-            restarts=restarts,
+            round=number,
             nodes=nodes,
             groups=(*ledger.groups[:1], Members(here, self.job.own)),
             here=here,
             gone=frozenset(),
             took_over=False,
             ended=frozenset(),
-            started=None if measures else self.view.time,
-            first_started=ledger.first_started or (None if measures else self.view.time),
+            started=self.view.time,
+            first_started=ledger.first_started or self.view.time,
             deadline=deadline,
             end=None,
             run=Run(
                 began=self.now,
-                measures=measures,
                 worlds=worlds,
                 ranks=RankMap.of(worlds),
                 alive=self.now,
@@ -847,7 +864,7 @@ class _Step:
         self.add(
             "started",
             attempt=self.job.attempt,
-            restart=restarts,
+            restart=number,
             world_size=world.world_size,
             nodes=list(nodes),
             wanted=self.wanted,
@@ -897,7 +914,7 @@ class _Step:
     ) -> Outcome | None:
         """Return why the round must end before its workers have ended; None if it goes on."""
         ledger, now, options = self.ledger, self.now, self.job.options
-        if (cancelled := _cancellation(self.view)) is not None:
+        if (cancelled := cancellation(self.view.nodes)) is not None:
             return cancelled
         gone = [node for node in nodes if self._is_gone(node)]
         if gone:
@@ -988,8 +1005,6 @@ class _Step:
         options, ledger = self.job.options, self.ledger
         self.change_run(running=True, alive=self.now)
         self.add("running", restart=ledger.restarts)
-        if ledger.run.measures:
-            return
         if not ledger.limit_runs and options.time_limit is not None:
             self.change(deadline=self.now + options.time_limit)
         self.change(limit_runs=True)
@@ -1024,12 +1039,23 @@ class _Step:
             run = self.ledger.run
         for node in here:
             probed = node.state.probed
-            if probed is not None and run.asked is not None and probed.number == run.asked.number:
-                answer = (node.node_rank, probed.number)
-                if answer not in run.heard:
-                    self.change_run(heard=run.heard | {answer})
-                    self.add("missing", node_rank=node.node_rank, workers=list(probed.lines))
-                    run = self.ledger.run
+            if probed is None or not self._is_complete(node):
+                continue
+            answer = (node.node_rank, probed.number)
+            if answer not in run.heard:
+                self.change_run(heard=run.heard | {answer})
+                self.add("missing", node_rank=node.node_rank, workers=list(probed.lines))
+                run = self.ledger.run
+
+    def _is_complete(self, node: Node) -> bool:
+        """Return whether a node has described all its ranks of the newest question."""
+        asked, probed = self.ledger.run.asked, node.state.probed
+        return (
+            asked is not None
+            and probed is not None
+            and probed.number == asked.number
+            and len(probed.lines) >= len(asked.ranks.get(node.node_rank, ()))
+        )
 
     def _has_answered(self, asked: Asked) -> bool:
         return all((node, asked.number) in self.ledger.run.heard for node in asked.ranks)
@@ -1038,10 +1064,10 @@ class _Step:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""
         run = self.ledger.run
         ended = {
-            run.ranks.rank(node.node_rank, each.local_rank)
+            run.ranks.rank(node.node_rank, local_rank)
             for node in here
-            for each in node.state.succeeded
-            if each.local_rank < node.nproc
+            for local_rank in node.state.succeeded
+            if local_rank < node.nproc
         }
         if len(ended) != run.successes[0]:
             self.change_run(successes=(len(ended), self.now), named=False)
@@ -1167,7 +1193,7 @@ class _Step:
         run = ledger.run
         if self.view.stalled:  # this process could not receive meanwhile
             self._set_stop_due()
-        cancelled = _cancellation(self.view)
+        cancelled = cancellation(self.view.nodes)
         assert ledger.end is not None
         if ledger.end.state is not JobState.CANCELLED and run.cancelled is None:
             self.change_run(cancelled=cancelled)
@@ -1204,12 +1230,9 @@ class _Step:
             found = entries(self.job, ledger, self.view)
             exits = early_exits(ledger, self.view)
             end = outcome.failed(root_cause.root(found, exits) or end.failure)
-        if run.measures and end.state is JobState.SUCCEEDED:
-            self._after_preflight()
-            return
         before = ledger.rounds
         self._record(end)
-        decision = self._policy(before).decide(end)
+        decision = self.policy(before).decide(end)
         if decision.why:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
         if decision.more_memory:
@@ -1230,20 +1253,6 @@ class _Step:
             self.say(f"the next round begins in {decision.pause:g} s: {end.reason}")
         self.go(Stage.WAIT, end=end, blamed=blamed, earliest=self.now + decision.pause)
 
-    def _after_preflight(self) -> None:
-        """Leave slow nodes out, if there are enough others; else end the job."""
-        slow = self.view.slow
-        for node, why in slow.items():
-            self.change(avoided=(*(each for each in self.ledger.avoided if each != node), node))
-            failure = Failure.of_node(
-                node, self.view.nodes[node].host, message=why, kind=FailureKind.LAUNCH
-            )
-            self._tell_avoided(failure)
-            if node in self.chosen():
-                self.finish(outcome.failed(failure))
-                return
-        self.go(Stage.WAIT, measured=True, end=None, nodes=())
-
     def _record(self, end: Outcome) -> None:
         ended = replace(
             outcome.round_end(
@@ -1254,7 +1263,7 @@ class _Step:
         self.change(rounds=(*self.ledger.rounds, ended))
         self.add(rounds.ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
 
-    def _policy(self, earlier: Sequence[RoundEnd]) -> Policy:
+    def policy(self, earlier: Sequence[RoundEnd]) -> Policy:
         free = self.job.options.machine_restarts(self.job.nnodes)
         return Policy(self.job.options, earlier, self.job.attempt, free=free)
 
@@ -1275,6 +1284,12 @@ class _Step:
         if failure.kind is not FailureKind.NODE_LOST or ledger.losses.get(node, 0) > 1:
             others = (each for each in ledger.avoided if each != node)
             self.change(avoided=(*others, node))
+
+    def avoid_slow(self, node: int, why: str) -> None:
+        """Leave a slow node out of the rounds, and record it for later jobs."""
+        self.change(avoided=(*(each for each in self.ledger.avoided if each != node), node))
+        host = self.view.nodes[node].host
+        self._tell_avoided(Failure.of_node(node, host, message=why, kind=FailureKind.LAUNCH))
 
     def _note_avoided(self, failure: Failure) -> None:
         """Record that later jobs should avoid the host of the failure that ended the last round."""

@@ -7,6 +7,7 @@ connection loses no event.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -33,14 +34,6 @@ class Failing:
     failure: Failure
     age: float
     exited: bool
-
-
-@dataclass(frozen=True)
-class Succeeded:
-    """A worker that ended with exit code 0, `age` seconds before the state was made."""
-
-    local_rank: LocalRank
-    age: float
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,8 @@ class NodeState:
         idle: whether no process of a round is left on the node.
         succeeded: the workers that have ended with exit code 0.
         failing: the workers that have failed, and the node itself.
-        reported: whether `failing` and `succeeded` are complete up to the coordinator's question.
+        reported: whether `failing` and `exits` are complete up to the coordinator's question.
+        exits: the first of the workers that have ended with exit code 0, as failures.
         missing: a worker that waits for others; None without one.
         probed: the answer to the newest question about missing ranks; None without one.
         joined, formed: the number of ranks that have begun, and completed, a process group.
@@ -117,9 +111,10 @@ class NodeState:
     started: bool = False
     ended: bool = False
     idle: bool = True
-    succeeded: Annotated[tuple[Succeeded, ...], Limit(MAX_WORKERS)] = ()
+    succeeded: Annotated[tuple[LocalRank, ...], Limit(MAX_WORKERS)] = ()
     failing: Annotated[tuple[Failing, ...], Limit(MAX_WORKERS + 1)] = ()
     reported: bool = False
+    exits: Annotated[tuple[Failing, ...], Limit(MAX_WORKERS)] = ()
     missing: Missing | None = None
     probed: Probed | None = None
     joined: Number = 0
@@ -141,11 +136,13 @@ class Probe:
 
     Attributes:
         number: the number of the question.
+        gave_up: whether the ranks that wait for them have given up.
         note: a line for the log of each; such a probe needs no answer.
     """
 
     number: Number
     ranks: Annotated[tuple[Number, ...], Limit(1 << 14)]
+    gave_up: bool = False
     note: str = ""
 
 
@@ -184,6 +181,7 @@ class Order:
         probe: a question about workers of the node; None without one.
         found: an answer for a worker of the node; None without one.
         sample: the number of the sample of the stacks to take; 0 for none.
+        first: whether that sample is the first one since the last sign of life.
         collect: whether to send the stacks of all workers.
         dumps: whether to add the dumps of torch's flight recorder.
         verdict: the end of the job; None before it.
@@ -197,6 +195,14 @@ class Order:
     probe: Probe | None = None
     found: Found | None = None
     sample: Number = 0
+    first: bool = False
     collect: bool = False
     dumps: bool = False
     verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class OrderWithStore(Order):
+    """The order for the agent in the coordinator's process, with the socket of torch's store."""
+
+    store: socket.socket | None = None

@@ -27,7 +27,7 @@ from clusterjob.node.options import parse
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.succession import may_go_on
-from clusterjob.node.states import Failing, NodeState, Order, Request, Succeeded
+from clusterjob.node.states import Failing, NodeState, Order, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 HORIZON = 3000.0  # seconds after which every job must have ended
@@ -650,11 +650,7 @@ class Agent:
             started=bool(workers) and all(w.phase != "importing" for w in workers),
             ended=bool(workers) and not running,
             idle=idle,
-            succeeded=tuple(
-                Succeeded(worker.local_rank, max(0.0, now - worker.at))
-                for worker in workers
-                if worker.phase == "succeeded"
-            ),
+            succeeded=tuple(worker.local_rank for worker in workers if worker.phase == "succeeded"),
             failing=failing,
             reported=self.reported,
             collected=self.collected,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
+from clusterjob.node import states
 from clusterjob.node.agent.connection import Connection
 from clusterjob.node.agent.joining import Joining
 from clusterjob.node.agent.local_coordinator import LocalCoordinator
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
 _RENEW_INTERVAL = 0.5  # seconds
+_ANSWER_SECONDS = 1.5  # seconds for a rank to answer its agent with its stacks
+_DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
 _GONE_SECONDS = 6.0  # seconds for the workers to end before this node joins again
 
 
@@ -97,6 +100,7 @@ class Agent:
         )
         self._preflight = PreflightPart(topology, forkserver, send=self._send)
         self._restart = 0  # the round
+        self._round, self._order = -1, states.Order()
         self._metrics = NodeMetrics(
             node,
             forkserver.pid,
@@ -216,17 +220,8 @@ class Agent:
         if self.coordinates:
             await self._start_notifier()
         handlers: dict[type, Callable[[Any], None]] = {
-            messages.Start: self._start_round,
-            messages.StartWithStore: self._start_round,
-            messages.Stop: lambda stop: self._workers.stop(
-                stop.grace, stop.signal, early=stop.early
-            ),
-            messages.Warn: lambda _warn: self._workers.warn(),
-            messages.ProbeRanks: self._workers.probe,
-            messages.RanksFound: self._workers.note_found,
-            messages.ReportFailures: lambda _report: self._workers.report_failures(),
-            stack_messages.CollectStacks: self._reports.collect,
-            stack_messages.ReportProgress: self._reports.report_progress,
+            states.Order: self._follow,
+            states.OrderWithStore: self._follow,
             Succession: connection.note_successors,
             **self._preflight.handlers,
         }
@@ -241,6 +236,59 @@ class Agent:
                     return lost
             elif order is not None:
                 handlers[type(order)](order)
+
+    def _follow(self, order: states.Order) -> None:
+        """Do what the coordinator wants and this node does not do yet."""
+        done, self._order = self._order, order
+        connection = self._connection
+        assert connection is not None
+        if order.round < self._round:
+            self._order = done
+            return
+        if order.world is not None and order.round > self._round:
+            self._round = order.round
+            connection.report.begin(order.round)
+            start = messages.Start(order.world)
+            if isinstance(order, states.OrderWithStore) and order.store is not None:
+                start = messages.StartWithStore(order.world, order.store)
+            self._start_round(start)
+        if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
+            if order.round > self._round:
+                self._round = order.round
+                connection.report.begin(order.round)
+            connection.report.stopped = True
+            stop = order.stop
+            self._workers.stop(stop.grace, stop.signal, early=stop.early)
+        if order.warned and not done.warned:
+            self._workers.warn()
+        if order.world is not None:
+            self._answer(order, done)
+
+    def _answer(self, order: states.Order, done: states.Order) -> None:
+        """Answer the coordinator's questions about the workers."""
+        same = order.round == done.round
+        connection, probe, found = self._connection, order.probe, order.found
+        assert connection is not None
+        if probe is not None and not (same and probe == done.probe):
+            if not probe.note:
+                connection.report.ask(probe.number)
+            self._workers.probe(messages.ProbeRanks(probe.ranks, probe.gave_up, probe.note))
+        if found is not None and not (same and found == done.found):
+            known = done.found.lines if same and done.found is not None else ()
+            lines = tuple(line for line in found.lines if line not in known)
+            self._workers.note_found(messages.RanksFound(found.local_rank, lines))
+        if order.report and not (same and done.report):
+            self._workers.report_failures()
+        if order.sample and not (same and order.sample == done.sample):
+            self._reports.report_progress(
+                stack_messages.ReportProgress(order.sample, sample=True, first=order.first)
+            )
+        if order.collect and not (same and done.collect):
+            self._reports.collect(
+                stack_messages.CollectStacks(
+                    order.round, _ANSWER_SECONDS, _DUMP_SECONDS if order.dumps else 0.0
+                )
+            )
 
     async def _on_coordinator_lost(
         self, connection: Connection, lost: messages.ConnectionLost
@@ -341,6 +389,7 @@ class Agent:
             self._workers.phases.on_output(grown)
             self._workers.phases.flush()
             self._workers.waits.flush()
+            self._note_alive()
             self._console.show()
             if self._supervisor is not None and self._supervisor[1] != processes.parent(
                 self._process
@@ -350,6 +399,15 @@ class Agent:
                 self._workers.node_failed(why)
                 if self._parent is not None:  # the next round must not use this node
                     raise ClusterJobError(why)
+
+    def _note_alive(self) -> None:
+        connection, wanted = self._connection, self._options.hang_timeout is not None
+        if (
+            wanted
+            and connection is not None
+            and connection.report.note_alive(*self._signs_of_life())
+        ):
+            connection.push()
 
     def _signs_of_life(self) -> tuple[float, int]:
         """Return the time of the last output or heartbeat of a worker, and the last step."""

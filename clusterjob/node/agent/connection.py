@@ -12,10 +12,12 @@ from typing import Any
 from clusterjob.node.agent.joining import Joining
 from clusterjob.node.agent.local_coordinator import LocalCoordinator
 from clusterjob.node.agent.parent import AgentParent
+from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.agent.stop_messages import StopMessages
 from clusterjob.node.rendezvous import messages, succession
 from clusterjob.node.rendezvous.coordinator_link import LocalLink, RemoteLink
 from clusterjob.node.rendezvous.coordinator_state import Succession
+from clusterjob.node.rendezvous.stack_messages import StacksCollected
 from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.system.crashes import Crashes
@@ -66,6 +68,8 @@ class Connection:
         self._polls = polls
         self._on_cancel = on_cancel
         self._link: LocalLink | RemoteLink | None = None
+        self.report = StateReport()
+        self._push_planned = False
         self._alone = 0  # how often this agent has become the coordinator since the last round
 
     async def join(self) -> bool:
@@ -128,11 +132,27 @@ class Connection:
         return self._link.heard_at if isinstance(self._link, RemoteLink) else time.monotonic()
 
     def send(self, message: Any) -> bool:
-        """Send a message to the coordinator; return False without a connection."""
-        if self._link is None:
-            return False
-        self._link.send(message)
-        return True
+        """Tell the coordinator something, in the node's state if it is a part of that.
+
+        Return False without a coordinator that could get another message.
+        """
+        taken = self.report.take(message)
+        if not taken and self._link is not None:
+            self._link.send(message)
+        if taken or isinstance(message, StacksCollected):
+            self.push()
+        return taken or self._link is not None
+
+    def push(self) -> None:
+        """Send the state of the node soon, with all that changes until then."""
+        if not self._push_planned:
+            self._push_planned = True
+            asyncio.get_running_loop().call_soon(self._push)
+
+    def _push(self) -> None:
+        self._push_planned = False
+        if self._link is not None:
+            self._link.send(self.report.now())
 
     async def next_order(self) -> Any:
         """Return the coordinator's next message; None after a stop request was passed on.
@@ -186,6 +206,7 @@ class Connection:
         # The coordinator handles requests that arrived during the imports before it starts workers.
         self._send_stop_requests()
         self._coordinator.run()
+        self.push()
 
     def _send_stop_requests(self) -> None:
         for message in self._stops.new():
@@ -213,6 +234,7 @@ class Connection:
             self._keep("coordinates", False)
             for task in link.tasks:
                 self._crashes.watch(task)
+            self.push()
         return self._link is not None
 
     def _keep(self, name: str, value: Any) -> None:

@@ -360,7 +360,7 @@ class Coordinator:
             self._history.add(end, self._restarts)
         verdict = outcome.final_verdict(
             end,
-            self._round.root_cause,
+            self._round.root_cause.consequences(),
             self._round.evidence,
             restarts=self._restarts,
             attempt=self._job.attempt,

@@ -95,6 +95,18 @@ class Evidence:
             peers[rank].send(question)
         return time.monotonic() + _SECONDS
 
+    def expect(self, nodes: Collection[int], why: str, living: int) -> None:
+        """Expect the answers of agents that were asked.
+
+        Args:
+            nodes: the nodes that were asked.
+            why: why the round is stopped.
+            living: the number of nodes whose workers have not all ended.
+        """
+        self._why, self._asked_at, self._unanswered = why, time.monotonic(), set(nodes)
+        if len(nodes) < living:
+            self._why += f" (stacks of {len(nodes)} of {living} nodes)"
+
     def save(self) -> None:
         """Write the files, unless every rank has ended."""
         if not self._stacks:

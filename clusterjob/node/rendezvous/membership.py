@@ -251,6 +251,10 @@ class Membership:
         except asyncio.TimeoutError:
             return None
 
+    def wake(self) -> None:
+        """Let `next_message` return; the message has no content."""
+        self.inbox.put_nowait((self._own, messages.Heartbeat()))
+
     def receive(self, node_rank: int, message: Any) -> None:
         """Put a message of an agent that has joined into the inbox."""
         self.peers[node_rank].heard_at = time.monotonic()

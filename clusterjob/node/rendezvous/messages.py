@@ -20,6 +20,7 @@ from clusterjob.node.rendezvous.stack_messages import (
     StackFound,
     StacksCollected,
 )
+from clusterjob.node.states import NodeState, Order
 from clusterjob.node.system.codec import Codec, Limit
 from clusterjob.node.verdict import Failure, Verdict
 
@@ -337,6 +338,7 @@ class ConnectionLost:
 
 
 FROM_AGENT = Codec(
+    NodeState,
     Hello,
     Heartbeat,
     RoundSeen,
@@ -364,6 +366,7 @@ FROM_AGENT = Codec(
     preflight.MeasuringEnded,
 )
 FROM_COORDINATOR = Codec(
+    Order,
     Heartbeat,
     Welcome,
     Refused,

@@ -184,8 +184,8 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
 
 def final_verdict(
     end: Outcome,
-    root_cause: RootCause,
-    evidence: Evidence,
+    consequences: Sequence[Failure],
+    evidence: Evidence | None,
     restarts: int,
     attempt: int,
     started_at: str | None,
@@ -195,8 +195,8 @@ def final_verdict(
 
     Args:
         end: the outcome of the last round.
-        root_cause: the failures of that round.
-        evidence: the stacks that were saved before its stop.
+        consequences: the other failures of that round, in order of time.
+        evidence: the stacks that were saved before its stop; None without.
         restarts: how often the workers were started again.
         attempt: the number of the job's attempt, from 0.
         started_at: when the first workers were started; None if none were.
@@ -204,8 +204,8 @@ def final_verdict(
     """
     # Every worker has its own log; the messages of a thousand ranks do not fit into one message
     # between agents.
-    others = [item for item in root_cause.consequences() if item != end.failure]
-    consequences = tuple(
+    others = [item for item in consequences if item != end.failure]
+    named = tuple(
         replace(item, last_lines=(), message=item.message[:_MAX_MESSAGE])
         for item in others[:_MAX_CONSEQUENCES]
     )
@@ -214,12 +214,12 @@ def final_verdict(
         end.exit_code,
         reason=end.reason,
         failure=end.failure,
-        consequences=consequences if end.failure else (),
+        consequences=named if end.failure else (),
         restarts=restarts,
         attempt=attempt,
         started_at=started_at,
         ended_at=now(),
-        evidence=evidence.path,
-        evidence_ranks=len(evidence.stacks) if evidence.path else 0,
+        evidence=evidence.path if evidence is not None else "",
+        evidence_ranks=len(evidence.stacks) if evidence is not None and evidence.path else 0,
         attempts=bounded(rounds),
     )

@@ -93,7 +93,7 @@ class RootCause:
             if at < self._stopped_at:
                 self._failures[key_of(failure)] = Entry(failure, at, exited=exited)
         elif exited and not known.exited:
-            known.failure = _completed(known.failure, failure, by_stop=at >= self._stopped_at)
+            known.failure = completed(known.failure, failure, by_stop=at >= self._stopped_at)
             known.exited = True
 
     def note_stop(self, at: float) -> None:
@@ -180,7 +180,7 @@ def _early_exit(entries: Collection[Entry], exits: Collection[Entry]) -> Failure
     return _as_cause([entry.failure for entry in before], seconds, effects=in_torch)
 
 
-def _completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
+def completed(announced: Failure, end: Failure, *, by_stop: bool) -> Failure:
     """Return the failure that a worker reported, completed with the way it ended.
 
     A signal after the report is not the cause. It is the agent's stop signal, or the interpreter

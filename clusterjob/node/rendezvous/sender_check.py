@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from clusterjob.node.rendezvous.messages import Failing, FailuresReported, RanksProbed
 from clusterjob.node.rendezvous.stack_messages import StackFound
+from clusterjob.node.states import NodeState
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import Failure
 
@@ -28,6 +29,9 @@ def check_sender(message: object, node_rank: int) -> None:
     failures: list[Failure] = []
     if isinstance(message, StackFound) and message.stack.node_rank != node_rank:
         raise MalformedMessageError(f"a stack of node {message.stack.node_rank}")
+    if isinstance(message, NodeState):
+        failures = [each.failure for each in (*message.failing, *message.exits)]
+        failures += message.probed.failures if message.probed is not None else ()
     if isinstance(message, Failing):
         failures = [message.failure]
     elif isinstance(message, RanksProbed):

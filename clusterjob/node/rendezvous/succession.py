@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -126,6 +127,11 @@ def slurm_says_down(host: str) -> bool | None:
         ).stdout
         return re.search(r" State=DOWN\b", shown) is not None
     return None
+
+
+def has_scontrol() -> bool:
+    """Return whether this machine can ask Slurm."""
+    return shutil.which("scontrol") is not None
 
 
 def may_move(node: NodeJob) -> bool:
