@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.environments import scheduler, slurm_env
@@ -28,7 +29,6 @@ from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succe
 from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.rendezvous.nodes import MinorityError
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preflight_run import Preflight
 from clusterjob.node.rendezvous.round_plan import plan_round
@@ -36,7 +36,7 @@ from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.rendezvous.until_done import UntilDone
 from clusterjob.node.stacks import evidence_files
-from clusterjob.node.states import NodeState, Order, OrderWithStore, Request
+from clusterjob.node.states import NodeState, Order, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 _BATCH_SECONDS = 0.05  # between two decisions, while states pour in
 _MOST_ROUNDS = 100  # of many rounds, the latest go to the nodes that may coordinate
+
+
+class MinorityError(RendezvousError):
+    """More than half of the nodes of a job may run without this coordinator."""
 
 
 class Coordinator:
@@ -251,7 +255,8 @@ class Coordinator:
             self._notifier.started(len(fields["nodes"]), fields["world_size"])
 
     def _send_orders(self) -> None:
-        for node, order in core.orders(self._job, self._ledger, self._nodes):
+        for node, wanted in core.orders(self._job, self._ledger, self._nodes):
+            order = wanted
             if node == self._own and order.world is not None and self._store is not None:
                 order = OrderWithStore(**vars(order), store=self._store)
             known = self._orders.get(node)
@@ -339,11 +344,6 @@ class Coordinator:
             self._lose(peer, sanitize(message.why), ended=ended, by_agent=by_agent)
         elif isinstance(message, NodeState) and self._joined.get(node_rank) is peer:
             self._nodes[node_rank] = self._nodes[node_rank].receive(message, time.monotonic())
-        elif isinstance(message, messages.Cancel):  # while its agent was joining
-            node = self._nodes[node_rank]
-            request = Request(message.why, message.interrupt, message.terminated, message.stacks)
-            state = replace(node.state, request=request)
-            self._nodes[node_rank] = replace(node, state=state)
         elif isinstance(message, messages.RankWaits) and self._stragglers is not None:
             self._stragglers.receive(peer, message)
             return False

@@ -23,7 +23,6 @@ from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.root_cause import Entry
-from clusterjob.node.rendezvous.stopping import grace_after
 from clusterjob.node.rendezvous.succession import Members, may_go_on
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.states import Found, NodeState, Order, Probe, Request, Stop
@@ -46,6 +45,11 @@ _ANSWER_SECONDS = 3.0  # seconds for nodes to say what missing ranks do
 _UNFINISHED_SECONDS = 10.0  # seconds after the last success until the other ranks are named
 _MOST_NAMED = 8  # ranks of a node whose stacks go to their logs then
 _COLLECT_SECONDS = 1.9  # seconds for all nodes to send their stacks
+# Seconds between SIGTERM and SIGKILL after a failure, as torchrun: for workers whose handler saves.
+_FAILURE_GRACE = 30.0
+# The longest grace after a scheduler's SIGTERM: Slurm's default KillWait of 30 s, without 5 s.
+_KILL_WAIT = 25.0
+_LEAST_GRACE = 0.5  # seconds, if a warning has left less
 _STOP_SECONDS = 5.0  # seconds for a node to end its workers, after the grace
 _SUSPECT_SECONDS = 3.0  # seconds to wait for the warning that explains a worker's end
 _MARGIN = 2.0  # seconds for the verdict of a job that is preempted, beyond the grace
@@ -580,6 +584,25 @@ def cancellation(nodes: Mapping[int, Node]) -> Outcome | None:
 
 def _killing(nodes: Mapping[int, Node]) -> bool:
     return any(request.kill for request in _requests(nodes.values()))
+
+
+def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
+    """Return the seconds between SIGTERM and SIGKILL at the end of a round.
+
+    Args:
+        end: the outcome of the round.
+        options: the grace; None for 30 s after a failure, else 3 s.
+        left: the seconds until the end of the job that a warning has announced.
+    """
+    if end.state is JobState.SUCCEEDED:
+        return 0.0
+    if end.failure is None:
+        grace = options.grace or GRACE
+        return min(grace, _KILL_WAIT) if end.terminated else grace
+    grace = options.grace or _FAILURE_GRACE
+    if end.failure.kind is FailureKind.NODE_LOST:  # another part of the job may go on
+        grace = min(grace, options.lease)
+    return min(grace, max(_LEAST_GRACE, left))
 
 
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import heapq
 import itertools
 import random
@@ -140,7 +141,7 @@ class Simulation:
         self.machines = [Machine(number, rand.choice([1, 2, 4])) for number in range(count)]
         self.describe = f"{count} nodes {' '.join(words)}"
         for machine in self.machines:
-            self.after(rand.uniform(0.0, 2.0), lambda m=machine: self.start_agent(m))
+            self.after(rand.uniform(0.0, 2.0), functools.partial(self.start_agent, machine))
         self.plan_faults()
 
     # -- time and network ----------------------------------------------------------------------
@@ -318,7 +319,7 @@ class Simulation:
         self.check_start(machine, world)
         for worker in machine.workers:
             seconds = self.random.uniform(0.2, 2.0)
-            self.after(seconds, lambda w=worker: self.worker_runs(machine, w))
+            self.after(seconds, functools.partial(self.worker_runs, machine, worker))
 
     def worker_runs(self, machine: Machine, worker: Worker) -> None:
         if worker not in machine.workers or worker.phase != "importing":
@@ -987,10 +988,9 @@ class Coordinator:
             agent.coordinator = None
             self.machine.disk["ledger"] = (self.ledger, self.machine.number)
             self.die()
-            link = agent.link
-            if link is not None:
-                link.up = True
-                agent.lost_coordinator("it resigned", link)
+            if agent.link is not None:
+                agent.link.up = True
+                agent.lost_coordinator("it resigned", agent.link)
             return
         if self.ledger.stage is Stage.END:
             self.give_verdict()

@@ -21,11 +21,11 @@ from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.preflight_part import PreflightPart
 from clusterjob.node.agent.stack_reports import StackReports
-from clusterjob.node.agent.stop_messages import StopMessages
+from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.console import Console
-from clusterjob.node.rendezvous import messages, stack_messages
+from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.stop_requests import StopRequests
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
 _RENEW_INTERVAL = 0.5  # seconds
-_ANSWER_SECONDS = 1.5  # seconds for a rank to answer its agent with its stacks
-_DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
 _GONE_SECONDS = 6.0  # seconds for the workers to end before this node joins again
 
 
@@ -83,11 +81,13 @@ class Agent:
         # One more port, which rank 0 binds itself.
         self._held = worker_endpoints.HeldPorts(nproc + 1)
         self._timeline = log_files.Timeline(log_files.node_directory(job_dir, topology.node_rank))
+        seen = (parent is not None and parent.kept("rounds")) or 0
+        self._report = StateReport(seen)
         self._workers = NodeWorkers(
             node,
             forkserver,
             console,
-            send=self._send,
+            report=self._report,
             replace_agent=self._replace_agent,
         )
         self._reports = StackReports(
@@ -96,6 +96,7 @@ class Agent:
             dumps=self._workers.dumps,
             signs=self._signs_of_life,
             send=self._send,
+            report=self._report,
             watch=lambda task: self._crashes.watch(task),  # noqa: PLW0108 - made in run()
         )
         self._preflight = PreflightPart(topology, forkserver, send=self._send)
@@ -126,13 +127,14 @@ class Agent:
         self._workers.phases.begin(None if self._replaces else self._process)
         self._crashes = crashes.Crashes()
         asyncio.get_running_loop().add_reader(self._forkserver.control, self._workers.receive)
-        self._requests = StopRequests(self._options, self._job_dir, attempt=self._job.attempt)
+        self._requests = StopRequests(
+            self._options, self._job_dir, attempt=self._job.attempt, report=self._report
+        )
         self._requests.listen(self._forkserver.early)
-        stops = StopMessages(self._requests, self._job_dir)
         self._coordinator = LocalCoordinator(self._node, self._crashes.watch, self._notifier)
         joining = Joining(
             self._node,
-            leave=stops.cancellation,
+            leave=lambda: self._report.now() if self._requests.cancelled.done() else None,
             addresses=self._parent.kept("successors") if self._parent is not None else None,
         )
         self._connection = Connection(
@@ -141,17 +143,17 @@ class Agent:
             joining=joining,
             coordinator=self._coordinator,
             requests=self._requests,
-            stops=stops,
+            report=self._report,
             crashes=self._crashes,
             parent=self._parent,
             polls=self._supervisor is not None,
-            on_cancel=self._on_cancel,
         )
         if self._topology.node_rank == 0:
             await self._start_notifier()
         await self._metrics.serve()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
+        self._crashes.watch(asyncio.create_task(self._connection.report()))
         try:
             verdict = await self._serve(self._connection)
         except ClusterJobError as error:
@@ -239,56 +241,41 @@ class Agent:
 
     def _follow(self, order: states.Order) -> None:
         """Do what the coordinator wants and this node does not do yet."""
-        done, self._order = self._order, order
-        connection = self._connection
-        assert connection is not None
         if order.round < self._round:
-            self._order = done
             return
-        if order.world is not None and order.round > self._round:
+        done, self._order = self._order, order
+        if order.round > self._round and (order.world is not None or order.stop is not None):
             self._round = order.round
-            connection.report.begin(order.round)
-            start = messages.Start(order.world)
-            if isinstance(order, states.OrderWithStore) and order.store is not None:
-                start = messages.StartWithStore(order.world, order.store)
-            self._start_round(start)
+            self._report.begin(order.round)
+            if order.world is not None:
+                self._start_round(order)
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
-            if order.round > self._round:
-                self._round = order.round
-                connection.report.begin(order.round)
-            connection.report.stopped = True
-            stop = order.stop
-            self._workers.stop(stop.grace, stop.signal, early=stop.early)
+            self._report.stopped = True
+            self._workers.stop(order.stop.grace, order.stop.signal, early=order.stop.early)
         if order.warned and not done.warned:
             self._workers.warn()
-        if order.world is not None:
-            self._answer(order, done)
+        if order.round == self._round:
+            self._answer(order, done if done.round == order.round else states.Order())
 
     def _answer(self, order: states.Order, done: states.Order) -> None:
-        """Answer the coordinator's questions about the workers."""
-        same = order.round == done.round
-        connection, probe, found = self._connection, order.probe, order.found
-        assert connection is not None
-        if probe is not None and not (same and probe == done.probe):
-            if not probe.note:
-                connection.report.ask(probe.number)
-            self._workers.probe(messages.ProbeRanks(probe.ranks, probe.gave_up, probe.note))
-        if found is not None and not (same and found == done.found):
-            known = done.found.lines if same and done.found is not None else ()
-            lines = tuple(line for line in found.lines if line not in known)
-            self._workers.note_found(messages.RanksFound(found.local_rank, lines))
-        if order.report and not (same and done.report):
+        """Answer the coordinator's questions about the workers.
+
+        Args:
+            order: what the coordinator wants.
+            done: what it wanted of this round before.
+        """
+        if order.probe is not None and order.probe != done.probe:
+            self._workers.probe(order.probe)
+        if order.found is not None and order.found != done.found:
+            known = done.found.lines if done.found is not None else ()
+            lines = tuple(line for line in order.found.lines if line not in known)
+            self._workers.note_found(replace(order.found, lines=lines))
+        if order.report and not done.report:
             self._workers.report_failures()
-        if order.sample and not (same and order.sample == done.sample):
-            self._reports.report_progress(
-                stack_messages.ReportProgress(order.sample, sample=True, first=order.first)
-            )
-        if order.collect and not (same and done.collect):
-            self._reports.collect(
-                stack_messages.CollectStacks(
-                    order.round, _ANSWER_SECONDS, _DUMP_SECONDS if order.dumps else 0.0
-                )
-            )
+        if order.sample != done.sample:
+            self._reports.sample(order)
+        if order.collect and not done.collect:
+            self._reports.collect(order)
 
     async def _on_coordinator_lost(
         self, connection: Connection, lost: messages.ConnectionLost
@@ -331,8 +318,9 @@ class Agent:
         ):
             self._parent.replace_agent(why)
 
-    def _start_round(self, order: messages.Start) -> None:
+    def _start_round(self, order: states.Order) -> None:
         """Start a round of workers, and record the growth of their files."""
+        assert order.world is not None
         self._restart = order.world.restart
         if self._connection is not None:
             self._connection.note_round()
@@ -361,16 +349,14 @@ class Agent:
             endpoints=tuple(network.with_port(address, p) for p in self._held.ports),
             wants_endpoints=worker_endpoints.may_be_used(self._options.program),
             again=self._parent is not None and bool(self._parent.kept("joined")),
-            rounds=(self._parent is not None and self._parent.kept("rounds")) or 0,
+            rounds=self._report.state.seen,
             key=self._job.key,
         )
 
-    def _on_cancel(self) -> None:
-        self._workers.stop_ordered = True  # the coordinator's stop order follows
-
-    def _send(self, message: Any) -> bool:
-        """Send a message to the coordinator; return False without a connection."""
-        return self._connection is not None and self._connection.send(message)
+    def _send(self, message: Any) -> None:
+        """Send the coordinator a message, if there is one."""
+        if self._connection is not None:
+            self._connection.send(message)
 
     async def _renew_lease(self, connection: Connection) -> None:
         """Tell the forkserver, which outlives this process, until when the workers may run."""
@@ -388,8 +374,10 @@ class Agent:
             grown = await loop.run_in_executor(files.disk, self._timeline.note)
             self._workers.phases.on_output(grown)
             self._workers.phases.flush()
-            self._workers.waits.flush()
-            self._note_alive()
+            if (waits := self._workers.waits.due()) is not None:
+                self._send(waits)
+            if self._options.hang_timeout is not None:
+                self._report.note_alive(*self._signs_of_life())
             self._console.show()
             if self._supervisor is not None and self._supervisor[1] != processes.parent(
                 self._process
@@ -399,15 +387,6 @@ class Agent:
                 self._workers.node_failed(why)
                 if self._parent is not None:  # the next round must not use this node
                     raise ClusterJobError(why)
-
-    def _note_alive(self) -> None:
-        connection, wanted = self._connection, self._options.hang_timeout is not None
-        if (
-            wanted
-            and connection is not None
-            and connection.report.note_alive(*self._signs_of_life())
-        ):
-            connection.push()
 
     def _signs_of_life(self) -> tuple[float, int]:
         """Return the time of the last output or heartbeat of a worker, and the last step."""

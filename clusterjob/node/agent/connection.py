@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,9 @@ from clusterjob.node.agent.joining import Joining
 from clusterjob.node.agent.local_coordinator import LocalCoordinator
 from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.state_report import StateReport
-from clusterjob.node.agent.stop_messages import StopMessages
 from clusterjob.node.rendezvous import messages, succession
 from clusterjob.node.rendezvous.coordinator_link import LocalLink, RemoteLink
 from clusterjob.node.rendezvous.coordinator_state import Succession
-from clusterjob.node.rendezvous.stack_messages import StacksCollected
 from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.system.crashes import Crashes
@@ -36,11 +34,11 @@ class Connection:
         job_dir: the job's directory, as this node sees it.
         joining: the ways to a coordinator on another node.
         coordinator: the coordinator, if it runs in this process.
-        requests, stops: the stop requests that reach this agent, and the messages about them.
+        requests: the stop requests that reach this agent.
+        report: the state of this node.
         crashes: the errors of background tasks.
         parent: keeps notes for the next agent of this node; None without restarts.
         polls: whether the coordinator's agent looks for cancel requests in the job's directory.
-        on_cancel: called when this agent has asked the coordinator to cancel the job.
     """
 
     def __init__(
@@ -50,26 +48,22 @@ class Connection:
         joining: Joining,
         coordinator: LocalCoordinator,
         requests: StopRequests,
-        stops: StopMessages,
+        report: StateReport,
         crashes: Crashes,
         parent: AgentParent | None,
         *,
         polls: bool,
-        on_cancel: Callable[[], None],
     ) -> None:
         self._hello = hello
         self._job_dir = job_dir
         self._joining = joining
         self._coordinator = coordinator
         self._requests = requests
-        self._stops = stops
         self._crashes = crashes
         self._parent = parent
         self._polls = polls
-        self._on_cancel = on_cancel
         self._link: LocalLink | RemoteLink | None = None
-        self.report = StateReport()
-        self._push_planned = False
+        self._report = report
         self._alone = 0  # how often this agent has become the coordinator since the last round
 
     async def join(self) -> bool:
@@ -116,7 +110,6 @@ class Connection:
                 self._coordinate(earlier)
                 self._alone += 1
                 break
-        self._stops.repeat()  # another process may be the coordinator now
         return True
 
     @property
@@ -131,38 +124,27 @@ class Connection:
             return 0.0
         return self._link.heard_at if isinstance(self._link, RemoteLink) else time.monotonic()
 
-    def send(self, message: Any) -> bool:
-        """Tell the coordinator something, in the node's state if it is a part of that.
-
-        Return False without a coordinator that could get another message.
-        """
-        taken = self.report.take(message)
-        if not taken and self._link is not None:
-            self._link.send(message)
-        if taken or isinstance(message, StacksCollected):
-            self.push()
-        return taken or self._link is not None
-
-    def push(self) -> None:
-        """Send the state of the node soon, with all that changes until then."""
-        if not self._push_planned:
-            self._push_planned = True
-            asyncio.get_running_loop().call_soon(self._push)
-
-    def _push(self) -> None:
-        self._push_planned = False
+    def send(self, message: Any) -> None:
+        """Send the coordinator a message, if there is one."""
         if self._link is not None:
-            self._link.send(self.report.now())
+            self._link.send(message)
+
+    async def report(self) -> None:
+        """Send the state of the node whenever it changes."""
+        while True:
+            await self._report.changed.wait()
+            self._report.changed.clear()
+            self.send(self._report.now())
 
     async def next_order(self) -> Any:
-        """Return the coordinator's next message; None after a stop request was passed on.
+        """Return the coordinator's next message; None if it has ended.
 
         Raises:
             Exception: the error of a background task, or of the coordinator in this process.
         """
         assert self._link is not None
         ordering = asyncio.ensure_future(self._link.orders.get())
-        waiting = {ordering, self._crashes.first, *self._stops.unsent()}
+        waiting: set[asyncio.Future[Any]] = {ordering, self._crashes.first}
         if self._coordinator.task is not None:
             waiting.add(self._coordinator.task)
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -171,10 +153,7 @@ class Connection:
         if ordering.done():
             return ordering.result()
         ordering.cancel()
-        if (lost := self._coordinator.lost()) is not None:
-            return lost
-        self._send_stop_requests()
-        return None
+        return self._coordinator.lost()
 
     def note_successors(self, order: Succession) -> None:
         """Record which nodes may take the coordinator's place, and that this node knows it."""
@@ -182,7 +161,7 @@ class Connection:
         if order.rounds_seen != self._hello.rounds:
             self._hello = replace(self._hello, rounds=order.rounds_seen)
             self._keep("rounds", order.rounds_seen)
-            self.send(messages.RoundSeen(order.rounds_seen))
+            self._report.set(seen=order.rounds_seen)
 
     def note_round(self) -> None:
         """Record that a round has begun: a search for the coordinator was successful."""
@@ -203,16 +182,9 @@ class Connection:
         self._hello = replace(self._hello, again=True)
         if self._polls:
             self._requests.poll_job_dir()  # the coordinator informs the other nodes
-        # The coordinator handles requests that arrived during the imports before it starts workers.
-        self._send_stop_requests()
+        # Requests may have arrived during the imports: the coordinator then starts no workers.
+        self.send(self._report.now())
         self._coordinator.run()
-        self.push()
-
-    def _send_stop_requests(self) -> None:
-        for message in self._stops.new():
-            self.send(message)
-            if isinstance(message, messages.Cancel):
-                self._on_cancel()
 
     async def _until_cancelled(self, connect: Coroutine[Any, Any, RemoteLink | None]) -> bool:
         """Wait for the link to the coordinator; return False if the job is cancelled first."""
@@ -234,7 +206,7 @@ class Connection:
             self._keep("coordinates", False)
             for task in link.tasks:
                 self._crashes.watch(task)
-            self.push()
+            self._report.changed.set()
         return self._link is not None
 
     def _keep(self, name: str, value: Any) -> None:

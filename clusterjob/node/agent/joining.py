@@ -15,6 +15,7 @@ from clusterjob.node.rendezvous.coordinator_link import RemoteLink
 from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.succession import Earlier
+from clusterjob.node.states import NodeState
 
 _LOOK_SECONDS = 0.5  # seconds for a coordinator that runs to answer
 _TURN_SECONDS = 3.0  # seconds for each successor to become the coordinator
@@ -26,14 +27,14 @@ class Joining:
 
     Args:
         node: the job, as this node sees it.
-        leave: returns the job's cancellation; None before it.
+        leave: returns the state of this node if the job was cancelled, else None.
         addresses: where the next coordinator may listen; None if that is unknown.
     """
 
     def __init__(
         self,
         node: NodeJob,
-        leave: Callable[[], messages.Cancel | None],
+        leave: Callable[[], NodeState | None],
         addresses: Sequence[str] | None = None,
     ) -> None:
         self._node = node

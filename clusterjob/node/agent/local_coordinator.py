@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from clusterjob.node.coordinator import Coordinator
+from clusterjob.node.coordinator import Coordinator, MinorityError
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.coordinator_link import LocalLink
 from clusterjob.node.rendezvous.identity import NodeJob
-from clusterjob.node.rendezvous.nodes import MinorityError
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.verdict import Verdict
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 from clusterjob.node.contract import World
 from clusterjob.node.metrics import stragglers
@@ -16,14 +14,9 @@ _MOST = 2000  # ranks in one message
 
 
 class NodeWaits:
-    """The waits of one node's workers.
+    """The waits of one node's workers."""
 
-    Args:
-        send: sends a message to the coordinator; returns False without a connection.
-    """
-
-    def __init__(self, send: Callable[[Any], bool]) -> None:
-        self._send = send
+    def __init__(self) -> None:
         self._world: World | None = None
         self._interval = 0.0
         # The last wait of each local rank, and the monotonic time at which it has arrived.
@@ -54,11 +47,11 @@ class NodeWaits:
             if world is not None and wait.is_fresh(moment - at)
         }
 
-    def flush(self) -> None:
-        """Send the new waits, if the last message is old enough."""
+    def due(self) -> messages.RankWaits | None:
+        """Return a message with the new waits, if the last one is old enough; else None."""
         moment = time.monotonic()
         if not self._new or self._world is None or moment - self._sent < self._interval:
-            return
+            return None
         chosen = sorted(self._new)[:_MOST]
         ranks = tuple(
             messages.RankWait(
@@ -68,6 +61,6 @@ class NodeWaits:
             )
             for local_rank in chosen
         )
-        if self._send(messages.RankWaits(self._world.restart, ranks)):
-            self._sent = moment
-            self._new.difference_update(chosen)
+        self._sent = moment
+        self._new.difference_update(chosen)
+        return messages.RankWaits(self._world.restart, ranks)

@@ -14,14 +14,15 @@ from typing import Any
 from clusterjob.node import contract
 from clusterjob.node.agent.node_waits import NodeWaits
 from clusterjob.node.agent.phase_recorder import PhaseRecorder
+from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
-from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import NodeJob
+from clusterjob.node.states import Found, Missing, Order, OrderWithStore, Probe
 from clusterjob.node.system import devices, files, processes
-from clusterjob.node.verdict import Failure, FailureKind
+from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.flight_recorder import Dumps, Pipes
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -35,7 +36,7 @@ class NodeWorkers:
         node: the job, as this node sees it.
         forkserver: starts, reaps and stops the workers.
         console: prints messages for the user.
-        send: sends a message to the coordinator; returns False without a connection.
+        report: the state of this node.
         replace_agent: lets a new agent with a new forkserver replace this one, for the given
             reason; returns if that is not possible.
 
@@ -55,7 +56,7 @@ class NodeWorkers:
         node: NodeJob,
         forkserver: ForkserverClient,
         console: Console,
-        send: Callable[[Any], bool],
+        report: StateReport,
         replace_agent: Callable[[str], None] = lambda _why: None,
     ) -> None:
         topology, job, job_dir = node.topology, node.identity, node.directory
@@ -65,12 +66,12 @@ class NodeWorkers:
         self._job_dir = job_dir
         self._forkserver = forkserver
         self._console = console
-        self._send = send
+        self._report = report
         self._replace_agent = replace_agent
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
         self._pipes: Pipes | None = None
-        self._exec_reason = ""  # why the workers are not forked; empty once sent
+        self._probe = 0  # the number of the newest question about missing ranks
         self.stop_ordered = False
         self.gone = asyncio.Event()
         self.gone.set()
@@ -79,8 +80,8 @@ class NodeWorkers:
         self.alive_at = time.monotonic()
         self.step = -1
         self._touched = 0
-        self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, send=send)
-        self.waits = NodeWaits(send)
+        self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, report=report)
+        self.waits = NodeWaits()
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
@@ -91,8 +92,9 @@ class NodeWorkers:
 
     # -- orders of the coordinator -----------------------------------------------------------------
 
-    def start(self, order: messages.Start) -> None:
+    def start(self, order: Order) -> None:
         """Start a round of workers."""
+        assert order.world is not None
         gpus = devices.visible_gpus(os.environ)
         world = replace(order.world, gpus=gpus)
         self.stop_ordered, self.step = False, -1
@@ -123,8 +125,7 @@ class NodeWorkers:
         if self._options.metrics:
             variables[contract.WAITS] = "1"
         self.waits.begin_round(world)
-        self._send_exec_reason()
-        store = order.store if isinstance(order, messages.StartWithStore) else None
+        store = order.store if isinstance(order, OrderWithStore) else None
         if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
             self._on_started()
 
@@ -164,7 +165,7 @@ class NodeWorkers:
     def _on_gone(self) -> None:
         """Report that no process of the workers is left."""
         self.gone.set()
-        self._send(messages.Stopped())
+        self._report.set(idle=True)
 
     def warn(self) -> None:
         """Warn the workers of a preemption."""
@@ -172,22 +173,23 @@ class NodeWorkers:
         files.later(ends.warn, self._job_dir, self._job.attempt)
         self._forkserver.send(forkserver_messages.WarnWorkers())
 
-    def probe(self, order: messages.ProbeRanks) -> None:
+    def probe(self, order: Probe) -> None:
         """Report what each of these workers does; the forkserver probes those that run."""
         if self._status is None:
             return
         wanted = [rank - self._status.world.first_rank for rank in order.ranks]
         started = self._forkserver.ready and self._forkserver.pending is None
+        self._probe = order.number
         known = [] if order.note else self._status.known(wanted, started=started)
         if known:
-            self._send_probed(known, final=order.final)
+            self._add_probed(known, gave_up=order.gave_up)
         running = tuple(rank for rank in wanted if rank in self._running and started)
         if running:
             self._forkserver.send(
-                forkserver_messages.ProbeWorkers(running, final=order.final, note=order.note)
+                forkserver_messages.ProbeWorkers(running, final=order.gave_up, note=order.note)
             )
 
-    def note_found(self, order: messages.RanksFound) -> None:
+    def note_found(self, order: Found) -> None:
         """Write the state of missing ranks into the stderr of the worker that waits for them."""
         if self._status is not None:
             stderr = self.failures.stderr_of(self._status.world, order.local_rank)
@@ -198,14 +200,19 @@ class NodeWorkers:
         if self._forkserver.ready and not self._forkserver.gone:
             self._forkserver.send(forkserver_messages.ReportEnds())
         else:
-            self._send_early_exits()
+            self._add_early_exits()
 
     def _on_started(self) -> None:
         """Report that the workers have been started."""
         assert self._status is not None
         world = self._status.world
         self.phases.start(world, is_python=self._options.program.is_python)
-        self._send(messages.Running())
+        self._report.set(started=True)
+
+    @property
+    def _stops(self) -> bool:
+        """Whether the workers stop, or will when the coordinator knows of a cancellation."""
+        return self.stop_ordered or bool(self._report.state.request.cancel)
 
     # -- messages of the forkserver ----------------------------------------------------------------
 
@@ -219,11 +226,11 @@ class NodeWorkers:
             forkserver_messages.WorkerAlive: self._on_worker_alive,
             forkserver_messages.WorkerPhase: self.phases.on_worker_phase,
             forkserver_messages.WorkerWaits: self.waits.receive,
-            forkserver_messages.WorkersProbed: lambda probed: self._send_probed(
-                probed.workers, final=probed.final
+            forkserver_messages.WorkersProbed: lambda probed: self._add_probed(
+                probed.workers, gave_up=probed.final
             ),
             forkserver_messages.StoreExited: self._on_store_exited,
-            forkserver_messages.EndsReported: lambda _reported: self._send_early_exits(),
+            forkserver_messages.EndsReported: lambda _reported: self._add_early_exits(),
             forkserver_messages.WorkersGone: lambda _gone: self._on_gone(),
         }
         message = self._forkserver.receive()
@@ -242,24 +249,14 @@ class NodeWorkers:
             self._forkserver_failed(f"--start fork is impossible: {message.why}")
         elif message.why:
             node = f"node {self._topology.node_rank}"
-            self._exec_reason = f"{node} starts its workers by exec: {message.why}"
-            self._console.print(self._exec_reason)
-            self._send_exec_reason()
-
-    def _send_exec_reason(self) -> None:
-        if self._exec_reason and self._send(messages.StartedByExec(self._exec_reason)):
-            self._exec_reason = ""
+            why = f"{node} starts its workers by exec: {message.why}"
+            self._console.print(why)
+            self._report.set(by_exec=why[:300])
 
     def _on_worker_waiting(self, message: forkserver_messages.WorkerWaiting) -> None:
         if self._status is not None:
-            self._send(
-                messages.RanksMissing(
-                    self._status.world.restart,
-                    message.local_rank,
-                    ranks=message.ranks,
-                    final=message.final,
-                )
-            )
+            missing = Missing(message.local_rank, message.ranks, gave_up=message.final)
+            self._report.set(missing=missing)
 
     def note_touched(self) -> None:
         """Record heartbeats of workers that torchrun has started: they touch a file."""
@@ -271,41 +268,34 @@ class NodeWorkers:
     def _on_worker_alive(self, message: forkserver_messages.WorkerAlive) -> None:
         self.alive_at, self.step = time.monotonic(), max(self.step, message.step)
 
-    def _send_probed(
-        self, found: Sequence[forkserver_messages.ProbedWorker], *, final: bool
+    def _add_probed(
+        self, found: Sequence[forkserver_messages.ProbedWorker], *, gave_up: bool
     ) -> None:
         status = self._status
         if status is not None:
-            self._send(
-                messages.RanksProbed(
-                    status.world.restart,
-                    final=final,
-                    lines=tuple(map(status.line, found)),
-                    failures=tuple(map(status.missing_failure, found)) if final else (),
-                )
-            )
+            failures = list(map(status.missing_failure, found)) if gave_up else []
+            self._report.answer(self._probe, list(map(status.line, found)), failures)
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
-        if not self.stop_ordered:
+        if not self._stops:
             ended = how(*processes.exit_code_of(message.status))
             last = log_files.last_lines(self.failures.directory / STORE_LOG, 1)
             self.process_lost(": ".join([f"torch's store was lost ({ended})", *last]))
 
-    def _send_early_exits(self) -> None:
+    def _add_early_exits(self) -> None:
         if self._status is not None:
-            exits = tuple(messages.EarlyExit(*each) for each in self._status.early_exits())
-            self._send(messages.FailuresReported(self._status.world.restart, exits))
+            self._report.complete(self._status.early_exits())
 
     def _on_forkserver_exited(self) -> None:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
         why = f"the forkserver was lost ({how(*self._forkserver.reap())})"
         processes.kill_descendants(self.sender, self._drain)  # which writes the last output
-        if not self.stop_ordered and self._status is not None:
+        if not self._stops and self._status is not None:
             self.process_lost(why)
         self._replace_agent(why)
         self._forkserver.error = self._forkserver.error or why
-        if self.stop_ordered:
+        if self._stops:
             self._on_gone()
 
     def _forkserver_failed(self, why: str) -> None:
@@ -327,7 +317,7 @@ class NodeWorkers:
             kind=forkserver_messages.failure_kind(message),
             where=message.where,
         )
-        self._send_failure(failure, message.monotonic, exited=not message.started)
+        self._report.fail(failure, message.monotonic, exited=not message.started)
 
     def _on_worker_exited(self, message: forkserver_messages.WorkerExited) -> None:
         assert self._status is not None
@@ -338,7 +328,7 @@ class NodeWorkers:
         self.phases.ended(local_rank, how(code, signal_name))
         if code == 0 and self._options.launcher == "agent":
             self._status.exits[local_rank] = message.monotonic
-            self._send(messages.Succeeded(local_rank))
+            self._report.succeed([local_rank])
         if code != 0:
             failure = self.failures.of_worker(
                 self._status.world,
@@ -347,20 +337,18 @@ class NodeWorkers:
                 signal_name=signal_name,
                 message=how(code, signal_name),
             )
-            self._send_failure(failure, message.monotonic, exited=True)
+            self._report.fail(failure, message.monotonic, exited=True)
         if not self._running:
             self.phases.all_ended()
-            self._send(messages.Done())
+            if code == 0 and self._options.launcher != "agent":
+                self._report.succeed(range(self._status.world.nproc))
+            self._report.set(ended=True)
 
     def node_failed(self, why: str) -> None:
         """Report a failure of this node rather than of one worker."""
-        self._send_failure(self.failures.of_node(why), time.monotonic(), exited=True)
+        self._report.fail(self.failures.of_node(why), time.monotonic(), exited=True)
 
     def process_lost(self, why: str) -> None:
         """Report that a process of this node that runs no user code was killed."""
         failure = replace(self.failures.of_node(why), kind=FailureKind.PROCESS_LOST)
-        self._send_failure(failure, time.monotonic(), exited=True)
-
-    def _send_failure(self, failure: Failure, monotonic: float, *, exited: bool) -> None:
-        age = max(0.0, time.monotonic() - monotonic)
-        self._send(messages.Failing(failure, age, exited=exited))
+        self._report.fail(failure, time.monotonic(), exited=True)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.contract import World
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
-from clusterjob.node.rendezvous import messages
 from clusterjob.node.system import files, processes
 from clusterjob.node.workers import forkserver_messages
 
@@ -34,15 +33,13 @@ class PhaseRecorder:
         job_dir: the job's directory, as this node sees it.
         node_rank: this node.
         attempt: the job's attempt.
-        send: sends a message to the coordinator; returns False without a connection.
+        report: the state of this node.
     """
 
-    def __init__(
-        self, job_dir: Path, node_rank: int, attempt: int, send: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, job_dir: Path, node_rank: int, attempt: int, report: StateReport) -> None:
         self._log = PhaseLog(job_dir, node_rank)
         self._attempt = attempt
-        self._send = send
+        self._report = report
         self._restart = 0
         self._first_rank = 0
         self._started = 0.0  # the begin of the round
@@ -51,7 +48,6 @@ class PhaseRecorder:
         self._joined: set[int] = set()
         self._formed: set[int] = set()
         self._importing: set[int] = set()  # local ranks that import torch at this moment
-        self._sent = (0, 0, False)
         self._unwritten: list[PhaseBegin] = []
 
     # -- the node ----------------------------------------------------------------------------------
@@ -81,7 +77,6 @@ class PhaseRecorder:
         self._restart, self._first_rank = world.restart, world.first_rank
         self._counts = {}
         self._joined, self._formed, self._importing = set(), set(), set()
-        self._sent = (0, 0, False)
         self._add_node(Phase.RUNNING, time.monotonic())
         self._ranks = dict.fromkeys(range(world.nproc), Phase.SETUP)
         for local_rank in self._ranks:
@@ -148,12 +143,13 @@ class PhaseRecorder:
         self._add_node(Phase.ENDED, time.monotonic())
 
     def flush(self) -> None:
-        """Write the new phases; send the coordinator the counts of ranks if they have changed."""
+        """Write the new phases; put the counts of ranks into the state if they have changed."""
         files.later(self._log.add, *self._unwritten)
         self._unwritten.clear()
-        counts = (len(self._joined), len(self._formed), bool(self._importing))
-        if counts != self._sent and self._send(messages.RankCounts(self._restart, *counts)):
-            self._sent = counts
+        joined, formed, importing = len(self._joined), len(self._formed), bool(self._importing)
+        known = self._report.state
+        if (joined, formed, importing) != (known.joined, known.formed, known.importing):
+            self._report.set(joined=joined, formed=formed, importing=importing)
 
     # -- the file ----------------------------------------------------------------------------------
 

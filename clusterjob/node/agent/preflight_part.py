@@ -32,7 +32,7 @@ class PreflightPart:
     """
 
     def __init__(
-        self, topology: Topology, forkserver: ForkserverClient, send: Callable[[Any], bool]
+        self, topology: Topology, forkserver: ForkserverClient, send: Callable[[Any], object]
     ) -> None:
         self._topology = topology
         self._forkserver = forkserver

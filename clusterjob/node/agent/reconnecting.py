@@ -13,6 +13,7 @@ from clusterjob.node.rendezvous import coordinator_link, messages
 from clusterjob.node.rendezvous.coordinator_link import RemoteLink
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.protocol import HANDSHAKE_SECONDS, Channel
+from clusterjob.node.states import NodeState
 
 # Seconds between two rounds of attempts: the first pause and the longest.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 0.3
@@ -38,7 +39,7 @@ async def reconnect(
     search: Search,
     node: NodeJob,
     hello: messages.Hello,
-    leave: Callable[[], messages.Cancel | None],
+    leave: Callable[[], NodeState | None],
     ended: Callable[[], bool],
 ) -> RemoteLink | None:
     """Join again; return the link, or None if the job has ended or it is this agent's turn.
@@ -47,7 +48,7 @@ async def reconnect(
         search: where and how long to look.
         node: the job, as this node sees it.
         hello: the first message of this agent.
-        leave: returns the job's cancellation; None before it.
+        leave: returns the state of this node if the job was cancelled, else None.
         ended: returns whether the job's verdict is recorded.
 
     Raises:

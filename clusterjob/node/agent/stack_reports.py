@@ -6,22 +6,24 @@ import asyncio
 import contextlib
 import functools
 import json
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node import job_processes
+from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.rendezvous import stack_messages
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.stacks.progress import Progress
+from clusterjob.node.states import Order
 from clusterjob.node.system import files
 from clusterjob.node.workers.flight_recorder import Dumps
 
 _SAMPLE_SECONDS = 1.5  # maximum time for one sample
+_DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
 _SAVE_SECONDS = 1.9  # maximum time until the stacks are saved
 _MAX_BYTES = 200_000  # of the stacks of one rank in a message, which has at most 256 KiB
 # Numbers of threads, and of frames of each, until the stacks of a rank fit.
@@ -40,6 +42,7 @@ class StackReports:
         signs: returns the monotonic time of the last output or heartbeat of a worker, and the
             step of the last heartbeat.
         send: sends a message to the coordinator.
+        report: the state of this node.
         watch: reports the error of a background task.
     """
 
@@ -50,6 +53,7 @@ class StackReports:
         dumps: Callable[[int], Dumps],
         signs: Callable[[], tuple[float, int]],
         send: Callable[[Any], object],
+        report: StateReport,
         watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._forkserver = forkserver
@@ -57,17 +61,18 @@ class StackReports:
         self._dumps = dumps
         self._signs = signs
         self._send = send
+        self._report = report
         self._watch = watch
         self._progress = Progress()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def collect(self, order: stack_messages.CollectStacks) -> None:
+    def collect(self, order: Order) -> None:
         """Send the stacks of all living ranks."""
         self._start(self._collect(order))
 
-    def report_progress(self, order: stack_messages.ReportProgress) -> None:
-        """Send the signs of life of the workers."""
-        self._start(self._report_progress(order))
+    def sample(self, order: Order) -> None:
+        """Take a sample of the stacks, and compare it with the last one."""
+        self._start(self._take_sample(order))
 
     async def stacks(self, seconds: float) -> list[RankStack]:
         """Return the stacks of all living ranks of this node."""
@@ -88,27 +93,28 @@ class StackReports:
                 return path, len(found)
         return "", 0
 
-    async def _collect(self, order: stack_messages.CollectStacks) -> None:
+    async def _collect(self, order: Order) -> None:
         dumps: tuple[str, ...] = ()
         with contextlib.suppress(*_ERRORS):
-            found = await self.stacks(order.seconds)
+            found = await self.stacks(_SAMPLE_SECONDS)
             for stack in found:
-                self._send(stack_messages.StackFound(order.restart, bounded(stack)))
+                self._send(stack_messages.StackFound(order.round, bounded(stack)))
             dumps = await asyncio.to_thread(
-                self._dumps(order.restart).request, [each.rank for each in found], order.dumps
+                self._dumps(order.round).request,
+                [each.rank for each in found],
+                _DUMP_SECONDS if order.dumps else 0.0,
             )
-        self._send(stack_messages.StacksCollected(order.restart, dumps))
+        self._send(stack_messages.StacksCollected(order.round, dumps))
+        self._report.set(collected=True)
 
-    async def _report_progress(self, order: stack_messages.ReportProgress) -> None:
-        moved = False
-        if order.sample:
-            try:
-                moved = await asyncio.to_thread(self._sample, first=order.first)
-            except _ERRORS:  # without a sample, nothing shows that the workers stand still
-                moved = True
-        at, step = self._signs()
-        quiet = max(0.0, time.monotonic() - at)
-        self._send(stack_messages.ProgressReported(order.number, quiet, moved=moved, step=step))
+    async def _take_sample(self, order: Order) -> None:
+        try:
+            moved = await asyncio.to_thread(self._sample, first=order.first)
+        except _ERRORS:  # without a sample, nothing shows that the workers stand still
+            moved = True
+        self._report.note_alive(*self._signs())
+        if self._report.state.round == order.round:
+            self._report.set(sampled=order.sample, moved=moved)
 
     def _sample(self, *, first: bool) -> bool:
         self._progress.begin()

@@ -15,6 +15,7 @@ from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.rendezvous.stalls import Stalls
+from clusterjob.node.states import NodeState
 from clusterjob.node.system import network
 from clusterjob.node.system.codec import MalformedMessageError
 
@@ -134,7 +135,7 @@ async def connect(
     node: NodeJob,
     hello: messages.Hello,
     refusal: Callable[[], str],
-    leave: Callable[[], messages.Cancel | None],
+    leave: Callable[[], NodeState | None],
 ) -> RemoteLink:
     """Join the coordinator; retry until it listens or --join-timeout has passed.
 
@@ -142,7 +143,7 @@ async def connect(
         node: the job, as this node sees it; the coordinator listens at its master_addr.
         hello: the first message of this agent.
         refusal: returns the reason why node 0 cannot start; empty without one.
-        leave: returns the job's cancellation; None before it.
+        leave: returns the state of this node if the job was cancelled, else None.
 
     Raises:
         RendezvousError: the coordinator refused this agent, or was not found in time; the message
@@ -220,7 +221,7 @@ async def attempt(
     port: int,
     job: JobIdentity,
     hello: messages.Hello,
-    leave: Callable[[], messages.Cancel | None],
+    leave: Callable[[], NodeState | None],
     proof_seconds: float,
     welcome_seconds: float,
 ) -> Channel:

@@ -15,9 +15,6 @@ from clusterjob.node.stacks import evidence_files
 from clusterjob.node.stacks.frames import RankStack
 from clusterjob.node.system.sanitize import sanitize
 
-_ANSWER_SECONDS = 1.5  # seconds for a rank to answer its agent
-_DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
-_SECONDS = 1.9  # seconds for all agents to answer; the stop follows within 2 s
 # Nodes to ask after a failure, whose stop must not wait for thousands of answers.
 MOST_NODES = 128
 
@@ -66,34 +63,6 @@ class Evidence:
     def stacks(self) -> list[RankStack]:
         """The stacks that have arrived, in order of ranks."""
         return [self._stacks[rank] for rank in sorted(self._stacks)]
-
-    @property
-    def complete(self) -> bool:
-        """Whether all agents have answered."""
-        return not self._unanswered
-
-    def ask(self, nodes: Collection[int], why: str, failed: int | None) -> float:
-        """Ask agents for the stacks; return the monotonic time at which to stop waiting.
-
-        Args:
-            nodes: the nodes whose workers have not all ended.
-            why: why the round is stopped.
-            failed: the node whose failure ends the round. It and other nodes, spread over the job,
-                are asked then, without the dumps of torch's flight recorder. None to ask all.
-        """
-        self._why, self._asked_at = why, time.monotonic()
-        peers = self._membership.peers
-        alive = sorted(rank for rank in nodes if not peers[rank].lost)
-        self._unanswered = set(alive)
-        if failed is not None and len(alive) > MOST_NODES:
-            self._unanswered &= {*alive[:: len(alive) // MOST_NODES + 1], failed}
-            self._why += f" (stacks of {len(self._unanswered)} of {len(alive)} nodes)"
-        question = stack_messages.CollectStacks(
-            self._round.restart, _ANSWER_SECONDS, _DUMP_SECONDS if failed is None else 0.0
-        )
-        for rank in self._unanswered:
-            peers[rank].send(question)
-        return time.monotonic() + _SECONDS
 
     def expect(self, nodes: Collection[int], why: str, living: int) -> None:
         """Expect the answers of agents that were asked.

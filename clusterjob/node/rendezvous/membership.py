@@ -8,7 +8,7 @@ import hmac
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,6 @@ _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
 _MAX_REJECTED = 20  # rejected connections that get an event each; later ones are counted
 _RESOLVE_INTERVAL = 1.0  # seconds between two lookups of the names of all nodes
 _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected connections
-
-_END_SECONDS = 2.0  # seconds for an agent or its forkserver to kill the workers after the lease
 
 
 @dataclass
@@ -66,9 +64,6 @@ class Membership:
     Attributes:
         peers: the agents that have joined, by the number of their node. A lost agent stays until
             another one joins for its node.
-        losses: the failure of each lost node, the latest last.
-        may_train: the monotonic time until which workers of a lost node may run.
-        joined_at: the monotonic time at which the last agent joined.
         inbox: (node_rank, message) in order of arrival: `Hello` first, `ConnectionLost` when an
             agent is gone.
         refusals: agents of this job that may not join, such as a second one with the same
@@ -80,9 +75,6 @@ class Membership:
         self, nnodes: int, own: int, options: LaunchOptions, job: JobIdentity, events: EventLog
     ) -> None:
         self.peers: dict[int, Peer] = {}
-        self.losses: dict[int, Failure] = {}
-        self.may_train: dict[int, float] = {}
-        self.joined_at = 0.0
         self.inbox: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self.refusals: list[Failure] = []
         self._nnodes = nnodes
@@ -160,22 +152,6 @@ class Membership:
         for peer in self.peers.values():
             peer.send(message)
 
-    def usable(self) -> list[int]:
-        """Return the nodes whose agents have joined and are alive."""
-        return [node for node, peer in self.peers.items() if not peer.lost]
-
-    def lose(self, peer: Peer, failure: Failure) -> None:
-        """Record that an agent is lost; another one may join for its node."""
-        peer.lost = True
-        self.fence([peer.node_rank])
-        self.losses.pop(peer.node_rank, None)
-        self.losses[peer.node_rank] = failure
-
-    def fence(self, nodes: Iterable[int]) -> None:
-        """Record that workers of lost nodes may run until their agents' leases are over."""
-        until = time.monotonic() + self._options.lease + _END_SECONDS
-        self.may_train.update(dict.fromkeys(nodes, until))
-
     def join(self, hello: messages.Hello, send: Callable[[Any], None]) -> Peer:
         """Admit an agent that has proved the token; return it.
 
@@ -234,11 +210,9 @@ class Membership:
             rounds=hello.rounds,
             key=hello.key,
         )
-        self.may_train.pop(node_rank, None)  # it has stopped its workers before
         if len(self.peers) == self._nnodes:
             gc.freeze()  # a collection would look at the objects of all connections again
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)
-        self.joined_at = time.monotonic()
         self.inbox.put_nowait((node_rank, hello))
         return peer
 

@@ -9,13 +9,11 @@ from typing import Protocol
 
 from clusterjob.node.logs.events import now
 from clusterjob.node.rendezvous.evidence import Evidence
-from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import (
     CANCELLED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
     TIMEOUT_EXIT_CODE,
     Failure,
-    FailureKind,
     JobState,
     RoundEnd,
     Verdict,
@@ -30,11 +28,16 @@ class Agent(Protocol):
     """An agent that has joined."""
 
     @property
-    def node_rank(self) -> int: ...
+    def node_rank(self) -> int:
+        """The number of its node."""
+
     @property
-    def host(self) -> str: ...
+    def host(self) -> str:
+        """The host of its node."""
+
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Its process."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +143,6 @@ def too_few(missing: Failure | None, after: Outcome | None) -> Outcome | None:
 def no_answer(peer: Agent) -> Failure:
     """Return the failure of a node that does not stop its workers."""
     return Failure.of_node(peer.node_rank, peer.host, message="does not answer the stop order")
-
-
-def after_stop(end: Outcome, root_cause: RootCause) -> Outcome:
-    """Return the outcome of a round with the reports that arrived while it was stopped.
-
-    Such a report may be older than the first one, or more complete.
-    """
-    if end.failure is None or end.failure.rank is None or end.failure.kind is FailureKind.HANG:
-        return end
-    return failed(root_cause.root() or end.failure)
 
 
 def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) -> RoundEnd:

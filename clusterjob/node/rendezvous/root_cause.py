@@ -30,7 +30,7 @@ _UNNAMED = "in a collective"
 Key = tuple[int, "int | None"]  # node_rank, local_rank
 
 
-@dataclass
+@dataclass(frozen=True)
 class Entry:
     """A reported failure.
 
@@ -48,78 +48,6 @@ class Entry:
 def key_of(failure: Failure) -> Key:
     """Return the key of a failed worker, or of a failed node."""
     return failure.node_rank, failure.local_rank
-
-
-class RootCause:
-    """Collect the failures of one round of workers, and name the first."""
-
-    def __init__(self) -> None:
-        self._failures: dict[Key, Entry] = {}
-        self._early_exits: dict[Key, Entry] = {}  # ranks that ended with exit code 0
-        self._stopped_at = float("inf")
-        self._wait_until: dict[str, float] = {}
-
-    def wait_for_cause(self, until: float, source: str) -> None:
-        """Delay the verdict on effects until a source has reported the cause.
-
-        Args:
-            until: a monotonic time of the coordinator; 0.0 when the source has answered.
-            source: a name; each source has its own deadline.
-        """
-        self._wait_until[source] = until
-
-    def add_early_exit(self, failure: Failure, at: float) -> None:
-        """Add a rank that ended with exit code 0; it may be the cause of the failures.
-
-        It is the cause if every failure only names a lost peer.
-
-        Args:
-            failure: the rank, as a failure without a message.
-            at: when it ended, by the coordinator's monotonic clock.
-        """
-        self._early_exits.setdefault(key_of(failure), Entry(failure, at, exited=True))
-
-    def add(self, failure: Failure, at: float, *, exited: bool) -> None:
-        """Add a failure.
-
-        Args:
-            failure: the failure, as its agent reports it.
-            at: when it began, by the coordinator's monotonic clock.
-            exited: whether the worker has ended; a worker may be reported twice, before and after
-                its end.
-        """
-        known = self._failures.get(key_of(failure))
-        if known is None:
-            if at < self._stopped_at:
-                self._failures[key_of(failure)] = Entry(failure, at, exited=exited)
-        elif exited and not known.exited:
-            known.failure = completed(known.failure, failure, by_stop=at >= self._stopped_at)
-            known.exited = True
-
-    def note_stop(self, at: float) -> None:
-        """Record the time of the stop order; later failures are ignored."""
-        self._stopped_at = min(at, self._stopped_at)
-
-    def drop_effects(self) -> None:
-        """Remove the failures that only name a lost peer, after peers left for a preemption."""
-        self._failures = {
-            key: entry for key, entry in self._failures.items() if not entry.failure.effect
-        }
-
-    def stop_due(self) -> float:
-        """Return the monotonic time at which to stop all workers; infinity without a failure."""
-        entries = self._failures.values()
-        effects = all(entry.failure.effect for entry in entries)
-        waits = self._wait_until.values() if effects else ()
-        return max(stop_due(entries), *waits, 0.0)
-
-    def root(self) -> Failure | None:
-        """Return the root cause; None without a failure."""
-        return root(self._failures.values(), self._early_exits.values())
-
-    def consequences(self) -> tuple[Failure, ...]:
-        """Return the other failures, in order of time."""
-        return consequences(self._failures.values(), self._early_exits.values())
 
 
 def stop_due(entries: Collection[Entry]) -> float:

@@ -6,7 +6,6 @@ trusted.
 
 from __future__ import annotations
 
-from clusterjob.node.rendezvous.messages import Failing, FailuresReported, RanksProbed
 from clusterjob.node.rendezvous.stack_messages import StackFound
 from clusterjob.node.states import NodeState
 from clusterjob.node.system.codec import MalformedMessageError
@@ -31,15 +30,9 @@ def check_sender(message: object, node_rank: int) -> None:
         raise MalformedMessageError(f"a stack of node {message.stack.node_rank}")
     if isinstance(message, NodeState):
         failures = [each.failure for each in (*message.failing, *message.exits)]
-        failures += message.probed.failures if message.probed is not None else ()
-    if isinstance(message, Failing):
-        failures = [message.failure]
-    elif isinstance(message, RanksProbed):
-        failures = list(message.failures)
-    elif isinstance(message, FailuresReported):
-        failures = [each.failure for each in message.exits]
-        if any(failure.rank is None for failure in failures):
+        if any(each.failure.rank is None for each in message.exits):
             raise MalformedMessageError("an early exit without a rank")
+        failures += message.probed.failures if message.probed is not None else ()
     for failure in failures:
         if failure.node_rank != node_rank:
             raise MalformedMessageError(f"a failure of node {failure.node_rank}")

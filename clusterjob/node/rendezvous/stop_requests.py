@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.environments import scheduler
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
@@ -34,22 +35,22 @@ class StopRequests:
         options: whether there is a lifeline, and whether the job may be preempted.
         job_dir: the job's directory, as this node sees it.
         attempt: the number of the job's attempt, from 0.
+        report: the state of this node, which tells the coordinator.
 
     Attributes:
         cancelled: done when the job must end; its result is the reason.
         interrupted: whether the reason is Ctrl-C; workers then get SIGINT instead of SIGTERM.
-        terminated: whether the reason is a SIGTERM without a cancel, such as a scheduler's at its
-            time limit.
         kill_now: done at the second Ctrl-C: stop the workers without grace.
-        warned: done when a preemption is near; its result is the reason.
     """
 
-    def __init__(self, options: LaunchOptions, job_dir: Path, attempt: int) -> None:
+    def __init__(
+        self, options: LaunchOptions, job_dir: Path, attempt: int, report: StateReport
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.cancelled: asyncio.Future[str] = loop.create_future()
-        self.warned: asyncio.Future[str] = loop.create_future()
         self.kill_now: asyncio.Future[None] = loop.create_future()
-        self.interrupted = self.terminated = False
+        self.interrupted = self._terminated = False
+        self._report = report
         self._interrupted_at = 0.0
         self._options = options
         self._job_dir = job_dir
@@ -72,7 +73,7 @@ class StopRequests:
             except PermissionError:  # epoll refuses a file or /dev/null, which counts as ended
                 self._on_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
-            _set(self.warned, f"a warning on {scheduler.node_name()}, while the job was starting")
+            self._warn(f"a warning on {scheduler.node_name()}, while the job was starting")
 
     def poll_job_dir(self) -> None:
         """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
@@ -104,18 +105,31 @@ class StopRequests:
             number == signal.SIGUSR1
             or (number == signal.SIGTERM and not ends.cancelled(self._job_dir))
         ):
-            _set(self.warned, why)
+            self._warn(why)
             return
         second = self.interrupted and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE
         if second:
             _set(self.kill_now, None)
+            self._report.ask(kill=True)
         if number == signal.SIGINT and not self.cancelled.done():
             self.interrupted, self._interrupted_at = True, time.monotonic()
-        self.terminated |= number == signal.SIGTERM and not ends.cancelled(self._job_dir)
+        self._terminated |= number == signal.SIGTERM and not ends.cancelled(self._job_dir)
         self._cancel(why)
 
+    def _warn(self, why: str) -> None:
+        if not self._report.state.request.warning:
+            self._report.ask(warning=why[:300])
+
     def _cancel(self, why: str) -> None:
-        _set(self.cancelled, "cancelled" if ends.cancelled(self._job_dir) else why)
+        if not self.cancelled.done():
+            why = "cancelled" if ends.cancelled(self._job_dir) else why
+            self.cancelled.set_result(why)
+            self._report.ask(
+                cancel=why[:300],
+                interrupt=self.interrupted,
+                terminated=self._terminated,
+                stacks=ends.stacks_wanted(self._job_dir) or self._terminated,
+            )
 
     def _on_lifeline(self) -> None:
         asyncio.get_running_loop().remove_reader(0)
