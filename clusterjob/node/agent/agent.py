@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import states
 from clusterjob.node.agent.connection import Connection
-from clusterjob.node.agent.joining import Joining
-from clusterjob.node.agent.local_coordinator import LocalCoordinator
 from clusterjob.node.agent.node_end import NodeEnd
 from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.agent.node_workers import NodeWorkers
@@ -131,20 +130,13 @@ class Agent:
             self._options, self._job_dir, attempt=self._job.attempt, report=self._report
         )
         self._requests.listen(self._forkserver.early)
-        self._coordinator = LocalCoordinator(self._node, self._crashes.watch, self._notifier)
-        joining = Joining(
-            self._node,
-            leave=lambda: self._report.now() if self._requests.cancelled.done() else None,
-            addresses=self._parent.kept("successors") if self._parent is not None else None,
-        )
         self._connection = Connection(
+            self._node,
             self._hello(),
-            self._job_dir,
-            joining=joining,
-            coordinator=self._coordinator,
-            requests=self._requests,
             report=self._report,
+            requests=self._requests,
             crashes=self._crashes,
+            notifier=self._notifier,
             parent=self._parent,
             polls=self._supervisor is not None,
         )
@@ -162,7 +154,7 @@ class Agent:
             who = f"the agent of node {self._topology.node_rank} on {self._host}"
             why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
             verdict = self._end.verdict(JobState.FAILED, why)
-            self._coordinator.end(verdict)
+            self._connection.end_job(verdict)
         finally:
             following.cancel()
         self._ended = True
@@ -171,7 +163,7 @@ class Agent:
                 self._notifier.ended(verdict)
             else:
                 self._notifier.leave()
-        await self._coordinator.close()
+        await self._connection.stop_coordinating()
         self._workers.stop_ordered = True
         self._preflight.close()
         await self._forkserver.quit()
@@ -190,7 +182,7 @@ class Agent:
     @property
     def coordinates(self) -> bool:
         """Whether the coordinator is in this process."""
-        return self._coordinator.is_here
+        return self._connection is not None and self._connection.coordinates
 
     async def finish_notifications(self) -> None:
         """Wait a limited time until the end is notified; a second Ctrl-C ends the wait."""
@@ -250,7 +242,7 @@ class Agent:
             if order.world is not None:
                 self._start_round(order)
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
-            self._report.stopped = True
+            self._report.stopped_at = min(self._report.stopped_at, time.monotonic())
             self._workers.stop(order.stop.grace, order.stop.signal, early=order.stop.early)
         if order.warned and not done.warned:
             self._workers.warn()
@@ -290,6 +282,7 @@ class Agent:
         saved = ("", 0)
         if not self._options.restarts:  # else other nodes may start workers soon
             saved = await self._reports.save(self._job_dir, round_, why=reason)
+        self._report.stopped_at = min(self._report.stopped_at, time.monotonic())
         self._workers.stop(0.0, signal.SIGKILL)
         if self._options.restarts:
             await connection.close()
@@ -403,7 +396,7 @@ class Agent:
 
     def _record_end(self, verdict: Verdict) -> None:
         try:
-            self._end.record(verdict, self._metrics.end(), coordinates=self._coordinator.is_here)
+            self._end.record(verdict, self._metrics.end(), coordinates=self.coordinates)
         except OSError as error:
             self._console.print(
                 f"the end of node {self._topology.node_rank} cannot be recorded in {self._job_dir}:"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,13 +22,14 @@ class StateReport:
     Attributes:
         changed: set when the state has changed.
         state: the state, without what depends on the time; see `now`.
-        stopped: whether the workers of the round were stopped: a later signal is no cause.
+        stopped_at: the monotonic time from which the workers of the round are stopped: what fails
+            later is no failure.
     """
 
     def __init__(self, seen: int = 0) -> None:
         self.changed = asyncio.Event()
         self.state = NodeState(seen=seen)
-        self.stopped = False
+        self.stopped_at = math.inf
         self._failing: dict[root_cause.Key, tuple[Failure, float, bool]] = {}
         self._exits: list[tuple[Failure, float]] = []
         self._alive_at = time.monotonic()
@@ -48,7 +50,7 @@ class StateReport:
     def begin(self, number: int) -> None:
         """Begin a round: forget the workers of the last one."""
         before = self.state
-        self._failing, self._exits, self.stopped = {}, [], False
+        self._failing, self._exits, self.stopped_at = {}, [], math.inf
         self._alive_at = time.monotonic()
         self.state = NodeState(
             number, idle=False, by_exec=before.by_exec, seen=before.seen, request=before.request
@@ -79,9 +81,10 @@ class StateReport:
         key = root_cause.key_of(failure)
         known = self._failing.get(key)
         if known is None:
-            self._failing[key] = failure, at, exited
+            if at < self.stopped_at:
+                self._failing[key] = failure, at, exited
         elif exited and not known[2]:
-            failure = root_cause.completed(known[0], failure, by_stop=self.stopped)
+            failure = root_cause.completed(known[0], failure, by_stop=at >= self.stopped_at)
             self._failing[key] = failure, known[1], True
         self.changed.set()
 
