@@ -47,6 +47,7 @@ class Agent:
     received: int = 0
     buffer: bytes = b""
     state: str = "new"
+    runs: bool = False  # whether its workers were started
     at: dict[str, float] = field(default_factory=dict)
 
     def write(self, payload: bytes) -> None:
@@ -136,8 +137,8 @@ class Agents:
             message="ValueError: boom",
             kind=FailureKind.CODE,
         )
-        message = {"type": "Failing", "failure": failure.to_json(), "age": 0.0, "exited": True}
-        agent.write(json.dumps(message).encode())
+        failing = [{"failure": failure.to_json(), "age": 0.0, "exited": True}]
+        agent.write(state(started=True, idle=False, failing=failing))
 
     def on_event(self, agent: Agent) -> None:
         """Continue a connection that is ready."""
@@ -189,15 +190,8 @@ class Agents:
         if name == "Welcome":
             agent.state = "joined"
             self.count("welcome")
-        elif name == "Start":
-            self.count("started")
-            agent.write(b'{"type": "Running"}')
-        elif name == "CollectStacks":
-            agent.write(stack_of(agent.node_rank))
-            agent.write(b'{"type": "StacksCollected", "restart": 0}')
-        elif name == "Stop":
-            self.count("stopped")
-            agent.write(b'{"type": "Stopped"}')
+        elif name == "Order":
+            self.on_order(agent, message)
         elif name == "End":
             agent.state = "ended"
             self.count("ended")
@@ -205,11 +199,30 @@ class Agents:
         elif name == "Refused":
             raise SystemExit(f"node {agent.node_rank} was refused: {message['why']}")
 
+    def on_order(self, agent: Agent, order: dict[str, object]) -> None:
+        """Do what the coordinator wants."""
+        if order["stop"] is not None:
+            self.count("stopped")
+            agent.write(state(ended=True))
+        elif order["collect"]:
+            agent.write(stack_of(agent.node_rank))
+            agent.write(b'{"type": "StacksCollected", "restart": 0}')
+            agent.write(state(started=True, idle=False, collected=True))
+        elif order["world"] is not None and not agent.runs:
+            agent.runs = True
+            self.count("started")
+            agent.write(state(started=True, idle=False))
+
     def count(self, what: str) -> None:
         """Count an agent; record the time of the last one."""
         self.counts[what] += 1
         if self.counts[what] == len(self.agents):
             self.times[what] = time.monotonic()
+
+
+def state(**fields: object) -> bytes:
+    """Return the state of a node in the first round."""
+    return json.dumps({"type": "NodeState", "round": 0, **fields}).encode()
 
 
 def stack_of(rank: int) -> bytes:

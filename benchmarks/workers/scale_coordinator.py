@@ -12,15 +12,17 @@ import os
 import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from clusterjob.node.agent.connection import LocalLink
+from clusterjob.node.coordinator import Coordinator
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.coordinator import Coordinator
-from clusterjob.node.rendezvous.coordinator_link import LocalLink
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
+from clusterjob.node.states import NodeState, Order
 from clusterjob.node.system import processes
 
 PORT = int(os.environ.get("SCALE_PORT", "31999"))
@@ -40,17 +42,23 @@ def report(event: str) -> None:
 
 async def act_as_node_0(link: LocalLink, joined: asyncio.Event) -> None:
     """Answer the coordinator like an agent without workers."""
+    known = -1
     while True:
         order = await link.orders.get()
-        if isinstance(order, messages.Start):
+        if not isinstance(order, Order):
+            continue
+        state = NodeState(order.round, started=True, idle=order.stop is not None)
+        if order.world is not None and order.round > known:
+            known = order.round
             report("started")
-            link.send(messages.Running())
+            link.send(state)
             joined.set()
-        elif isinstance(order, messages.CollectStacks):
-            link.send(messages.StacksCollected(order.restart))
-        elif isinstance(order, messages.Stop):
+        if order.collect:
+            link.send(messages.StacksCollected(order.round))
+            link.send(replace(state, collected=True))
+        if order.stop is not None:
             report("stopping")
-            link.send(messages.Stopped())
+            link.send(state)
 
 
 async def main(nnodes: int, job_dir: Path, token: bytes) -> None:

@@ -732,7 +732,9 @@ class _Step:
         return {
             node
             for node, each in self.view.nodes.items()
-            if each.lost is None and (node in self.ledger.here or 0 < each.state.seen <= newest)
+            if each.lost is None
+            and each.state.seen <= newest
+            and (each.state.seen or node in self.ledger.here)
         }
 
     def has_majority(self) -> bool:

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from procs import WITH_TORCH, Job
 
+from clusterjob.node.decide import grace_after
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import outcome
-from clusterjob.node.rendezvous.stopping import grace_after
 from clusterjob.node.stacks import kernel
 from clusterjob.node.verdict import Failure, FailureKind, JobState
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from procs import WITH_TORCH, Job
 
-from clusterjob.node.logs.events import EventLog, read_events
 from clusterjob.node.logs.phases import PhaseBegin, read_phases
-from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.rank_counter import RankCounter
 
 MakeJob = Callable[..., Job]
 BOOTSTRAP = """
@@ -130,42 +124,3 @@ def test_forged_phases_are_ignored_and_bounded(make_job: MakeJob) -> None:
     times = [begin.monotonic for begin in phases_of(job, 0)]
     assert times == sorted(times)
     assert not [begin for begin in read_phases(job.dir, 0) if begin.rank not in (None, 0)]
-
-
-@pytest.mark.parametrize(("world_size", "most"), [(4096, 48), (8, 16)])
-def test_counts_of_large_world_get_few_events(tmp_path: Path, world_size: int, most: int) -> None:
-    path = tmp_path / "events.jsonl"
-    counter = RankCounter(0, world_size, events=EventLog(path))
-    nodes = [
-        Peer(node, "host", pid=1, nproc=8, send=lambda _: None, heard_at=0.0)
-        for node in range(world_size // 8)
-    ]
-    for field in ("joined", "formed"):
-        ranks = [node for node in nodes for _ in range(8)]
-        random.Random(1).shuffle(ranks)
-        counts = {node.node_rank: 0 for node in nodes}
-        for node in ranks:
-            counts[node.node_rank] += 1
-            joined = counts[node.node_rank] if field == "joined" else 8
-            formed = counts[node.node_rank] if field == "formed" else 0
-            counter.receive(node, messages.RankCounts(0, joined, formed))
-            counter.receive(node, messages.RankCounts(1, 8, 8))  # of another round
-            counter.receive(node, messages.RankCounts(0, 0, 0))  # counts only grow
-    events = list(read_events(path))
-    assert 8 < len(events) <= most
-    assert (events[-1]["joined"], events[-1]["formed"]) == (world_size, world_size)
-    assert any(event["joined"] == world_size - 1 for event in events)
-
-
-def test_imports_of_many_nodes_get_few_events(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    counter = RankCounter(0, 8, events=EventLog(path))
-    nodes = [
-        Peer(rank, "host", pid=1, nproc=4, send=lambda _: None, heard_at=0.0) for rank in (0, 1)
-    ]
-    for _ in range(50):
-        for importing in (True, False):
-            for node in nodes:
-                counter.receive(node, messages.RankCounts(0, 0, 0, importing=importing))
-                counter.receive(node, messages.RankCounts(1, 0, 0, importing=not importing))
-    assert [event["torch"] for event in read_events(path)] == [True, False] * 4

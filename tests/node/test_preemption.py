@@ -32,9 +32,7 @@ from procs import (
 )
 
 from clusterjob.node.logs import ends, failure_texts
-from clusterjob.node.rendezvous.preemption import WARNING_TIMEOUT, Preemption
-from clusterjob.node.rendezvous.root_cause import RootCause
-from clusterjob.node.verdict import Failure, FailureKind
+from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers.preemption_pipe import WarningPipe
 
 MakeJob = Callable[..., Job]
@@ -750,85 +748,6 @@ def test_process_outside_job_is_never_preempted(tmp_path: Path) -> None:
         print(ctx.preempted, ctx.attempt)
     """
     assert result_of(run_alone(tmp_path, text, {})) == (0, "False 0\n")
-
-
-# -- coordinator: preemption or failure ------------------------------------------------------------
-
-
-def failure(
-    rank: int,
-    code: int = 1,
-    *,
-    signal_name: str | None = None,
-    effect: bool = False,
-    message: str = "m",
-) -> Failure:
-    return Failure(
-        rank,
-        rank,
-        node_rank=0,
-        host="h",
-        exit_code=code,
-        signal=signal_name,
-        message=message,
-        last_lines=(),
-        effect=effect,
-        kind=FailureKind.TERMINATED if signal_name == "SIGTERM" else FailureKind.CODE,
-    )
-
-
-def test_workers_get_warning_time_minus_grace_or_half_of_it() -> None:
-    assert Preemption(90, 3).seconds == 85
-    assert Preemption(4, 3).seconds == 2
-    assert Preemption(None, 3).seconds == float("inf")
-
-
-def test_suspected_preemption_waits_for_warning() -> None:
-    preemption, root_cause = Preemption(60, 3), RootCause()
-    assert not preemption.explains(failure(0), 10.0, exited=True)
-    assert preemption.explains(failure(1, 143, signal_name="SIGTERM"), 10.0, exited=False)
-    assert preemption.explains(failure(1, 143, signal_name="SIGTERM"), 10.1, exited=True)
-    assert preemption.explains(failure(2, 75), 10.5, exited=True)
-    assert preemption.suspects_due == 10.0 + WARNING_TIMEOUT
-    assert not preemption.left
-    preemption.release(root_cause, 10.0 + WARNING_TIMEOUT)
-    assert root_cause.root() == failure(1, 143, signal_name="SIGTERM")
-    assert root_cause.stop_due() == 0.0
-    assert preemption.warn("SIGTERM on h", 11.0)
-    assert not preemption.warn("SIGUSR1 on h", 12.0)
-    assert preemption.left
-    assert (preemption.reason, preemption.due, preemption.suspects_due) == (
-        "SIGTERM on h",
-        66.0,
-        float("inf"),
-    )
-
-
-def test_preemption_explains_only_failures_after_peer_left() -> None:
-    preemption = Preemption(60, 3)
-    preemption.warn("SIGUSR1 on h", 0.0)
-    assert not preemption.explains(failure(0, effect=True), 1.0, exited=True)
-    assert preemption.explains(failure(1, 75), 2.0, exited=False)
-    # Rank 1 has reported exit code 75 before.
-    assert preemption.explains(failure(1, 134, signal_name="SIGABRT"), 3.0, exited=True)
-    assert preemption.explains(failure(0, effect=True), 4.0, exited=True)
-    assert not preemption.explains(failure(2), 5.0, exited=True)
-
-
-def test_worker_ended_by_own_stop_is_left_to_root_cause() -> None:
-    preemption, root_cause = Preemption(60, 3), RootCause()
-    assert preemption.explains(failure(0, 75), 1.0, exited=True)
-    preemption.end_round(root_cause)
-    assert root_cause.root() == failure(0, 75)
-    assert not preemption.explains(failure(1, 143, signal_name="SIGTERM"), 1.5, exited=True)
-    preemption.begin_round()
-    assert preemption.explains(failure(1, 143, signal_name="SIGTERM"), 2.0, exited=True)
-
-
-def test_job_without_warning_option_has_no_suspected_preemption() -> None:
-    preemption = Preemption(None, 3)
-    assert not preemption.explains(failure(0, 75), 1.0, exited=True)
-    assert not preemption.explains(failure(0, 143, signal_name="SIGTERM"), 1.0, exited=True)
 
 
 @pytest.mark.parametrize(

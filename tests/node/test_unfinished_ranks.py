@@ -7,31 +7,7 @@ from collections.abc import Callable
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
 
-from clusterjob.node.rendezvous.missing_ranks import Unfinished
-from clusterjob.node.rendezvous.rank_map import RankMap
-
 MakeJob = Callable[..., Job]
-
-
-def test_running_rank_is_named_once_after_all_others_have_ended() -> None:
-    unfinished = Unfinished(RankMap({0: 0, 1: 2}, 4))
-    assert unfinished.due == float("inf")
-    for node_rank, local_rank in ((0, 0), (0, 1), (1, 0)):
-        unfinished.ended(node_rank, local_rank)
-    assert unfinished.due < float("inf")
-    assert unfinished.name() == ("rank 3 still runs; ranks 0-2 ended 10 s ago", {1: [3]})
-    assert unfinished.due == float("inf")
-    unfinished.ended(1, 1)
-    assert unfinished.due == float("inf")
-
-
-def test_several_running_ranks_are_grouped_by_node() -> None:
-    unfinished = Unfinished(RankMap({0: 0, 1: 2, 2: 5}, 6))
-    unfinished.ended(1, 1)
-    assert unfinished.name() == (
-        "ranks 0-2, 4-5 still run; rank 3 ended 10 s ago",
-        {0: [0, 1], 1: [2, 4], 2: [5]},
-    )
 
 
 @pytest.mark.slow

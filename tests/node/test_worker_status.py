@@ -8,19 +8,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from launching import MARGIN, waited_seconds
 from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 
-from clusterjob.node.rendezvous.messages import RanksFound, RanksMissing, RanksProbed
-from clusterjob.node.rendezvous.missing_ranks import MissingRanks
-from clusterjob.node.rendezvous.rank_map import RankMap
-from clusterjob.node.rendezvous.root_cause import EXIT_TIMEOUT, RootCause
 from clusterjob.node.stacks.offer import SIGNAL
 from clusterjob.node.system.codec import MalformedMessageError
-from clusterjob.node.verdict import Failure, FailureKind
 from clusterjob.node.workers import forkserver_messages
 
 MakeJob = Callable[..., Job]
@@ -170,79 +164,6 @@ def test_signal_handler_of_script_is_not_called(make_job: MakeJob) -> None:
     assert not job.path("hit").exists()
     assert "has not joined the rendezvous; it sleeps" in job.log(0, "rank0.err")
     assert job.result["failure"]["rank"] == 1
-
-
-# -- coordinator: missing ranks --------------------------------------------------------------------
-
-GAVE_UP = Failure(
-    0,
-    0,
-    node_rank=0,
-    host="h",
-    exit_code=1,
-    signal=None,
-    message="RanksMissingError: waiting for rank 3 (node 1): started, and not yet at init(); "
-    "gave up after 7 s",
-    last_lines=(),
-    effect=True,
-    kind=FailureKind.RENDEZVOUS,
-)
-STUCK = Failure(
-    3,
-    0,
-    node_rank=1,
-    host="h",
-    exit_code=1,
-    signal=None,
-    message="the others gave up waiting for it: it sleeps",
-)
-QUESTION = RanksMissing(0, local_rank=1, ranks=(0, 2, 3, 5, 6, 99), final=False)
-FINAL = RanksMissing(0, local_rank=1, ranks=(3,), final=True)
-ANSWER = RanksProbed(0, final=True, lines=(), failures=(STUCK,))
-
-
-def test_agents_of_missing_ranks_are_asked_with_nodes_of_different_size() -> None:
-    missing = MissingRanks(RankMap({0: 0, 1: 3, 2: 4}, 7))
-    # The job has no rank 99.
-    assert missing.ask(0, QUESTION) == {0: [0, 2], 1: [3], 2: [5, 6]}
-    answer = RanksProbed(0, final=False, lines=("rank 3: it sleeps",), failures=())
-    assert missing.receive(1, answer) == (0, RanksFound(1, ("rank 3: it sleeps",)))
-    assert missing.answered
-
-
-def test_missing_ranks_are_causes_after_other_rank_gave_up_waiting() -> None:
-    missing = MissingRanks(RankMap({0: 0, 1: 3, 2: 4}, 7))
-    missing.ask(0, FINAL)
-    assert not missing.answered
-    assert missing.receive(1, ANSWER) is None
-    assert missing.answered
-    missing.note(replace(GAVE_UP, kind=FailureKind.NETWORK))
-    assert missing.causes() == []
-    missing.note(GAVE_UP)
-    assert missing.causes() == [STUCK]
-    assert missing.causes() == []
-
-
-def test_answers_to_earlier_question_are_not_causes() -> None:
-    missing = MissingRanks(RankMap({0: 0, 1: 3}, 6))
-    missing.ask(0, FINAL)
-    missing.receive(1, ANSWER)
-    missing.ask(0, replace(FINAL, ranks=(4,)))
-    missing.note(GAVE_UP)
-    assert missing.causes() == []
-
-
-def test_effects_wait_for_answer_and_causes_do_not() -> None:
-    root_cause = RootCause()
-    root_cause.wait_for_cause(100.0, "missing")
-    root_cause.add(GAVE_UP, 10.0, exited=True)
-    assert root_cause.stop_due() == 100.0
-    root_cause.wait_for_cause(0.0, "missing")
-    assert 10.0 < root_cause.stop_due() < 10.0 + EXIT_TIMEOUT
-    root_cause.wait_for_cause(100.0, "missing")
-    root_cause.add(STUCK, 11.0, exited=True)
-    assert root_cause.stop_due() == 0.0
-    assert root_cause.root() == STUCK
 
 
 @pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}, [0] * 9])

@@ -26,8 +26,8 @@ from clusterjob.node.rendezvous import messages, protocol, stack_messages
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.states import NodeState, Order, Request
 from clusterjob.node.system.codec import Codec
-from clusterjob.node.verdict import Failure
 
 MakeJob = Callable[..., Job]
 FILE_LIMIT = 256  # open files
@@ -208,18 +208,23 @@ def failure(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
+def state(**fields: Any) -> dict[str, Any]:
+    return {"type": "NodeState"} | fields
+
+
 def failing(**changes: Any) -> dict[str, Any]:
-    return {"type": "Failing", "failure": failure(), "age": 0, "exited": True} | changes
+    return state(failing=[{"failure": failure(), "age": 0, "exited": True} | changes])
 
 
 def ranks_missing(ranks: list[Any]) -> dict[str, Any]:
-    return {"type": "RanksMissing", "restart": 0, "local_rank": 0, "ranks": ranks, "final": True}
+    return state(missing={"local_rank": 0, "ranks": ranks, "gave_up": True})
 
 
+NO_RANK = {"failure": failure(rank=None, local_rank=None), "age": 0, "exited": True}
 HOSTILE: dict[str, Any] = {
     "no name": {},
-    "a name that is a list": {"type": ["Done"]},
-    "a message of the coordinator": {"type": "Warn"},
+    "a name that is a list": {"type": ["NodeState"]},
+    "a message of the coordinator": {"type": "Order"},
     "an internal message of the coordinator": {"type": "ConnectionLost", "why": "x"},
     "a failure of node 0": failing(failure=failure(node_rank=0)),
     "a failure without fields": failing(failure={}),
@@ -233,16 +238,13 @@ HOSTILE: dict[str, Any] = {
     "an exit code above 255": failing(failure=failure(exit_code=256)),
     "ranks below 0": ranks_missing([-1]),
     "ranks that are texts": ranks_missing(["1"]),
-    "lines that are numbers": {
-        "type": "RanksProbed", "restart": 0, "final": True, "lines": [1], "failures": [],
-    },
-    "a cancellation without a reason": {"type": "Cancel"},
-    "an early exit without a rank": {
-        "type": "FailuresReported",
-        "restart": 0,
-        "exits": [{"failure": failure(rank=None, local_rank=None), "age": 0}],
-    },
-}  # fmt: skip
+    "lines that are numbers": state(probed={"number": 1, "lines": [1], "failures": []}),
+    "a probed failure of node 0": state(
+        probed={"number": 1, "lines": [], "failures": [failure(node_rank=0)]}
+    ),
+    "a cancellation for a number": state(request={"cancel": 1}),
+    "an early exit without a rank": state(exits=[NO_RANK]),
+}
 
 
 class AnyMessage(Codec):
@@ -288,9 +290,10 @@ async def join_and_send(
         while (reply := await channel.receive()) is not None:
             if isinstance(reply, messages.Refused):
                 return protocol.RefusedError(reply.why)
-            if isinstance(reply, messages.Start):
+            if isinstance(reply, Order) and reply.world is not None:
                 for message in once_started or ():
                     channel.send(message)
+                once_started = None
             for message in answer(reply):
                 channel.send(message)
     finally:
@@ -312,13 +315,8 @@ def test_node_that_sends_invalid_message_fails_job_and_is_named(
     assert "Traceback" not in job.stderr(job.agents[0])
 
 
-PROGRESS = [
-    messages.Succeeded(0),
-    messages.RankCounts(0, 1, 1),
-    messages.Running(),
-    messages.Done(),
-    messages.Stopped(),
-]
+CANCELLED = NodeState(request=Request(cancel="x"))
+PROGRESS = NodeState(0, started=True, ended=True, idle=True, succeeded=(0,), joined=1, formed=1)
 
 
 def test_worker_reports_before_rendezvous_completes_do_not_break_coordinator(
@@ -328,7 +326,7 @@ def test_worker_reports_before_rendezvous_completes_do_not_break_coordinator(
     job.start(0, "--join-timeout", "4", job.script("print('ran')"))
     asyncio.run(
         asyncio.wait_for(
-            join_and_send(job, coordinator_port(job), *PROGRESS, nnodes=3), TEST_TIMEOUT
+            join_and_send(job, coordinator_port(job), PROGRESS, nnodes=3), TEST_TIMEOUT
         )
     )
     assert job.wait() == [1]
@@ -346,7 +344,7 @@ def test_success_of_worker_that_node_does_not_have_counts_for_no_rank(
     """
     job = make_job(2)
     job.start(0, "--lease", "60", job.script("import time; time.sleep(12)"))
-    sent = [messages.Succeeded(1), *PROGRESS[1:]]
+    sent = [replace(PROGRESS, succeeded=(1,))]
     asyncio.run(
         asyncio.wait_for(join_and_send(job, coordinator_port(job), once_started=sent), TEST_TIMEOUT)
     )
@@ -366,14 +364,16 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
             for rank in (0, 1, 2, 1 << 20)
         ]
 
+    runs = NodeState(0, started=True, idle=False, quiet=1e6)
+
     def answer(message: Any) -> list[Any]:
-        if isinstance(message, stack_messages.ReportProgress):
-            # Stacks that nobody has asked for must not fill the memory of node 0.
-            quiet = stack_messages.ProgressReported(message.number, 1e6, moved=False)
-            return [*false_stacks("unasked"), quiet]
-        if isinstance(message, stack_messages.CollectStacks):
-            return [*false_stacks("forged"), stack_messages.StacksCollected(0, ("x",))] * 2
-        return [messages.Stopped()] if isinstance(message, messages.Stop) else []
+        if not isinstance(message, Order) or message.world is None:
+            return [NodeState(0, ended=True)] if getattr(message, "stop", None) else []
+        if message.collect:
+            collected = stack_messages.StacksCollected(0, ("x",))
+            return [*false_stacks("forged"), collected, replace(runs, collected=True)] * 2
+        # Stacks that nobody has asked for must not fill the memory of node 0.
+        return [*false_stacks("unasked"), replace(runs, sampled=message.sample)]
 
     job = make_job(2)
     script = job.script("""
@@ -389,7 +389,7 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
                 job,
                 coordinator_port(job),
                 *false_stacks("early"),
-                once_started=[messages.Running()],
+                once_started=[runs],
                 answer=answer,
             ),
             TEST_TIMEOUT,
@@ -430,7 +430,7 @@ def test_invalid_hello_is_refused_and_job_continues(
     job.start(0, script)
     refused = asyncio.run(
         asyncio.wait_for(
-            join_and_send(job, coordinator_port(job), messages.Done(), **changes), TEST_TIMEOUT
+            join_and_send(job, coordinator_port(job), NodeState(), **changes), TEST_TIMEOUT
         )
     )
     assert isinstance(refused, protocol.RefusedError)
@@ -444,7 +444,7 @@ def test_control_characters_in_host_name_are_escaped(make_job: MakeJob) -> None:
     asyncio.run(
         asyncio.wait_for(
             join_and_send(
-                job, coordinator_port(job), messages.Done(), host="\x1b]0;x\x07", node_rank=5
+                job, coordinator_port(job), NodeState(), host="\x1b]0;x\x07", node_rank=5
             ),
             TEST_TIMEOUT,
         )
@@ -558,7 +558,7 @@ def test_lost_node_is_replaced_by_another_agent_only_with_a_token(
         members = Membership(2, 0, parse(["x.py"]), job=job, events=events)
         hello = messages.Hello(1, "h", pid=7, attempt=0, nnodes=2, nproc=1, key="own")
         peer = members.join(hello, lambda _message: None)
-        members.lose(peer, Failure.of_node(1, "h", message="lost"))
+        peer.lost = True
         expected = pytest.raises(protocol.RefusedError) if is_open else contextlib.nullcontext()
         with expected:
             members.join(replace(hello, key="other"), lambda _message: None)
@@ -579,9 +579,7 @@ def test_one_node_without_secret_generates_an_unguessable_one(make_job: MakeJob)
     job.token = f"clusterjob:{job.id}:0"
     with pytest.raises(protocol.UnauthenticatedError):
         asyncio.run(
-            asyncio.wait_for(
-                join_and_send(job, coordinator_port(job), messages.Cancel("x")), TEST_TIMEOUT
-            )
+            asyncio.wait_for(join_and_send(job, coordinator_port(job), CANCELLED), TEST_TIMEOUT)
         )
     job.agents[0].terminate()
     job.wait()

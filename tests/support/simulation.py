@@ -622,9 +622,8 @@ class Agent:
                 self.push()
                 if sim.now - self.heard_at > LEASE and not stalled:
                     self.lost_coordinator("no message from it", self.link)
-            elif self.machine.workers and self.machine.round is not None:
-                if sim.now > self.machine.lease_until:
-                    sim.kill_workers(self.machine)
+            elif self.machine.round is not None and sim.now > self.machine.lease_until:
+                sim.kill_workers(self.machine)
         sim.after(HEARTBEAT / 2, self.tick)
 
     def end(self, state: JobState) -> None:

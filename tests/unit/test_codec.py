@@ -169,12 +169,12 @@ def test_no_message_has_field_named_type(codec: Codec) -> None:
 
 
 def test_message_for_many_peers_is_encoded_once() -> None:
-    stop = messages.Stop(0.5, 15)
-    text = messages.FROM_COORDINATOR.encode_json(stop)
-    assert messages.FROM_COORDINATOR.encode_json(stop) is text
-    assert json.loads(text) == {"type": "Stop", "grace": 0.5, "signal": 15, "early": False}
-    other = messages.FROM_COORDINATOR.encode_json(messages.Stop(0.0, 9))
-    assert json.loads(other) == {"type": "Stop", "grace": 0.0, "signal": 9, "early": False}
+    first = messages.Refused("first")
+    text = messages.FROM_COORDINATOR.encode_json(first)
+    assert messages.FROM_COORDINATOR.encode_json(first) is text
+    assert json.loads(text) == {"type": "Refused", "why": "first"}
+    other = messages.FROM_COORDINATOR.encode_json(messages.Refused("other"))
+    assert json.loads(other) == {"type": "Refused", "why": "other"}
 
 
 def test_message_of_another_codec_is_not_encoded() -> None:

@@ -1,59 +1,39 @@
-"""Which nodes are asked for the stacks of their ranks before a round is stopped."""
+"""The stacks of ranks that were collected before a round is stopped."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
+from typing import Any, cast
 
 from clusterjob.node.logs.events import EventLog, read_events
-from clusterjob.node.rendezvous.evidence import MOST_NODES, Evidence
+from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.stack_messages import CollectStacks, StackFound, StacksCollected
+from clusterjob.node.rendezvous.stack_messages import StackFound, StacksCollected
 from clusterjob.node.stacks.evidence_files import Round
 from clusterjob.node.stacks.frames import RankStack
 
 
-@pytest.mark.parametrize(
-    ("nnodes", "failed", "asked"),
-    [(MOST_NODES, 3, MOST_NODES), (8192, 4001, 129), (8192, 0, 128), (8192, None, 8192)],
-)
-def test_after_failure_of_large_job_some_nodes_are_asked(
-    tmp_path: Path, nnodes: int, failed: int | None, asked: int
-) -> None:
+def test_stacks_of_asked_nodes_are_saved_with_their_number(tmp_path: Path) -> None:
     (tmp_path / "logs" / "node0").mkdir(parents=True)
-    questions: dict[int, Any] = {}
-    membership = SimpleNamespace(peers={})
-    for node in range(nnodes):
-        membership.peers[node] = Peer(
-            node, f"gpu{node}", pid=1, nproc=1, heard_at=0.0,
-            send=lambda message, node=node: questions.setdefault(node, message),
-        )  # fmt: skip
-    events = EventLog(tmp_path / "events.jsonl")
+    peers = {
+        node: Peer(node, f"gpu{node}", pid=1, nproc=1, send=print, heard_at=0.0)
+        for node in range(3)
+    }
     evidence = Evidence(
         Round("guest-1", 0, 0, 0),
-        membership,  # type: ignore[arg-type]
+        cast("Any", SimpleNamespace(peers=peers)),
         job_dir=tmp_path,
-        events=events,
+        events=EventLog(tmp_path / "events.jsonl"),
         local_rank=lambda _node, _rank: 0,
     )
-    evidence.ask(range(nnodes), "boom", failed)
-    assert abs(len(questions) - asked) <= 1
-    assert failed is None or failed in questions
-    assert max(questions) >= nnodes - nnodes // MOST_NODES - 2
-    wanted = CollectStacks(0, 1.5, 0.5 if failed is None else 0.0)
-    assert set(questions.values()) == {wanted}
-    for node in sorted(questions):
-        assert not evidence.complete
-        peer = membership.peers[node]
+    evidence.expect([0, 2], "boom", living=3)
+    for node in range(3):  # node 1 was not asked
         stack = RankStack(node, node, "gpu", 1, "sleeps", answered=False)
-        evidence.handlers[StackFound](peer, StackFound(0, stack))
-        evidence.handlers[StacksCollected](peer, StacksCollected(0))
-    assert evidence.complete
+        evidence.handlers[StackFound](peers[node], StackFound(0, stack))
+        evidence.handlers[StacksCollected](peers[node], StacksCollected(0))
+    assert [each.rank for each in evidence.stacks] == [0, 2]
     evidence.save()
     [event] = read_events(tmp_path / "events.jsonl")
-    some = f" (stacks of {len(questions)} of 8192 nodes)"
-    assert event["why"] == "boom" + (some if len(questions) < nnodes else "")
-    assert (event["ranks"], event["path"]) == (len(questions), "logs/node0/stacks.txt")
+    assert event["why"] == "boom (stacks of 2 of 3 nodes)"
+    assert (event["ranks"], event["path"]) == (2, "logs/node0/stacks.txt")

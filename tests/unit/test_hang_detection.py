@@ -1,4 +1,4 @@
-"""When a job hangs: the coordinator's clock, and the rule by which a worker moves."""
+"""When a job hangs: the rule by which a worker moves, and the verdict."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from clusterjob.node.agent.stack_reports import bounded
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import lines
 from clusterjob.node.metrics.samples import NodeFacts, Sample
-from clusterjob.node.rendezvous import hang_detection, hang_verdict, messages, stack_messages
-from clusterjob.node.rendezvous.hang_detection import HangDetection
+from clusterjob.node.rendezvous import hang_verdict, messages, stack_messages
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.sender_check import check_sender
 from clusterjob.node.stacks import activity, progress
@@ -37,93 +36,6 @@ from clusterjob.node.workers.flight_recorder import (
 )
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-
-
-class Clock:
-    """The coordinator's clock and two agents, which answer each question at once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float | None = 20.0) -> None:
-        self.now = 100.0
-        self.asked: list[stack_messages.ReportProgress] = []
-        self.output_at = [100.0, 100.0]
-        self.moved = [False, False]
-        self.silent: set[int] = set()
-        monkeypatch.setattr(hang_detection, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.peers = {
-            rank: Peer(rank, "host", pid=1, nproc=1, send=self.asked.append, heard_at=0.0)
-            for rank in (0, 1)
-        }
-        self.detection = HangDetection(timeout, self.peers)
-
-    def run(self, seconds: float) -> bool:
-        """Let time pass until the job hangs, or for a time; return whether it hangs."""
-        end = self.now + seconds
-        while self.now < end:
-            self.now = max(self.now, min(self.detection.due, end))
-            if self.detection.due > self.now:
-                continue
-            self.asked.clear()
-            if self.detection.check({0, 1}):
-                return True
-            for rank, question in enumerate(list(self.asked)):
-                if rank in self.silent:
-                    continue
-                quiet = self.now - self.output_at[rank]
-                moved = self.moved[rank] and question.sample and not question.first
-                answer = stack_messages.ProgressReported(
-                    question.number, quiet, moved=moved, step=rank
-                )
-                self.detection.receive(self.peers[rank], answer)
-        return False
-
-
-def test_job_hangs_after_the_timeout_without_any_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    clock.detection.start()
-    assert clock.run(60)
-    assert clock.now == pytest.approx(120.0, abs=0.1)
-    assert clock.detection.step == 1
-
-
-def test_job_without_timeout_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, timeout=None)
-    clock.detection.start()
-    assert clock.detection.due == float("inf")
-
-
-def test_output_of_one_node_and_a_moving_rank_delay_the_hang(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    clock.detection.start()
-    assert not clock.run(15)
-    clock.output_at[1] = clock.now
-    assert not clock.run(15)
-    clock.moved[0] = True
-    assert not clock.run(100)
-    clock.moved[0] = False
-    stopped = clock.now
-    assert clock.run(60)
-    assert clock.now - stopped < 20 + hang_detection._LONGEST + 0.1
-
-
-def test_agent_without_answer_proves_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    clock.silent.add(1)
-    clock.detection.start()
-    assert not clock.run(200)
-    clock.silent.clear()
-    assert clock.run(30)
-
-
-def test_stop_of_the_coordinator_itself_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    clock.detection.start()
-    assert not clock.run(10)
-    clock.now += 1000
-    resumed = clock.now
-    assert clock.run(60)
-    assert clock.now - resumed >= 20
 
 
 # -- workers that move -----------------------------------------------------------------------------

@@ -19,13 +19,18 @@ from hypothesis import strategies as st
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.messages import Cancel, Done, Heartbeat, Hello, Warn, Welcome
+from clusterjob.node.rendezvous.messages import Heartbeat, Hello, Welcome
 from clusterjob.node.rendezvous.protocol import Channel, RefusedError, UnauthenticatedError
+from clusterjob.node.states import NodeState, Order, Request
 from clusterjob.node.system.codec import MalformedMessageError
 
 TOKEN = b"the job's secret"
 HELLO = Hello(node_rank=1, host="h", pid=1, attempt=0, nnodes=2, nproc=1)
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def cancelled(why: str) -> NodeState:
+    return NodeState(request=Request(cancel=why))
 
 
 def run(scenario: Callable[[], Awaitable[Any]]) -> Any:
@@ -107,11 +112,11 @@ def test_agents_with_same_token_exchange_messages_both_ways() -> None:
             agent_channel, (coordinator_channel, hello) = await handshake(agent, coordinator)
             assert hello == HELLO
             for index in range(100):
-                agent_channel.send(Cancel(f"{index} \n\0☃\ud800"))
-                coordinator_channel.send(messages.Stop(float(index), 15))
+                agent_channel.send(cancelled(f"{index} \n\0☃\ud800"))
+                coordinator_channel.send(Order(index))
             for index in range(100):
-                assert await coordinator_channel.receive() == Cancel(f"{index} \n\0☃\ud800")
-                assert await agent_channel.receive() == messages.Stop(float(index), 15)
+                assert await coordinator_channel.receive() == cancelled(f"{index} \n\0☃\ud800")
+                assert await agent_channel.receive() == Order(index)
             await agent_channel.close()
             assert await coordinator_channel.receive() is None
 
@@ -122,13 +127,13 @@ def test_agent_that_leaves_while_it_joins_says_why() -> None:
     async def scenario() -> None:
         async with connection() as (agent, coordinator):
             joining = asyncio.create_task(
-                protocol.join(*agent, TOKEN, "job-1", HELLO, leave=lambda: Cancel("by the user"))
+                protocol.join(*agent, TOKEN, "job-1", HELLO, leave=lambda: cancelled("by the user"))
             )
             channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
             joining.cancel()
             await asyncio.wait([joining])
             agent[1].close()
-            assert await channel.receive() == Cancel("by the user")
+            assert await channel.receive() == cancelled("by the user")
 
     run(scenario)
 
@@ -280,19 +285,19 @@ def test_changed_replayed_or_foreign_message_is_refused(tamper: str) -> None:
             other_agent[1].write = (  # type: ignore[method-assign,assignment]
                 lambda data: lines.append(bytes(data))
             )
-            agent_channel.send(Cancel("first"))
-            agent_channel.send(Cancel("second"))
-            other_channel.send(Cancel("first"))
+            agent_channel.send(cancelled("first"))
+            agent_channel.send(cancelled("second"))
+            other_channel.send(cancelled("first"))
             first, second, foreign = lines
             if tamper == "reflected":
                 coordinator[1].write = (  # type: ignore[method-assign,assignment]
                     lambda data: lines.append(bytes(data))
                 )
-                coordinator_channel.send(Warn())
+                coordinator_channel.send(Order())
                 write(lines[-1])
             elif tamper == "replayed":
                 write(first + first)
-                assert await coordinator_channel.receive() == Cancel("first")
+                assert await coordinator_channel.receive() == cancelled("first")
             else:
                 write(
                     {
@@ -319,7 +324,7 @@ def test_cut_off_message_is_end_of_connection(cut: int) -> None:
             agent[1].write = (  # type: ignore[method-assign,assignment]
                 lambda data: lines.append(bytes(data))
             )
-            agent_channel.send(Done())
+            agent_channel.send(NodeState(3))
             write(lines[0][:cut])
             agent[1].close()
             assert await coordinator_channel.receive() is None
@@ -342,8 +347,8 @@ def test_long_message_below_limit_is_received() -> None:
         async with connection() as (agent, coordinator):
             agent_channel, coordinator_channel = await channels(agent, coordinator)
             reason = "x" * (1 << 17)
-            agent_channel.send(Cancel(reason))
-            assert await coordinator_channel.receive() == Cancel(reason)
+            agent_channel.send(cancelled(reason))
+            assert await coordinator_channel.receive() == cancelled(reason)
 
     run(scenario)
 
@@ -369,7 +374,7 @@ def test_close_does_not_wait_for_peer_that_reads_nothing() -> None:
             agent_channel, _ = await channels(agent, coordinator)
             coordinator[1].transport.pause_reading()  # type: ignore[attr-defined]
             for _ in range(200):
-                agent_channel.send(Cancel("x" * 100_000))
+                agent_channel.send(Hello(1, "h" * 100_000, 1, 0, 2, 1))
             begin = asyncio.get_running_loop().time()
             await agent_channel.close()
             return asyncio.get_running_loop().time() - begin
@@ -559,16 +564,16 @@ def test_unknown_message_of_agent_is_refused_by_name() -> None:
         async with connection() as (agent, coordinator):
             agent_channel, coordinator_channel = await channels(agent, coordinator)
             agent_channel._sends = messages.FROM_COORDINATOR
-            agent_channel.send(Warn())
-            with pytest.raises(MalformedMessageError, match="unknown message 'Warn'"):
+            agent_channel.send(Order())
+            with pytest.raises(MalformedMessageError, match="unknown message 'Order'"):
                 await coordinator_channel.receive()
 
     run(scenario)
 
 
 def test_unknown_field_of_message_is_ignored() -> None:
-    data = messages.FROM_AGENT.encode(Cancel("x")) | {"added later": 1}
-    assert messages.FROM_AGENT.decode(data) == Cancel("x")
+    data = messages.FROM_AGENT.encode(cancelled("x")) | {"added later": 1}
+    assert messages.FROM_AGENT.decode(data) == cancelled("x")
 
 
 def test_first_message_other_than_hello_is_refused() -> None:
@@ -576,7 +581,7 @@ def test_first_message_other_than_hello_is_refused() -> None:
         async with connection() as (agent, coordinator):
             accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
             channel = await protocol.authenticate_to_coordinator(*agent, TOKEN, "job-1")
-            channel.send(Done())
+            channel.send(NodeState(3))
             assert await channel.receive() == messages.Refused("its first message is not Hello")
             with pytest.raises(RefusedError, match="not Hello"):
                 await accepting

@@ -309,6 +309,7 @@ class Agent:
             and not self._ended
             and not self._requests.cancelled.done()
         ):
+            self._send(self._report.now())  # this process ends before its next turn
             self._parent.replace_agent(why)
 
     def _start_round(self, order: states.Order) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,11 @@ from clusterjob.node.rendezvous import root_cause
 from clusterjob.node.states import Failing, NodeState, Probed
 from clusterjob.node.verdict import Failure
 
+# A state must fit a message of 256 KiB. Bytes of its failures, and their number.
+_FAILURE_BYTES, _MOST_FAILURES = 128 << 10, 256
+# How many failures keep the end of their output, until they fit; characters of that, and of a
+# message without it.
+_WITH_OUTPUT, _TEXT, _SHORT = (16, 4, 1, 0), 4096, 200
 _ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
 
 
@@ -40,12 +46,26 @@ class StateReport:
         return replace(
             self.state,
             quiet=max(0.0, moment - self._alive_at),
-            failing=tuple(
-                Failing(failure, max(0.0, moment - at), exited=exited)
-                for failure, at, exited in self._failing.values()
+            failing=self._failures(moment),
+            exits=tuple(
+                Failing(_bounded(failure, output=False), moment - at, exited=True)
+                for failure, at in self._exits
             ),
-            exits=tuple(Failing(failure, moment - at, exited=True) for failure, at in self._exits),
         )
+
+    def _failures(self, moment: float) -> tuple[Failing, ...]:
+        """Return the first failures, as many of them with their output as fit a message."""
+        # An effect names no cause.
+        first = sorted(self._failing.values(), key=lambda each: (each[0].effect, each[1]))
+        found: tuple[Failing, ...] = ()
+        for most in _WITH_OUTPUT:
+            found = tuple(
+                Failing(_bounded(failure, output=number < most), max(0.0, moment - at), exited)
+                for number, (failure, at, exited) in enumerate(first[:_MOST_FAILURES])
+            )
+            if sum(len(json.dumps(each.failure.to_json())) for each in found) < _FAILURE_BYTES:
+                break
+        return found
 
     def begin(self, number: int) -> None:
         """Begin a round: forget the workers of the last one."""
@@ -109,3 +129,15 @@ class StateReport:
         if at > self._alive_at + _ALIVE_SECONDS or step > self.state.step:
             self._alive_at = max(at, self._alive_at)
             self.set(step=max(step, self.state.step))
+
+
+def _bounded(failure: Failure, *, output: bool) -> Failure:
+    """Return the failure with the end of its output, at most 4 KiB, or without it."""
+    if not output:
+        return replace(failure, message=failure.message[:_SHORT], last_lines=())
+    kept: list[str] = []
+    for line in reversed(failure.last_lines):
+        left = _TEXT - sum(map(len, kept))
+        if left > 0:
+            kept.append(line[:left])
+    return replace(failure, message=failure.message[:_TEXT], last_lines=tuple(reversed(kept)))

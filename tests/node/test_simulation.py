@@ -1,0 +1,39 @@
+"""Whole jobs with faults on a simulated clock and network: what must hold in every order."""
+
+from __future__ import annotations
+
+import pytest
+import simulation
+
+# Seeds that were red once, and what they showed.
+CAUGHT: dict[int, str] = {
+    3: "a coordinator that resigned blamed itself",
+    60: "a coordinator of a minority gave a verdict",
+    130: "a round was charged twice after two coordinators",
+    538: "a node whose workers were killed while it was frozen counted as a success",
+    555: "an agent that was started again got workers of the round that was being stopped",
+    694: "a coordinator that was frozen blamed the node that came back",
+}
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_seeds_hold_the_invariants(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulation.simulate(seed)
+
+
+@pytest.mark.parametrize("seed", CAUGHT)
+def test_seeds_that_were_red_hold_the_invariants(seed: int) -> None:
+    simulation.simulate(seed)
+
+
+@pytest.mark.parametrize("name", simulation.MUTANTS)
+def test_broken_rule_is_caught(name: str) -> None:
+    assert simulation.catch(name, 1000) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 10_000, 500))
+def test_many_seeds_hold_the_invariants(first: int) -> None:
+    for seed in range(first, first + 500):
+        simulation.simulate(seed)

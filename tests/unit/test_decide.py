@@ -1,0 +1,776 @@
+"""What a job does next, by the states of its nodes: decisions as a pure function."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clusterjob.node import decide as core
+from clusterjob.node.contract import World
+from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.program import Program
+from clusterjob.node.rendezvous.evidence import MOST_NODES
+from clusterjob.node.rendezvous.outcome import Outcome
+from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
+from clusterjob.node.rendezvous.succession import Members
+from clusterjob.node.states import Failing, Missing, Order, Probed, Request
+from clusterjob.node.verdict import Failure, FailureKind, JobState
+
+
+def failure(
+    rank: int | None = 0, *, node: int = 0, local: int | None = None, **fields: Any
+) -> Failure:
+    """Return the failure of a worker, or of a node if the rank is None."""
+    made = Failure(
+        rank,
+        rank if local is None else local,
+        node_rank=node,
+        host=f"gpu{node}",
+        exit_code=1,
+        signal=None,
+        message="ValueError: boom",
+    )
+    return replace(made, **fields)
+
+
+class Cluster:
+    """A job with its coordinator on node 0, and agents that do what the test says.
+
+    Args:
+        nnodes: the number of nodes.
+        nproc: workers of each node.
+        **options: of the job.
+    """
+
+    def __init__(
+        self, nnodes: int = 2, nproc: int = 1, *, moves: bool = False, **options: Any
+    ) -> None:
+        self.now = 100.0
+        self.job = Job(
+            LaunchOptions(Program("script", "train.py"), **options), nnodes=nnodes, moves=moves
+        )
+        self.ledger = Ledger(since=self.now)
+        self.nodes: dict[int, Node] = {}
+        self.view: dict[str, Any] = {}  # other fields of the view
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[str] = []
+        self.due = math.inf
+        self.join(*range(nnodes), nproc=nproc)
+
+    def join(self, *numbers: int, nproc: int = 1) -> None:
+        for number in numbers:
+            self.nodes[number] = Node(
+                number, f"gpu{number}", pid=1, nproc=nproc, joined_at=self.now, heard_at=self.now
+            )
+
+    def lose(self, number: int, why: str = "no message for 10 s", **fields: Any) -> None:
+        self.nodes[number] = replace(self.nodes[number], lost=Loss(why, self.now, **fields))
+
+    def say(self, number: int, **fields: Any) -> None:
+        """Let a node send its state."""
+        node = self.nodes[number]
+        self.nodes[number] = node.receive(replace(node.state, **fields), self.now)
+
+    def fail(self, number: int, *found: Failure, age: float = 0.0, exited: bool = True) -> None:
+        self.say(number, failing=tuple(Failing(each, age, exited=exited) for each in found))
+
+    def decide(self, seconds: float = 0.0) -> Stage:
+        """Let time pass, decide, and begin the round that follows; return the stage."""
+        self.now += seconds
+        self._take(core.decide(self.job, self.ledger, self._view(), self.now))
+        if self.ledger.stage is Stage.START:
+            worlds, first = {}, 0
+            chosen = core.chosen(self.job, self.ledger, self._view())
+            size = sum(self.nodes[node].nproc for node in chosen)
+            for rank, number in enumerate(chosen):
+                nproc = self.nodes[number].nproc
+                worlds[number] = World(
+                    self.ledger.round + 1, "gpu0", 29500, agent_store=True, node_rank=rank,
+                    nnodes=len(chosen), nproc=nproc, first_rank=first, world_size=size,
+                )  # fmt: skip
+                first += nproc
+            self._take(core.begin(self.job, self.ledger, self._view(), self.now, worlds))
+        return self.ledger.stage
+
+    def wait(self, seconds: float) -> Stage:
+        """Let time pass; decide whenever a decision is due."""
+        end = self.now + seconds
+        self.decide()
+        while self.now < end:
+            self.now = min(end, max(self.now + 0.001, self.due))
+            self.decide()
+        return self.ledger.stage
+
+    def run(self) -> None:
+        """Start a round, and let all its workers run."""
+        for _ in range(40):
+            if self.decide(0.25) is Stage.RUN:
+                break
+        assert self.ledger.stage is Stage.RUN
+        for number in self.ledger.nodes:
+            self.say(
+                number, round=self.ledger.round, started=True, ended=False, idle=False,
+                succeeded=(), failing=(), reported=False, exits=(),
+            )  # fmt: skip
+        self.decide()
+        assert self.ledger.run.running
+
+    def stop(self) -> None:
+        """Let all nodes stop their workers as they are told."""
+        for _ in range(2):
+            if self.ledger.stage is Stage.COLLECT:
+                for number in self.ledger.run.collect_from:
+                    self.say(number, collected=True)
+                self.decide()
+            if self.ledger.stage is Stage.STOP:
+                for number in self.ledger.run.worlds:
+                    if self.nodes[number].lost is None:
+                        self.say(number, round=self.ledger.round, idle=True, ended=True)
+                self.decide()
+
+    def orders(self) -> dict[int, Order]:
+        return dict(core.orders(self.job, self.ledger, self.nodes))
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.events if name == event]
+
+    @property
+    def end(self) -> Outcome:
+        assert self.ledger.end is not None
+        return self.ledger.end
+
+    def _view(self) -> View:
+        return View(self.nodes, time=f"{self.now:.3f}", **self.view)
+
+    def _take(self, decision: Decision) -> None:
+        self.ledger, self.due = decision.ledger, decision.due
+        self.events += decision.events
+        self.lines += decision.lines
+        for number, why in decision.dropped.items():
+            self.lose(number, why)
+
+
+def running(nnodes: int = 2, nproc: int = 1, **options: Any) -> Cluster:
+    cluster = Cluster(nnodes, nproc, **options)
+    cluster.run()
+    return cluster
+
+
+def succeed(cluster: Cluster, *numbers: int) -> None:
+    for number in numbers:
+        nproc = cluster.nodes[number].nproc
+        cluster.say(number, ended=True, succeeded=tuple(range(nproc)))
+
+
+# -- the first round -------------------------------------------------------------------------------
+
+
+def test_round_begins_when_all_nodes_are_there_and_succeeds_when_all_workers_have() -> None:
+    cluster = running(2, 2)
+    assert cluster.named("started")[0]["nodes"] == [0, 1]
+    assert cluster.named("running")
+    succeed(cluster, 0)
+    assert cluster.decide() is Stage.RUN
+    succeed(cluster, 1)
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
+    assert [each.kind for each in cluster.ledger.rounds] == [""]
+
+
+def test_workers_that_ended_without_success_or_failure_are_no_success() -> None:
+    cluster = running(2, 2)
+    succeed(cluster, 0)
+    cluster.say(1, ended=True, succeeded=(0,))
+    cluster.decide()
+    cluster.stop()
+    assert cluster.end.failure is not None
+    assert (cluster.end.failure.node_rank, cluster.end.failure.kind) == (1, "process_lost")
+
+
+def test_missing_node_is_named_every_5_s_and_ends_the_job_after_the_timeout() -> None:
+    cluster = Cluster(3, join_timeout=20.0)
+    del cluster.nodes[2]
+    cluster.wait(12.0)
+    assert [each["missing"] for each in cluster.named("waiting")] == [[2], [2]]
+    assert cluster.lines[0] == "waiting for node 2 of 3, 5 s so far"
+    cluster.wait(10.0)
+    assert cluster.ledger.stage is Stage.END
+    assert "node 2 of 3 never joined within 20 s" in cluster.end.reason
+
+
+def test_elastic_round_waits_5_s_for_more_nodes() -> None:
+    cluster = Cluster(3, min_nodes=2)
+    del cluster.nodes[2]
+    assert cluster.wait(4.9) is Stage.WAIT
+    cluster.wait(0.3)
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 1))
+
+
+def test_node_that_is_refused_or_lost_before_the_first_round_ends_the_job() -> None:
+    cluster = Cluster(2)
+    cluster.view["refused"] = [failure(None, node=1, message="claimed twice")]
+    assert cluster.decide() is Stage.END
+    assert cluster.end.reason == "node 1 (host gpu1): claimed twice"
+    other = Cluster(2)
+    other.lose(1)
+    assert other.decide() is Stage.END
+    assert "the agent on gpu1 (pid 1) was lost" in other.end.reason
+
+
+def test_warning_before_the_first_round_preempts_the_job() -> None:
+    cluster = Cluster(2, warning=60.0)
+    cluster.say(1, request=Request(warning="SIGUSR1 on gpu1"))
+    assert cluster.decide() is Stage.END
+    assert cluster.end.state is JobState.PREEMPTED
+    assert cluster.end.reason == "SIGUSR1 on gpu1: before its workers had started"
+
+
+# -- ends of a round -------------------------------------------------------------------------------
+
+
+def test_cancellation_stops_the_workers_and_one_after_their_success_does_not() -> None:
+    cluster = running(2)
+    cluster.say(1, request=Request(cancel="cancelled", interrupt=True))
+    cluster.decide()
+    assert (cluster.ledger.stage, cluster.orders()[0].stop) == (Stage.STOP, core.Stop(3.0, 2))
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
+    late = running(2)
+    succeed(late, 0, 1)
+    late.say(1, request=Request(cancel="cancelled"))
+    late.decide()
+    late.stop()
+    assert late.end.state is JobState.SUCCEEDED
+
+
+def test_second_interrupt_stops_without_grace() -> None:
+    cluster = running(2)
+    cluster.say(0, request=Request(cancel="SIGINT on gpu0", interrupt=True))
+    cluster.decide()
+    cluster.say(0, request=Request(cancel="SIGINT on gpu0", interrupt=True, kill=True))
+    cluster.decide()
+    order = cluster.orders()[1].stop
+    assert order is not None
+    assert order.grace == 0.0
+
+
+def test_cancellation_during_the_stop_of_a_failed_round_ends_the_job() -> None:
+    cluster = running(2, max_restarts=3)
+    cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
+    cluster.decide()
+    cluster.say(0, request=Request(cancel="cancelled"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
+
+
+def test_time_limit_counts_from_when_all_workers_run() -> None:
+    cluster = Cluster(2, time_limit=10.0, join_timeout=30.0)
+    cluster.decide()
+    cluster.wait(25.0)
+    assert cluster.ledger.stage is Stage.RUN
+    for number in (0, 1):
+        cluster.say(number, round=0, started=True, idle=False)
+    cluster.decide()
+    assert cluster.wait(9.0) is Stage.RUN
+    cluster.wait(1.5)
+    assert cluster.end.exit_code == 124
+    assert cluster.end.reason == "the time limit of 10 s was reached"
+
+
+def test_failure_that_has_exited_stops_the_round_and_is_the_cause() -> None:
+    cluster = running(2)
+    cluster.fail(1, failure(1, node=1, local=0), exited=False)
+    cluster.decide()
+    assert cluster.due == pytest.approx(cluster.now + EXIT_TIMEOUT)
+    cluster.fail(1, failure(1, node=1, local=0))
+    cluster.decide()
+    assert cluster.ledger.stage is Stage.COLLECT
+    assert cluster.orders()[0].collect
+    cluster.stop()
+    assert cluster.end.reason == "rank 1 (node 1, local rank 0, host gpu1): ValueError: boom"
+
+
+def test_all_nodes_are_asked_before_an_effect_is_the_verdict() -> None:
+    cluster = running(3)
+    effect = failure(0, effect=True, kind=FailureKind.NETWORK)
+    cluster.fail(0, effect)
+    cluster.decide()
+    cluster.decide(EFFECT_TIMEOUT)
+    assert cluster.orders()[1].report
+    for number in (0, 1):
+        cluster.say(number, reported=True)
+    assert cluster.wait(10.0) is Stage.RUN
+    cluster.fail(2, failure(2, node=2, local=0), age=8.0)
+    cluster.decide()
+    assert cluster.end.failure is not None
+    assert cluster.end.failure.rank == 2
+
+
+def test_silent_node_delays_the_verdict_on_an_effect_for_its_lease() -> None:
+    cluster = running(2, lease=10.0, heartbeat=2.0)
+    cluster.fail(0, failure(0, effect=True))
+    cluster.say(0, reported=True)
+    assert cluster.wait(14.0) is Stage.RUN
+    assert cluster.wait(0.5) is Stage.COLLECT
+
+
+def test_early_exit_explains_effects() -> None:
+    cluster = running(2)
+    lines = ('  File "/venv/torch/distributed/distributed_c10d.py", line 1, in all_reduce', "x")
+    cluster.fail(0, failure(0, effect=True, last_lines=lines), age=0.0)
+    succeed(cluster, 1)
+    left = failure(1, node=1, local=0, exit_code=0, message="")
+    cluster.say(0, reported=True)
+    cluster.say(1, reported=True, exits=(Failing(left, 1.0, exited=True),))
+    cluster.wait(1.0)
+    cluster.stop()
+    assert cluster.end.failure is not None
+    assert (cluster.end.failure.rank, cluster.end.failure.kind) == (1, "early_exit")
+
+
+def test_report_that_arrives_during_the_stop_may_be_the_cause() -> None:
+    cluster = running(2)
+    cluster.fail(0, failure(0))
+    cluster.decide(1.0)
+    cluster.fail(1, failure(1, node=1, local=0, message="older"), age=5.0)
+    cluster.stop()
+    assert "older" in cluster.end.reason
+
+
+def test_node_that_does_not_stop_is_dropped_after_the_grace() -> None:
+    cluster = running(2, grace=2.0)
+    cluster.fail(0, failure(0))
+    cluster.decide()
+    cluster.wait(2.0)  # without stacks
+    assert cluster.ledger.stage is Stage.STOP
+    cluster.say(0, idle=True, ended=True)
+    cluster.wait(8.0)
+    assert cluster.ledger.stage is Stage.END
+    assert cluster.nodes[1].lost is not None
+    assert "node 1 (host gpu1) does not answer the stop order" in cluster.lines
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "failed", "asked"),
+    [(MOST_NODES, 3, MOST_NODES), (1000, 501, 129), (1000, 0, 128), (1000, None, 1000)],
+)
+def test_after_failure_of_large_job_some_nodes_are_asked_for_stacks(
+    nnodes: int, failed: int | None, asked: int
+) -> None:
+    cluster = running(nnodes, time_limit=5.0)
+    if failed is None:
+        cluster.wait(5.5)
+    else:
+        cluster.fail(failed, failure(failed, node=failed, local=0))
+        cluster.decide()
+    found = cluster.ledger.run.collect_from
+    # A time limit has no failed node; all are asked.
+    assert abs(len(found) - asked) <= 1 + nnodes // MOST_NODES * (failed is not None)
+    assert failed is None or failed in found
+    assert max(found) >= nnodes - nnodes // MOST_NODES - 2
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+def test_restarts_are_charged_and_end_with_the_budget() -> None:
+    cluster = running(2, max_restarts=1)
+    for _ in range(2):
+        cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
+        cluster.decide()
+        cluster.stop()
+        if cluster.ledger.stage is not Stage.END:
+            cluster.run()
+    assert cluster.ledger.stage is Stage.END
+    assert (cluster.ledger.restarts, len(cluster.ledger.rounds)) == (1, 2)
+    assert [each["restart"] for each in cluster.named("restart")] == [1]
+
+
+def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
+    cluster = running(3, spares=1)
+    assert cluster.ledger.nodes == (0, 1)
+    cluster.lose(1)
+    cluster.decide()
+    cluster.stop()
+    assert cluster.ledger.stage is Stage.WAIT
+    fence = cluster.job.options.lease + core.END_SECONDS
+    assert cluster.wait(fence - 1.0) is Stage.WAIT, "its workers may run until its lease is over"
+    cluster.wait(1.5)
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
+    assert cluster.named("avoid")[0]["node_rank"] == 1
+
+
+def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
+    cluster = running(3, spares=1)
+    cluster.lose(1, ended=True)
+    cluster.view["ended"] = frozenset({1})
+    cluster.decide()
+    cluster.stop()
+    cluster.wait(0.5)
+    assert cluster.ledger.nodes == (0, 2)
+    assert not cluster.named("avoid"), "only the agent was killed"
+
+
+def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
+    cluster = running(2, min_nodes=2, max_restarts=1, join_timeout=30.0)
+    cluster.lose(1)
+    cluster.decide()
+    cluster.stop()
+    cluster.wait(31.0)
+    assert cluster.ledger.stage is Stage.END
+    assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
+
+
+def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() -> None:
+    cluster = running(2, max_restarts=1)
+    cluster.now += 1.0
+    cluster.join(1)
+    assert cluster.orders()[1].world is None
+    cluster.decide()
+    assert cluster.end.failure is not None
+    assert cluster.end.failure.node_rank == 1
+
+
+def test_node_with_workers_takes_no_part_in_the_next_round() -> None:
+    cluster = running(3, spares=1, max_restarts=2)
+    cluster.say(2, idle=False)
+    cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
+    cluster.decide()
+    cluster.stop()
+    cluster.run()
+    assert cluster.ledger.nodes == (0, 1)
+
+
+def test_coordinator_that_stood_still_blames_itself() -> None:
+    cluster = running(2)
+    cluster.view["stalled"] = 30.0
+    cluster.lose(1, "no message from it", by_agent=True)
+    cluster.decide()
+    assert cluster.end.failure is not None
+    assert cluster.end.failure.node_rank == 0
+    assert "did not run for 30 s" in cluster.end.failure.message
+
+
+# -- preemption ------------------------------------------------------------------------------------
+
+
+def warned(cluster: Cluster) -> None:
+    cluster.say(0, request=Request(warning="SIGUSR1 on gpu0"))
+    cluster.decide()
+
+
+@pytest.mark.parametrize(("warning", "seconds"), [(90.0, 85.0), (4.0, 2.0)])
+def test_workers_get_the_warning_time_minus_the_grace_or_half_of_it(
+    warning: float, seconds: float
+) -> None:
+    cluster = running(2, warning=warning)
+    warned(cluster)
+    assert cluster.named("warned")[0]["seconds"] == seconds
+    assert cluster.orders()[1].warned
+    assert cluster.wait(seconds - 0.5) is Stage.RUN
+    cluster.wait(1.0)
+    assert cluster.end.state is JobState.PREEMPTED
+
+
+def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() -> None:
+    cluster = running(2, warning=60.0)
+    warned(cluster)
+    cluster.fail(0, failure(0, effect=True))
+    cluster.decide()
+    assert cluster.ledger.stage is Stage.RUN
+    cluster.fail(1, failure(1, node=1, local=0, exit_code=75, kind=FailureKind.PREEMPTED))
+    for number in (0, 1):
+        cluster.say(number, ended=True)
+    cluster.decide()
+    cluster.stop()
+    assert cluster.end.reason == "SIGUSR1 on gpu0: its workers left to be queued again"
+
+
+def test_other_failure_after_a_warning_is_a_failure() -> None:
+    cluster = running(2, warning=60.0)
+    warned(cluster)
+    cluster.fail(1, failure(1, node=1, local=0))
+    cluster.decide()
+    assert cluster.end.state is JobState.FAILED
+
+
+def test_suspected_preemption_waits_3_s_for_its_warning() -> None:
+    cluster = running(2, warning=60.0)
+    killed = failure(1, node=1, local=0, exit_code=143, kind=FailureKind.TERMINATED)
+    cluster.fail(1, killed)
+    cluster.decide()
+    assert cluster.wait(2.9) is Stage.RUN
+    cluster.wait(0.2)
+    assert cluster.end.failure == killed
+    other = running(2, warning=60.0)
+    other.fail(1, killed)
+    other.decide(1.0)
+    warned(other)
+    assert other.wait(10.0) is Stage.RUN
+    never = running(2)
+    never.fail(1, killed)
+    never.decide()
+    assert never.end.failure == killed
+
+
+def test_node_that_is_lost_after_a_warning_preempts_the_job() -> None:
+    cluster = running(2, warning=60.0)
+    warned(cluster)
+    cluster.lose(1)
+    cluster.decide()
+    assert cluster.end.state is JobState.PREEMPTED
+
+
+# -- what ranks wait for ---------------------------------------------------------------------------
+
+
+def waiting(cluster: Cluster, *ranks: int, gave_up: bool = False) -> None:
+    cluster.say(0, missing=Missing(0, ranks, gave_up=gave_up))
+    cluster.decide()
+
+
+def test_nodes_of_missing_ranks_are_asked_and_the_answer_goes_to_who_waits() -> None:
+    cluster = running(3, 2)
+    waiting(cluster, 2, 5, 99)
+    asked = {node: order.probe for node, order in cluster.orders().items()}
+    assert asked[0] is None
+    assert [probe.ranks for probe in (asked[1], asked[2]) if probe is not None] == [(2,), (5,)]
+    cluster.say(2, probed=Probed(1, ("rank 5: it sleeps",)))
+    cluster.decide()
+    found = cluster.orders()[0].found
+    assert found is not None
+    assert (found.local_rank, found.lines) == (0, ("rank 5: it sleeps",))
+    assert cluster.named("missing") == [{"node_rank": 2, "workers": ["rank 5: it sleeps"]}]
+
+
+def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> None:
+    cluster = running(2, 2)
+    gave_up = failure(0, effect=True, kind=FailureKind.RENDEZVOUS)
+    stuck = failure(3, node=1, local=1, message="the others gave up waiting for it")
+    waiting(cluster, 3, gave_up=True)
+    cluster.fail(0, gave_up)
+    cluster.say(0, reported=True)
+    cluster.say(1, reported=True)
+    assert cluster.wait(2.0) is Stage.RUN, "the answer may take 3 s"
+    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)))
+    cluster.decide()
+    assert cluster.end.failure == stuck
+
+
+def test_answer_to_an_earlier_question_is_no_cause() -> None:
+    cluster = running(2, 2)
+    waiting(cluster, 3, gave_up=True)
+    waiting(cluster, 2, gave_up=True)
+    stuck = failure(3, node=1, local=1)
+    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)), reported=True)
+    cluster.fail(0, failure(0, effect=True, kind=FailureKind.RENDEZVOUS))
+    cluster.say(0, reported=True)
+    cluster.wait(4.0)
+    assert cluster.end.failure is not None
+    assert cluster.end.failure.rank == 0
+
+
+def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
+    cluster = running(2, 2)
+    succeed(cluster, 0)
+    cluster.say(1, succeeded=(0,))
+    cluster.decide()
+    cluster.wait(9.5)
+    assert not cluster.named("unfinished")
+    cluster.wait(30.0)
+    [event] = cluster.named("unfinished")
+    assert event["text"] == "rank 3 still runs; ranks 0-2 ended 10 s ago"
+    probe = cluster.orders()[1].probe
+    assert probe is not None
+    assert (probe.ranks, probe.note) == ((3,), event["text"])
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(4096, 48), (8, 16)])
+def test_counts_of_ranks_in_a_large_world_get_few_events(world_size: int, most: int) -> None:
+    cluster = running(world_size // 8, 8)
+    chosen = random.Random(1)
+    for field in ("joined", "formed"):
+        ranks = [node for node in cluster.nodes for _ in range(8)]
+        chosen.shuffle(ranks)
+        for index, node in enumerate(ranks):
+            cluster.say(node, **{field: getattr(cluster.nodes[node].state, field) + 1})
+            if index % (world_size // 128 or 1) == 0 or index > len(ranks) - 3:
+                cluster.decide()
+    events = cluster.named("ranks")
+    assert 8 < len(events) <= most
+    assert (events[-1]["joined"], events[-1]["formed"]) == (world_size, world_size)
+
+
+def test_imports_get_few_events() -> None:
+    cluster = running(2)
+    for _ in range(50):
+        for importing in (True, False):
+            cluster.say(0, importing=importing)
+            cluster.decide()
+    assert [event["torch"] for event in cluster.named("importing")] == [True, False] * 4
+
+
+# -- a hang ----------------------------------------------------------------------------------------
+
+
+class Quiet(Cluster):
+    """Two nodes whose workers are silent; each answers a request for a sample at once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(2, **options)
+        self.run()
+        self.output_at = [self.now, self.now]
+        self.moved = [False, False]
+        self.silent: set[int] = set()
+
+    def hangs(self, seconds: float) -> bool:
+        """Let time pass until the job hangs, or for a time; return whether it hangs."""
+        end = self.now + seconds
+        while self.now < end and self.ledger.stage is Stage.RUN:
+            self.now = min(end, max(self.now + 0.01, self.due))
+            self.decide()
+            for number, order in self.orders().items():
+                if number not in self.silent and order.sample:
+                    moved = self.moved[number] and not order.first
+                    quiet = self.now - self.output_at[number]
+                    self.say(number, sampled=order.sample, moved=moved, quiet=quiet, step=number)
+            self.decide()
+        return self.ledger.stage is not Stage.RUN
+
+
+def test_job_hangs_after_the_timeout_without_any_sign() -> None:
+    cluster = Quiet(hang_timeout=20.0)
+    begin = cluster.now
+    assert cluster.hangs(60)
+    assert cluster.now - begin == pytest.approx(20.0, abs=0.5)
+    cluster.stop()
+    assert cluster.end.failure is not None
+    assert cluster.end.failure.kind is FailureKind.HANG
+
+
+def test_job_without_timeout_never_hangs() -> None:
+    cluster = Quiet()
+    assert not cluster.hangs(10_000)
+    assert cluster.due == math.inf
+
+
+def test_output_of_one_node_and_a_moving_rank_delay_the_hang() -> None:
+    cluster = Quiet(hang_timeout=20.0)
+    assert not cluster.hangs(15)
+    cluster.output_at[1] = cluster.now
+    cluster.say(1, quiet=0.0)
+    assert not cluster.hangs(15)
+    cluster.moved[0] = True
+    assert not cluster.hangs(100)
+    cluster.moved[0] = False
+    stopped = cluster.now
+    assert cluster.hangs(60)
+    assert cluster.now - stopped < 20 + 5 + 0.5
+
+
+def test_node_without_answer_proves_no_hang() -> None:
+    cluster = Quiet(hang_timeout=20.0)
+    cluster.silent.add(1)
+    assert not cluster.hangs(200)
+    cluster.silent.clear()
+    assert cluster.hangs(30)
+
+
+def test_stop_of_the_coordinator_itself_is_no_hang() -> None:
+    cluster = Quiet(hang_timeout=20.0)
+    assert not cluster.hangs(10)
+    cluster.now += 1000
+    cluster.view["stalled"] = 1000.0
+    cluster.decide()
+    cluster.view.clear()
+    resumed = cluster.now
+    assert cluster.hangs(60)
+    assert cluster.now - resumed >= 20
+
+
+# -- other coordinators ----------------------------------------------------------------------------
+
+
+def split(nnodes: int, own: Sequence[int], **view: Any) -> Cluster:
+    """Return a cluster whose coordinator has lost all nodes but some in the first round."""
+    cluster = running(nnodes, max_restarts=3, moves=True)
+    for number in cluster.nodes:
+        cluster.say(number, seen=1)
+    cluster.decide()
+    cluster.view.update(view)
+    for number in set(cluster.nodes) - set(own):
+        cluster.lose(number)
+    cluster.decide()
+    cluster.stop()
+    return cluster
+
+
+def test_smaller_part_of_a_split_job_resigns_and_decides_nothing() -> None:
+    cluster = split(5, [0, 1])
+    cluster.wait(7.0)
+    assert cluster.ledger.stage is Stage.RESIGN
+    assert not cluster.ledger.rounds
+
+
+def test_larger_part_of_a_split_job_goes_on() -> None:
+    cluster = split(5, [0, 1, 2])
+    assert cluster.ledger.stage is Stage.WAIT
+    assert len(cluster.ledger.rounds) == 1
+
+
+@pytest.mark.parametrize(
+    ("up", "stage"), [(True, Stage.RUN), (False, Stage.RESIGN), (None, Stage.WAIT)]
+)
+def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
+    up: bool | None, stage: Stage
+) -> None:
+    cluster = running(4, max_restarts=3, min_nodes=2, moves=True)
+    cluster.job = replace(cluster.job, asks_slurm=True)
+    for number in cluster.nodes:
+        cluster.say(number, seen=1)
+    for number in (2, 3):
+        cluster.lose(number)
+    cluster.decide()
+    cluster.stop()
+    cluster.view["slurm_up"] = up
+    cluster.wait(14.0)
+    assert cluster.ledger.stage is stage
+
+
+def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() -> None:
+    members = Members(frozenset(range(3)), 0)
+    ledger = Ledger(
+        Stage.RUN, round=0, nodes=(0, 1, 2), groups=(members,), first_started="t", started="t"
+    )
+    cluster = Cluster(3, max_restarts=1, min_nodes=2, moves=True)
+    cluster.job = replace(cluster.job, own=1)
+    lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
+    cluster.nodes.clear()
+    cluster.join(1)
+    cluster.say(1, seen=1)
+    cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
+    cluster.wait(2.0)
+    assert not cluster.ledger.rounds
+    cluster.join(2)
+    cluster.say(2, seen=1)
+    cluster.decide()
+    assert [each.kind for each in cluster.ledger.rounds] == ["node_lost"]
+    again = core.take_over(cluster.job, cluster.ledger, cluster._view(), cluster.now, lost)
+    assert len(again.ledger.rounds) == 1
+    cluster.wait(13.0)
+    assert (cluster.ledger.round, cluster.ledger.nodes) == (1, (1, 2))
+
+
+def test_node_that_knows_a_newer_round_is_of_another_part() -> None:
+    cluster = split(3, [0, 1])
+    cluster.say(1, seen=9)
+    cluster.wait(7.0)
+    assert cluster.ledger.stage is Stage.RESIGN
