@@ -1,4 +1,4 @@
-"""The coordinator: receive the states of all nodes, decide, send orders, record what happens."""
+"""The coordinator: receive the states of all nodes, decide, send orders, record events."""
 
 from __future__ import annotations
 

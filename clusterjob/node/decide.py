@@ -454,7 +454,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
 
 
 def entries(job: Job, ledger: Ledger, view: View) -> list[Entry]:
-    """Return the failures of the newest round before it was stopped, without those that are none.
+    """Return the failures of the newest round before its stop.
 
     A worker that leaves because of a warning has not failed.
     """

@@ -21,13 +21,13 @@ from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.preflight_part import PreflightPart
 from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.agent.state_report import StateReport
+from clusterjob.node.agent.stop_requests import StopRequests
 from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.identity import NodeJob
-from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.stacks import evidence_files
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import JobState, Verdict

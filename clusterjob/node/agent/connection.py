@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import RendezvousError
 from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.state_report import StateReport
+from clusterjob.node.agent.stop_requests import StopRequests
 from clusterjob.node.coordinator import Coordinator, MinorityError
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
@@ -26,7 +27,6 @@ from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.rendezvous.stalls import Stalls
-from clusterjob.node.rendezvous.stop_requests import StopRequests
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.system import network
 from clusterjob.node.system.codec import MalformedMessageError
