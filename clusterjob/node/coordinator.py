@@ -17,6 +17,8 @@ from clusterjob.node.environments import scheduler, slurm_env
 from clusterjob.node.logs import ends, rounds
 from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
+from clusterjob.node.preflight import checked, differing
+from clusterjob.node.preflight_table import HeatTable
 from clusterjob.node.rendezvous import (
     coordinator_state,
     messages,
@@ -29,8 +31,6 @@ from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succe
 from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.rendezvous.preflight_run import Preflight
 from clusterjob.node.rendezvous.round_plan import plan_round
 from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
 from clusterjob.node.rendezvous.succession import Earlier
@@ -47,7 +47,12 @@ if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
 _BATCH_SECONDS = 0.05  # between two decisions, while states pour in
+_MOST_NAMED = 8  # hosts or findings of the preflight
 _MOST_ROUNDS = 100  # of many rounds, the latest go to the nodes that may coordinate
+
+
+def _count(nodes: int) -> str:
+    return f"{nodes} node{'' if nodes == 1 else 's'}"
 
 
 class MinorityError(RendezvousError):
@@ -105,14 +110,15 @@ class Coordinator:
         self._orders: dict[int, Order] = {}  # the last order of each
         self._ledger = Ledger(since=time.monotonic())
         self._worlds: dict[int, Any] = {}
-        self._store: socket.socket | None = None
+        self._store: socket.socket | None = None  # of the preflight or of the newest round
+        self._store_port = 0
         self._evidence: Evidence | None = None
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[None] | None = None
         self._slurm_up: bool | None = None
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._until_done = UntilDone(options, self._job_dir, identity.attempt)
-        self._preflight: Preflight | None = None
+        self._found: dict[str, Any] | None = None  # by the preflight
         self._decided = 0.0
         self._due = 0.0
 
@@ -218,6 +224,7 @@ class Coordinator:
             slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._options.lease),
             stacks=self._evidence.stacks if self._evidence is not None else (),
+            slow=self._found["slow"] if self._found is not None else None,
         )
 
     # -- what follows from a decision --------------------------------------------------------------
@@ -233,6 +240,10 @@ class Coordinator:
         for node, why in decision.dropped.items():
             self._lose(self._joined[node], why, ended=False)
         stage = self._ledger.stage
+        if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
+            self._begin_measuring()
+        if before.stage is Stage.MEASURE and stage is not Stage.MEASURE:
+            self._report_preflight()
         if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
             self._expect_stacks()
         if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
@@ -257,7 +268,11 @@ class Coordinator:
     def _send_orders(self) -> None:
         for node, wanted in core.orders(self._job, self._ledger, self._nodes):
             order = wanted
-            if node == self._own and order.world is not None and self._store is not None:
+            if order.measure is not None and self._store is not None:
+                address, port = self._topology.master_addr, self._store_port
+                order = replace(order, measure=replace(order.measure, address=address, port=port))
+            serves = order.world is not None or order.measure is not None
+            if node == self._own and serves and self._store is not None:
                 order = OrderWithStore(**vars(order), store=self._store)
             known = self._orders.get(node)
             if known is None or (known is not order and known != order):
@@ -274,11 +289,7 @@ class Coordinator:
     # -- the begin of a round ----------------------------------------------------------------------
 
     async def _start_round(self) -> None:
-        """Measure the nodes before the first round; then bind the port of the store."""
-        if self._options.preflight != "off" and self._ledger.round < 0 and not self._preflight:
-            await self._measure()
-            if self._ledger.stage is not Stage.START:
-                return
+        """Bind the port of the store, and give each node its place."""
         nodes = core.chosen(self._job, self._ledger, self._view())
         self._worlds, self._store = plan_round(
             nodes,
@@ -296,34 +307,38 @@ class Coordinator:
         run = self._ledger.run
         self._stragglers = StragglerWatch(self._ledger.round, run.ranks, self._events)
 
-    async def _measure(self) -> None:
-        """Measure the nodes; spare nodes take the place of slow ones."""
-        self._preflight = Preflight(
-            self._topology,
-            self._options,
-            membership=self.membership,
-            events=self._events,
-            next_message=self.membership.next_message,
-            handle=self._receive_measuring,
-            print_line=self._node.print_line,
-        )
-        await self._preflight.run([node for node in self._nodes if not self._nodes[node].lost])
-        slow, refusal = self._preflight.result.slow, self._preflight.refusal()
-        self._apply(
-            core.after_preflight(
-                self._job, self._ledger, self._view(), time.monotonic(), slow, refusal
-            )
-        )
+    # -- the preflight -----------------------------------------------------------------------------
 
-    def _receive_measuring(self, node: int, message: Any) -> Outcome | None:
-        """Handle a message during the preflight; return an outcome that ends the job meanwhile."""
-        assert self._preflight is not None
-        handle = self._preflight.handlers.get(type(message))
-        if handle is not None:
-            handle(self._peers[node], message)
-        else:
-            self._receive(node, message)
-        return core.cancellation(self._nodes)
+    def _begin_measuring(self) -> None:
+        address = self._topology.master_addr
+        self._store = ports.listen(address, [0], alone=self._topology.nnodes == 1)
+        self._store_port = int(self._store.getsockname()[1])
+        self._node.print_line(f"preflight: measuring {_count(len(self._ledger.measured))}")
+
+    def _report_preflight(self) -> None:
+        """Print what the preflight has found, and write it into the events."""
+        names = core.host_names(self._nodes)
+        found = self._found or {}
+        rows = [[names[node], cells] for node, cells in found.get("rows", {}).items()]
+        columns = found.get("columns", [])
+        table = HeatTable.from_json({"columns": columns, "rows": rows, "hosts": len(rows)})
+        findings = [*found.get("findings", []), *differing(found.get("versions", {}), names)]
+        slow = core.slow_lines(self._job, self._ledger, self._view())[:_MOST_NAMED]
+        seconds = found.get("seconds", 0.0)
+        for line in (
+            f"preflight: {_count(len(rows))} in {seconds:.1f} s; cells are parts of the median",
+            *table.lines(),
+            *(f"preflight: {finding}" for finding in findings[:_MOST_NAMED]),
+            *(f"preflight: slow {line}" for line in slow),
+        ):
+            self._node.print_line(line)
+        self._events.add(
+            "preflight",
+            seconds=seconds,
+            slow=slow,
+            findings=findings[:_MOST_NAMED],
+            table=table.to_json(),
+        )
 
     # -- messages of the agents --------------------------------------------------------------------
 
@@ -344,6 +359,8 @@ class Coordinator:
             self._lose(peer, sanitize(message.why), ended=ended, by_agent=by_agent)
         elif isinstance(message, NodeState) and self._joined.get(node_rank) is peer:
             self._nodes[node_rank] = self._nodes[node_rank].receive(message, time.monotonic())
+        elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
+            self._found = checked(message.result)
         elif isinstance(message, messages.RankWaits) and self._stragglers is not None:
             self._stragglers.receive(peer, message)
             return False

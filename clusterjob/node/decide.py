@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import Members, may_go_on
 from clusterjob.node.stacks.frames import RankStack
-from clusterjob.node.states import Found, NodeState, Order, Probe, Request, Stop
+from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Request, Stop
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
@@ -58,6 +59,8 @@ _HANG_PARTS, _HANG_SHORTEST, _HANG_LONGEST = 20, 1.0, 5.0
 _SAMPLE_SECONDS = 4.0  # seconds for all nodes to answer
 _HANG_JITTER = 0.5  # seconds by which the network may delay a sign of life
 _NOT_STARTED = "before its workers had started"
+_PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
+MEASURED = "done"
 _SMALL_WORLD, _MOST_IMPORTS = 16, 4
 
 
@@ -68,6 +71,7 @@ class Stage(enum.Enum):
     """What the coordinator does."""
 
     WAIT = "wait"  # for the nodes of a round
+    MEASURE = "measure"  # the nodes before the first round
     START = "start"  # a round: the caller binds its store's port, and calls `begin`
     RUN = "run"
     COLLECT = "collect"  # the stacks of a round that is to be stopped
@@ -160,6 +164,7 @@ class View:
         slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
         stacks: the stacks that were collected in this round.
+        slow: the nodes that the preflight has found to be slow, and why; None without a result.
     """
 
     nodes: Mapping[int, Node]
@@ -169,6 +174,7 @@ class View:
     slurm_up: bool | None = None
     stalled: float = 0.0
     stacks: Sequence[RankStack] = ()
+    slow: Mapping[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -279,6 +285,8 @@ class Ledger:
         limit_runs: whether the workers of a round have all run, from when the limit counts.
         warned: the scheduler's warning; None before it.
         end: how the round ends or, while the coordinator waits, how the last one ended.
+        measured: the nodes that measure, or have measured, before the first round.
+        slow: those that are slow, and why.
         blamed: the failure whose node the next round leaves out; None without one.
         more_memory: the factor of memory with which the scheduler must queue the job again; 0.0 if
             it must not.
@@ -309,6 +317,8 @@ class Ledger:
     limit_runs: bool = False
     warned: Warned | None = None
     end: Outcome | None = None
+    measured: frozenset[int] = frozenset()
+    slow: Mapping[int, str] = field(default_factory=dict)
     blamed: Failure | None = None
     more_memory: float = 0.0
     earliest: float = 0.0
@@ -371,32 +381,6 @@ def begin(
     return step.decision
 
 
-def after_preflight(
-    job: Job,
-    ledger: Ledger,
-    view: View,
-    now: float,
-    slow: Mapping[int, str],
-    refusal: Outcome | None,
-) -> Decision:
-    """Return what follows when the nodes were measured before the first round.
-
-    Other nodes take the places of the slow ones, if there are enough; else `refusal` ends the job,
-    if it must not run on slow nodes.
-    """
-    step = _Step(job, view, now, Decision(ledger))
-    step.note_changes()
-    for node, why in slow.items():
-        step.avoid_slow(node, why)
-    if (cancelled := cancellation(view.nodes)) is not None:
-        step.finish(cancelled)
-    elif refusal is not None and slow.keys() & set(step.chosen()):
-        step.finish(refusal)
-    elif step.ledger.lost:
-        step.go(Stage.WAIT)
-    return step.decision
-
-
 def most_restarts(job: Job, ledger: Ledger) -> int:
     """Return the largest number of restarts that the options allow."""
     return _Step(job, View({}), 0.0, Decision(ledger)).policy(ledger.rounds).most
@@ -438,6 +422,8 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         if node.lost is not None:
             continue
         order = shared
+        if ledger.stage is Stage.MEASURE and node_rank in ledger.measured:
+            order = replace(order, measure=_measure_order(job, ledger, node_rank))
         if ledger.stage is Stage.COLLECT and node_rank in run.collect_from:
             order = collecting
         # An agent that was started again since has no workers of this round.
@@ -684,7 +670,10 @@ class _Step:
             here=ledger.here - {rank},
             ended=ledger.ended | {rank} if loss.ended else ledger.ended,
         )
-        if ledger.stage in (Stage.WAIT, Stage.START) or rank not in ledger.run.worlds:
+        if (
+            ledger.stage in (Stage.WAIT, Stage.MEASURE, Stage.START)
+            or rank not in ledger.run.worlds
+        ):
             failure = self.loss_of(node)  # it runs no workers
             self.say(f"{failure.who}: {failure.message}")
 
@@ -786,12 +775,56 @@ class _Step:
 
     def _start_if_alone(self) -> None:
         """Begin a round, unless Slurm may let the other half of a split job begin one."""
+        measures = self.job.options.preflight != "off" and self.ledger.round < 0
+        if measures and not self.ledger.measured:
+            self.add("measuring", nodes=len(self.usable()))
+            self.go(Stage.MEASURE, measured=frozenset(self.usable()))
+            return
         if not (self.job.moves and self.job.asks_slurm and self.is_tied()):
             self.go(Stage.START)
         elif self.view.slurm_up is None:
             self.decision.asks_slurm = True
         else:
             self.go(Stage.START if self.view.slurm_up else Stage.RESIGN)
+
+    def measure(self) -> None:
+        """Wait for the measures; leave slow nodes out, if there are enough others."""
+        ledger, nodes = self.ledger, self.view.nodes
+        if (cancelled := cancellation(nodes)) is not None:
+            self.finish(cancelled)
+            return
+        here = [node for node in ledger.measured if nodes[node].lost is None]
+        due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS
+        if self.now < due and not all(nodes[node].state.measured for node in here):
+            self.wake(due)
+            return
+        found = dict(self.view.slow or {})
+        for node in here:
+            how = nodes[node].state.measured
+            if how != MEASURED:
+                found[node] = f"the measuring process: {how or 'it does not end'}"
+        slow = {node: found[node] for node in sorted(found) if node in here}
+        self.change(slow=slow)
+        for node, why in slow.items():
+            self._avoid_slow(node, why)
+        if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
+            self.finish(outcome.failed(self._slow_failure()))
+        else:
+            self.go(Stage.WAIT if self.ledger.lost else Stage.START)
+
+    def slow_lines(self) -> list[str]:
+        """Return a line for each slow node."""
+        names = host_names(self.view.nodes)
+        return [f"host {names[node]}: {why}" for node, why in self.ledger.slow.items()]
+
+    def _slow_failure(self) -> Failure:
+        named = self.slow_lines()
+        more = len(named) - _MOST_NAMED
+        message = f"preflight: {'; '.join(named[:_MOST_NAMED])}"
+        message += f"; and {more} more hosts" if more > 0 else ""
+        node = min(self.ledger.slow)
+        host = self.view.nodes[node].host
+        return Failure.of_node(node, host, message=message, kind=FailureKind.LAUNCH)
 
     def _wait_is_over(self) -> bool:
         usable, selection = self.usable(), self.selection()
@@ -1310,7 +1343,7 @@ class _Step:
             others = (each for each in ledger.avoided if each != node)
             self.change(avoided=(*others, node))
 
-    def avoid_slow(self, node: int, why: str) -> None:
+    def _avoid_slow(self, node: int, why: str) -> None:
         """Leave a slow node out of the rounds, and record it for later jobs."""
         self.change(avoided=(*(each for each in self.ledger.avoided if each != node), node))
         host = self.view.nodes[node].host
@@ -1342,6 +1375,7 @@ class _Step:
 
 _STAGES = {
     Stage.WAIT: _Step.wait,
+    Stage.MEASURE: _Step.measure,
     Stage.START: _Step.start,
     Stage.RUN: _Step.run,
     Stage.COLLECT: _Step.collect,
@@ -1355,6 +1389,27 @@ def _is_recorded(job: Job, ledger: Ledger) -> bool:
     """Return whether the end of the newest round is in the ledger."""
     last = ledger.rounds[-1] if ledger.rounds else None
     return last is not None and (last.attempt, last.restart) == (job.attempt, ledger.restarts)
+
+
+def host_names(nodes: Mapping[int, Node]) -> dict[int, str]:
+    """Return the host of each node, with the node's number if the host has several nodes."""
+    count = Counter(node.host for node in nodes.values())
+    return {
+        number: f"{node.host} (node {number})" if count[node.host] > 1 else node.host
+        for number, node in nodes.items()
+    }
+
+
+def slow_lines(job: Job, ledger: Ledger, view: View) -> list[str]:
+    """Return a line for each node that the preflight has found to be slow."""
+    return _Step(job, view, 0.0, Decision(ledger)).slow_lines()
+
+
+def _measure_order(job: Job, ledger: Ledger, node: int) -> Measure:
+    """Return the order to measure a node; the caller fills in the store."""
+    numbers = sorted(ledger.measured, key=lambda each: (each != job.own, each))
+    seconds = job.options.join_timeout
+    return Measure("", 0, numbers.index(node), len(numbers), start_seconds=seconds)
 
 
 def _has_ended(node: Node) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from clusterjob.node.contract import World
 from clusterjob.node.system.codec import Limit
-from clusterjob.node.verdict import Failure, Verdict
+from clusterjob.node.verdict import Failure
 
 MAX_WORKERS = 1 << 12  # of a node
 Number = Annotated[int, Limit((1 << 24) - 1)]
@@ -102,6 +102,7 @@ class NodeState:
         sampled: the number of the newest sample of the workers' stacks; 0 without one.
         moved: whether a worker has moved between that sample and the one before.
         collected: whether the stacks of its workers have been sent.
+        measured: how the measuring process has ended: "done", or why it failed; empty before.
         by_exec: why the node starts its workers by exec; empty if it forks them.
         seen: the number of the newest round whose members the node knows, plus 1.
         request: what was asked of this node for the whole job.
@@ -125,6 +126,7 @@ class NodeState:
     sampled: Number = 0
     moved: bool = False
     collected: bool = False
+    measured: Text = ""
     by_exec: Text = ""
     seen: Number = 0
     request: Request = Request()
@@ -169,6 +171,23 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """Measure the node before the first round, with the others.
+
+    Attributes:
+        address, port: the store in which the measuring processes meet.
+        number, count: the number of this node's process, and of all.
+        start_seconds: how long to wait for the processes of the other nodes.
+    """
+
+    address: Text
+    port: Number
+    number: Number
+    count: Number
+    start_seconds: float
+
+
+@dataclass(frozen=True)
 class Order:
     """What the coordinator wants of one node.
 
@@ -184,7 +203,7 @@ class Order:
         first: whether that sample is the first one since the last sign of life.
         collect: whether to send the stacks of all workers.
         dumps: whether to add the dumps of torch's flight recorder.
-        verdict: the end of the job; None before it.
+        measure: how to measure the node; None if it need not be.
     """
 
     round: Annotated[int, Limit((1 << 24) - 1, minimum=-1)] = -1
@@ -198,7 +217,7 @@ class Order:
     first: bool = False
     collect: bool = False
     dumps: bool = False
-    verdict: Verdict | None = None
+    measure: Measure | None = None
 
 
 @dataclass(frozen=True)

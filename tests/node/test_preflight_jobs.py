@@ -34,14 +34,25 @@ def wait_for_measuring(job: Job) -> list[int]:
     ]
 
 
-def test_preflight_without_torch_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("mode", ["--preflight", "--preflight=warn"])
+def test_preflight_without_torch_is_refused_or_named(make_job: MakeJob, mode: str) -> None:
     job = make_job(2)
-    job.start_all("--preflight=warn", job.script('print("up")'))
-    assert job.wait() == [0, 0]
+    job.start_all(mode, job.script('print("up")'))
+    assert job.wait() == ([0, 0] if mode == "--preflight=warn" else [1, 1])
+    assert "torch cannot be imported" in preflight_event(job)["slow"][0]
+    assert bool(job.events("started")) is (mode == "--preflight=warn")
+
+
+def test_preflight_measures_hosts_and_starts_the_job(make_job: MakeJob) -> None:
+    job = make_job(2)
+    job.start_all("--preflight=warn", job.script('print("up")'), python=WITH_TORCH)
+    assert job.wait(4 * TEST_TIMEOUT) == [0, 0]
     event = preflight_event(job)
     assert event["seconds"] <= 20.5
     names = [column[0] for column in event["table"]["columns"]]
-    assert names == ["matrix multiply", "memory", "disk write", "disk read"]
+    assert names == [
+        "matrix multiply", "memory", "all-reduce", "ring all-reduce", "disk write", "disk read",
+    ]  # fmt: skip
     assert all(column[2] > 0 for column in event["table"]["columns"])
     assert len(event["table"]["rows"]) == 2
     text = job.stderr(job.agents[0])
@@ -54,23 +65,20 @@ def test_preflight_without_torch_measures_hosts_and_starts_the_job(make_job: Mak
     assert len(shown["rows"]) == 2
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
-def test_preflight_with_torch_measures_all_reduce(make_job: MakeJob, start: str) -> None:
+@pytest.mark.slow
+def test_preflight_in_new_processes_measures_too(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all(
-        "--preflight=warn", "--start", start, job.script('print("up")'), python=WITH_TORCH
+        "--preflight=warn", "--start", "exec", job.script('print("up")'), python=WITH_TORCH
     )
     assert job.wait(4 * TEST_TIMEOUT) == [0, 0]
-    event = preflight_event(job)
-    assert event["seconds"] <= 20.5
-    amounts = {column[0]: column[2] for column in event["table"]["columns"]}
+    amounts = {column[0]: column[2] for column in preflight_event(job)["table"]["columns"]}
     assert amounts["all-reduce"] > 0
-    assert not [line for line in event["findings"] if "could not be measured" in line]
 
 
 def test_cancel_ends_the_preflight(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--preflight", job.script('print("up")'))
+    job.start_all("--preflight", job.script('print("up")'), python=WITH_TORCH)
     pids = wait_for_measuring(job)
     job.agents[0].send_signal(signal.SIGTERM)
     begin = time.monotonic()
@@ -83,7 +91,7 @@ def test_cancel_ends_the_preflight(make_job: MakeJob) -> None:
 
 def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--preflight", job.script('print("up")'))
+    job.start_all("--preflight", job.script('print("up")'), python=WITH_TORCH)
     os.kill(wait_for_measuring(job)[1], signal.SIGKILL)
     assert job.wait() == [1, 1]
     result = job.result
@@ -95,7 +103,7 @@ def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: Make
 
 def test_killed_measuring_process_is_only_named_with_warn(make_job: MakeJob) -> None:
     job = make_job(2)
-    job.start_all("--preflight=warn", job.script('print("up")'))
+    job.start_all("--preflight=warn", job.script('print("up")'), python=WITH_TORCH)
     os.kill(wait_for_measuring(job)[1], signal.SIGKILL)
     assert job.wait() == [0, 0]
     assert "the measuring process: it has ended" in job.events("preflight")[0]["slow"][0]
@@ -113,9 +121,9 @@ def test_measuring_processes_end_before_the_workers_and_leave_no_file(make_job: 
         print(len(children))
         """
     )
-    job.start_all("--preflight", script)
-    assert job.wait() == [0]
-    assert job.log(0, "rank0.out") == "2\n", "the worker, and the process that writes its output"
+    job.start_all("--preflight", script, python=WITH_TORCH)
+    assert job.wait(2 * TEST_TIMEOUT) == [0]
+    assert job.log(0, "rank0.out") == "3\n", "the worker, the store, the process that writes output"
     assert not [name for name in set(os.listdir(job.dir)) - before if name.startswith("tmp")]
 
 

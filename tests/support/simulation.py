@@ -71,6 +71,13 @@ def _record_again(step: Any) -> None:
 _WHY_END, _RUN, _NOTE_CHANGES = core._Step._why_end, core._Step.run, core._Step.note_changes
 
 
+@dataclass(frozen=True)
+class End(Order):
+    """The end of the job."""
+
+    state: JobState = JobState.SUCCEEDED
+
+
 @dataclass
 class Worker:
     """One simulated worker."""
@@ -671,8 +678,8 @@ class Agent:
         self.machine.lease_until = max(self.machine.lease_until, self.heard_at + LEASE)
         if order is None:
             return  # a heartbeat
-        if order.verdict is not None:
-            self.end(order.verdict.state)
+        if isinstance(order, End):
+            self.end(order.state)
             return
         if order.round >= 0:
             self.machine.seen = max(self.machine.seen, order.round + 1)
@@ -1063,7 +1070,7 @@ class Coordinator:
         sim.shared_result = verdict
         for number, node in self.nodes.items():
             if node.lost is None:
-                self.links[number].to_agent(Order(self.ledger.round, verdict=verdict))
+                self.links[number].to_agent(End(state=verdict.state))
         self.dead = True
         sim.after(3.0, lambda: self.leave(verdict))
 
@@ -1088,7 +1095,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "a round ends without its lost nodes": ("_is_gone", lambda step, node: False),
     "the end of a round is not waited for": ("stop", lambda step: step.end_round()),
     "each restart is free": (
-        "_policy",
+        "policy",
         lambda step, earlier: Policy(step.job.options, (), step.job.attempt, free=9),
     ),
     "the last failure is the cause": ("_why_end", _blame_last),

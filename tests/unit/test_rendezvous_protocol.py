@@ -347,8 +347,8 @@ def test_long_message_below_limit_is_received() -> None:
         async with connection() as (agent, coordinator):
             agent_channel, coordinator_channel = await channels(agent, coordinator)
             reason = "x" * (1 << 17)
-            agent_channel.send(cancelled(reason))
-            assert await coordinator_channel.receive() == cancelled(reason)
+            coordinator_channel.send(messages.Refused(reason))
+            assert await agent_channel.receive() == messages.Refused(reason)
 
     run(scenario)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clusterjob.insight.preflight import PreflightFound
-from clusterjob.node.preflight.heat_table import is_slow, level_of
+from clusterjob.node.preflight_table import is_slow, level_of
 
 _MAX_ROWS = 200
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import states
 from clusterjob.node.agent.connection import Connection
+from clusterjob.node.agent.measuring import measure
 from clusterjob.node.agent.node_end import NodeEnd
 from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.agent.parent import AgentParent
-from clusterjob.node.agent.preflight_part import PreflightPart
 from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.agent.stop_requests import StopRequests
@@ -98,7 +98,7 @@ class Agent:
             report=self._report,
             watch=lambda task: self._crashes.watch(task),  # noqa: PLW0108 - made in run()
         )
-        self._preflight = PreflightPart(topology, forkserver, send=self._send)
+        self._measuring: asyncio.Task[None] | None = None  # of the preflight
         self._restart = 0  # the round
         self._round, self._order = -1, states.Order()
         self._metrics = NodeMetrics(
@@ -165,7 +165,7 @@ class Agent:
                 self._notifier.leave()
         await self._connection.stop_coordinating()
         self._workers.stop_ordered = True
-        self._preflight.close()
+        self._stop_measuring()
         await self._forkserver.quit()
         self._workers.close()
         # Background processes of the setup lines.
@@ -217,7 +217,6 @@ class Agent:
             states.Order: self._follow,
             states.OrderWithStore: self._follow,
             Succession: connection.note_successors,
-            **self._preflight.handlers,
         }
         for handled in (messages.Heartbeat, messages.Welcome, messages.Refused):  # by the link
             handlers[handled] = lambda _message: None
@@ -246,8 +245,18 @@ class Agent:
             self._workers.stop(order.stop.grace, order.stop.signal, early=order.stop.early)
         if order.warned and not done.warned:
             self._workers.warn()
+        if order.measure is not None and done.measure is None:
+            measuring = measure(order, self._topology, self._forkserver, self._report, self._send)
+            self._measuring = asyncio.create_task(measuring)
+            self._crashes.watch(self._measuring)
+        elif order.measure is None:
+            self._stop_measuring()
         if order.round == self._round:
             self._answer(order, done if done.round == order.round else states.Order())
+
+    def _stop_measuring(self) -> None:
+        if self._measuring is not None:
+            self._measuring.cancel()
 
     def _answer(self, order: states.Order, done: states.Order) -> None:
         """Answer the coordinator's questions about the workers.

@@ -73,7 +73,12 @@ class StateReport:
         self._failing, self._exits, self.stopped_at = {}, [], math.inf
         self._alive_at = time.monotonic()
         self.state = NodeState(
-            number, idle=False, by_exec=before.by_exec, seen=before.seen, request=before.request
+            number,
+            idle=False,
+            measured=before.measured,
+            by_exec=before.by_exec,
+            seen=before.seen,
+            request=before.request,
         )
         self.changed.set()
 

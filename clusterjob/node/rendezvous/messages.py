@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from clusterjob.node.preflight import preflight_messages as preflight
 from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.stack_messages import (
     StackFound,
@@ -120,6 +119,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class PreflightFound:
+    """The result of the preflight, as JSON of the measuring process of the coordinator's node."""
+
+    result: bytes
+
+
+@dataclass(frozen=True)
 class ConnectionLost:
     """The connection to an agent, or to the coordinator, has ended or is silent.
 
@@ -139,10 +145,6 @@ FROM_AGENT = Codec(
     RankWaits,
     StackFound,
     StacksCollected,
-    preflight.MeasuringStarted,
-    preflight.Measured,
-    preflight.ClockRead,
-    preflight.MeasuringEnded,
 )
 FROM_COORDINATOR = Codec(
     Order,
@@ -150,10 +152,5 @@ FROM_COORDINATOR = Codec(
     Welcome,
     Refused,
     Succession,
-    preflight.BeginPreflight,
-    preflight.MeasureHost,
-    preflight.MeasureGroup,
-    preflight.ReadClock,
-    preflight.EndPreflight,
     End,
 )

@@ -21,13 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract, program
+from clusterjob.node import contract, preflight, program
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler, slurm_env, worker_endpoints
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.preflight import measuring_process
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import kernel, waits
 from clusterjob.node.stacks.request import StackRequest
@@ -248,7 +247,7 @@ class Forkserver:
         if isinstance(message, messages.StartRound):
             return self._start(message.world, message.variables, descriptors)
         if isinstance(message, messages.StartMeasuring):
-            measuring_process.start(
+            preflight.start(
                 descriptors[0],
                 log_files.node_directory(self._job_dir, self._node_rank),
                 message.variables,

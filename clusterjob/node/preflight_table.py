@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clusterjob.node.preflight.measures import THRESHOLD, Measure, Value, median_of
 from clusterjob.node.system.sanitize import sanitize
 
+THRESHOLD = 0.7  # of the median of all hosts; a host below it is slow
 _MAX_ROWS = 500  # of a table; the rows with the smallest cells are kept
 _MAX_SHOWN = 16  # rows of its text
 _MAX_COLUMNS, _MAX_NAME = 16, 80
@@ -45,29 +45,6 @@ class HeatTable:
     rows: tuple[tuple[str, tuple[float | None, ...]], ...] = ()
     hosts: int = 0
 
-    @classmethod
-    def of(
-        cls, values: Mapping[Measure, Mapping[int, Value]], names: Mapping[int, str]
-    ) -> HeatTable:
-        """Return the table of these values.
-
-        Args:
-            values: the values of each measure, by node.
-            names: the host of each node.
-        """
-        used = [(measure, found) for measure, found in values.items() if found]
-        columns = [Column(each.name, each.unit, median_of(found)) for each, found in used]
-        rows = []
-        for node, name in names.items():
-            cells = [
-                found[node].amount / column.median if node in found and column.median else None
-                for column, (_, found) in zip(columns, used, strict=True)
-            ]
-            rows.append((name, tuple(None if one is None else round(one, 3) for one in cells)))
-        if len(rows) > _MAX_ROWS:
-            rows = sorted(rows, key=lambda row: _least(row[1]))[:_MAX_ROWS]
-        return cls(tuple(columns), tuple(rows), len(names))
-
     def lines(self) -> list[str]:
         """Return the table as text; with many hosts, those with the smallest cells."""
         shown = sorted(self.rows, key=lambda row: _least(row[1]))[:_MAX_SHOWN]
@@ -102,8 +79,9 @@ class HeatTable:
             )
             rows = tuple(
                 (_text(name), tuple(None if cell is None else _number(cell) for cell in cells))
-                for name, cells in data["rows"][:_MAX_ROWS]
+                for name, cells in data["rows"]
             )
+            rows = rows if len(rows) <= _MAX_ROWS else tuple(sorted(rows, key=_of_row)[:_MAX_ROWS])
             hosts = max(len(rows), int(_number(data["hosts"])))
         except (KeyError, TypeError, ValueError):
             return cls()
@@ -129,6 +107,10 @@ def is_slow(cell: float | None) -> bool:
 
 def _cell(cell: float | None) -> str:
     return "-" if cell is None else f"{cell:.2f} {_BLOCKS[level_of(cell)]}"
+
+
+def _of_row(row: tuple[str, tuple[float | None, ...]]) -> float:
+    return _least(row[1])
 
 
 def _least(cells: Sequence[float | None]) -> float:
