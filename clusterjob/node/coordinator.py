@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
     from clusterjob.node.notifications.notifier import Notifier
 
-_BATCH_SECONDS = 0.05  # between two decisions, while states pour in
+# Between two decisions, while states pour in: seconds, and times the duration of the last one.
+_BATCH_SECONDS, _BATCH_TIMES = 0.05, 4
 _MOST_NAMED = 8  # hosts or findings of the preflight
 _MOST_ROUNDS = 100  # of many rounds, the latest go to the nodes that may coordinate
 
@@ -119,7 +120,7 @@ class Coordinator:
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._until_done = UntilDone(options, self._job_dir, identity.attempt)
         self._found: dict[str, Any] | None = None  # by the preflight
-        self._decided = 0.0
+        self._next_batch = 0.0
         self._due = 0.0
 
     # -- the job -----------------------------------------------------------------------------------
@@ -192,16 +193,17 @@ class Coordinator:
         """Wait for a change or for the time of the next decision; decide."""
         changed = self._receive_waiting()
         moment = time.monotonic()
-        at = self._decided + _BATCH_SECONDS if changed else self._due
+        at = self._next_batch if changed else self._due
         while moment < at:
             found = await self.membership.next_message(min(at - moment, 3600.0))
             if found is not None:
                 changed = self._receive(*found) or changed
                 changed = self._receive_waiting() or changed
-                at = min(at, self._decided + _BATCH_SECONDS) if changed else at
+                at = min(at, self._next_batch) if changed else at
             moment = time.monotonic()
-        self._decided = moment
         self._apply(core.decide(self._job, self._ledger, self._view(), moment))
+        lasted = time.monotonic() - moment
+        self._next_batch = moment + lasted + max(_BATCH_SECONDS, _BATCH_TIMES * lasted)
         if self._ledger.stage is Stage.START:
             await self._start_round()
         elif self._ledger.stage is Stage.RESIGN:

@@ -497,13 +497,10 @@ class _Failures:
 
 def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
     run = ledger.run
-    for node_rank in ledger.nodes:
+    for node_rank in run.worlds:  # also the node that only serves the store
         node = view.nodes.get(node_rank)
         if node is not None and node.state.round == ledger.round:
             yield from node.failures
-    server = view.nodes.get(run_server(ledger))
-    if server is not None and server.state.round == ledger.round:
-        yield from server.failures
     asked = run.asked
     if asked is not None and asked.gave_up:
         probed = [
@@ -521,11 +518,6 @@ def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
             for answer in probed:
                 if answer.number == asked.number:
                     yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
-
-
-def run_server(ledger: Ledger) -> int:
-    """Return the node that serves the store of the round without workers of its own; -1 if none."""
-    return next((node for node in ledger.run.worlds if node not in ledger.nodes), -1)
 
 
 def _is_hang(end: Outcome) -> bool:
