@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from email import message_from_bytes
 from email.message import Message
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +103,7 @@ def test_coordinator_that_has_moved_notifies_instead_of_node_0(
     env = settings(hook.url, on="start end failure requeue")
     job.start_all(*options, env=env)
     assert sent(hook, 1) == ["RUNNING"]
-    job.agents[0].send_signal(signal.SIGKILL)  # the parent of node 0's agent, whose sender lives on
+    job.agents[0].send_signal(signal.SIGKILL)  # the parent of node 0's agent
     assert sent(hook, 2)[1] == "RESTARTING, restart 1 of 3"  # one is due to the spare node
     if returns:
         job.start(0, *options, env=env)
@@ -217,17 +216,7 @@ def test_second_interrupt_ends_wait_for_notification(make_job: MakeJob) -> None:
         begin = time.monotonic()
         agent.send_signal(signal.SIGINT)
         assert agent.wait(TEST_TIMEOUT) == 143
-        assert time.monotonic() - begin < 2.4  # 3 s after a cancel
-
-
-def test_killed_agent_is_notified_as_lost(make_job: MakeJob, hook: Hook) -> None:
-    job = make_job(1)
-    agent = job.start(0, job.script(WAITS), env=settings(hook.url))
-    wait_until(job.path("up").exists, TEST_TIMEOUT, "the worker")
-    agent.kill()
-    agent.wait()
-    assert sent(hook, 1) == ["LOST"]
-    assert "the agent of node 0 was killed" in hook.received[0]["message"]
+        assert time.monotonic() - begin < 5  # else 10 s
 
 
 def test_attempt_after_lost_attempt_is_notified_as_requeue(make_job: MakeJob, hook: Hook) -> None:
@@ -253,25 +242,19 @@ def test_preempted_job_is_notified_once_as_requeue(make_job: MakeJob, hook: Hook
     assert hook.states == ["PREEMPTED"]
 
 
-def test_missing_apprise_is_reported_when_job_starts(make_job: MakeJob, tmp_path: Path) -> None:
-    (tmp_path / "without").mkdir()
-    (tmp_path / "without" / "apprise.py").write_text("raise ImportError('no apprise')\n")
-    paths = f"{tmp_path / 'without'}:{os.environ['PYTHONPATH']}"
+def test_missing_apprise_is_reported_when_job_starts(make_job: MakeJob) -> None:
     job = make_job(1)
-    agent = job.start(
-        0,
-        job.script(WAITS),
-        env=settings("json://127.0.0.1:9/pa55word", commands=("touch told",))
-        | {"PYTHONPATH": paths},
-    )
+    env = settings("json://127.0.0.1:9/pa55word", commands=("touch told",))
+    without = (sys.executable, "-S")  # no site-packages
+    agent = job.start(0, job.script(WAITS), env=env, python=without)
     wait_until(lambda: "has no apprise" in job.stderr(agent), TEST_TIMEOUT, "the message")
+    job.path("go").touch()
+    assert job.wait() == [0]
     [line] = [line for line in job.stderr(agent).splitlines() if "apprise" in line]
     assert line == (
         f"clusterjob: notify: --notify sends nothing: {sys.executable} has no apprise:"
         " pip install apprise there, or use --notify-cmd"
     )
-    job.path("go").touch()
-    assert job.wait() == [0]
     assert job.path("told").exists(), "the command runs without apprise"
 
 
@@ -359,13 +342,3 @@ def test_mail_is_sent_through_real_smtp_server_also_after_greylisting(make_job: 
     text = b"".join(part.get_payload(decode=True) or b"" for part in mail.walk()).decode()
     assert "exit code 2" in text
     assert f"clusterjob logs {job.id}" in text
-
-
-def test_job_without_notifications_starts_no_sender(make_job: MakeJob) -> None:
-    job = make_job(1)
-    job.start_all(job.script(WAITS))
-    wait_until(job.path("up").exists, TEST_TIMEOUT, "the worker")
-    [agent] = job.agents
-    job.forkserver_of(agent)  # fails if the agent has another child
-    job.path("go").touch()
-    assert job.wait() == [0]
