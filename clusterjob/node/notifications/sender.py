@@ -251,7 +251,7 @@ def _notify(url: str, event: Event) -> str:
     """Send an event to a URL of apprise; return the error."""
     import apprise
 
-    names = {"app_id": "clusterjob", "app_desc": "clusterjob"}
+    names: dict[str, Any] = {"app_id": "clusterjob", "app_desc": "clusterjob"}
     try:
         asset = apprise.AppriseAsset(**names, **_ASSET)
     except (AttributeError, TypeError):  # an older apprise lacks some of them
