@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -446,9 +445,12 @@ def test_metrics_port_answers_requests_to_this_machine(request_text: bytes, stat
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request_text)
             writer.write_eof()
-            with contextlib.suppress(ConnectionError):
+            try:
                 return await reader.read()
-            return b""
+            except ConnectionError:
+                return b""
+            finally:
+                writer.close()
 
     assert asyncio.run(answer())[9:12] == status
 

@@ -210,14 +210,14 @@ def test_running_job_is_known_so_far_if_its_samples_are_read(tmp_path: Path) -> 
 def test_usage_of_the_agent_and_of_its_samples_agree() -> None:
     facts = NodeFacts(0, "h", attempt=0, cores=4, memory=GIB)
     samples = [sample(5.0 * number, gpus=0, workers=2) for number in range(20)]
-    agent = Usage(0.0)
+    agent = Usage({"at": 0.0})
     for one in samples:
         agent.add(facts, one)
     assert of_samples((facts, one) for one in samples) == {**agent.to_json(), "wall": 95.0}
 
 
 def test_gap_between_samples_and_clock_jump_count_as_no_time() -> None:
-    summed = Usage(0.0)
+    summed = Usage({"at": 0.0})
     facts = NodeFacts(0, "h", attempt=0, cores=4, memory=GIB)
     for monotonic, jump in ((5.0, 0.0), (10.0, -86_400.0), (15.0, 1e6), (5000.0, 0.0), (5005.0, 0)):
         one = sample(monotonic, gpus=0, workers=1)

@@ -256,7 +256,7 @@ def test_node_without_workers_has_a_row(tmp_path: Path) -> None:
 
 def test_gpu_errors_are_named(tmp_path: Path) -> None:
     record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
-    path = node_directory(record.job_dir, 1) / "metrics.0"
+    path = node_directory(record.job_dir, 1) / METRICS
     lines = path.read_text().splitlines()
     sample = json.loads(lines[-1])
     sample[12][1][6:8] = [3, 79]

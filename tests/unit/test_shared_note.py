@@ -91,11 +91,11 @@ def test_sums_of_samples_go_on_in_another_process() -> None:
             gpus=(GpuSample(use=30.0, memory=9),),
         )
 
-    whole, first = Usage(0.0), Usage(0.0)
+    whole, first = Usage({"at": 0.0}), Usage({"at": 0.0})
     for at in (5.0, 10.0):
         whole.add(facts, sample(at))
         first.add(facts, sample(at))
-    second = Usage(sums=json.loads(json.dumps(first.sums)))
+    second = Usage(json.loads(json.dumps(first.sums)))
     assert second.to_json() == first.to_json()
     for usage in (whole, second):
         usage.add(facts, sample(15.0))

@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from clusterjob.node.metrics.samples import (
+    COLUMNS,
     GpuSample,
     NodeFacts,
     Sample,
     Usage,
     WorkerSample,
-    columns,
 )
 
 _MAX_REQUEST = 8 << 10  # bytes
@@ -69,7 +69,7 @@ def _answer(head: bytes, text: Callable[[], str]) -> bytes:
     return f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode() + data
 
 
-def text_of(job_id: str, latest: tuple[NodeFacts, Sample] | None, usage: Usage | None) -> str:
+def text_of(job_id: str, latest: tuple[NodeFacts, Sample] | None, usage: Usage) -> str:
     """Return a sample in Prometheus' text format; empty before the first sample.
 
     Args:
@@ -77,7 +77,7 @@ def text_of(job_id: str, latest: tuple[NodeFacts, Sample] | None, usage: Usage |
         latest: the node and its newest sample.
         usage: the sums of all samples.
     """
-    if latest is None or usage is None:
+    if latest is None:
         return ""
     (facts, sample), totals = latest, usage.sums["totals"]
     node = {"job": job_id, "node": facts.node_rank}
@@ -107,7 +107,7 @@ def _families(
     kind: type, rows: Sequence[tuple[_Labels, object, Mapping[str, float]]]
 ) -> Iterator[str]:
     """Yield the families of a kind of sample, from labels, samples and totals."""
-    for name, column in columns(kind).items():
+    for name, column in COLUMNS[kind].items():
         if column.family:
             values = [
                 (labels, totals[name] if column.total else _scaled(row, name, column.scale))

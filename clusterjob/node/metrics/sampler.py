@@ -50,7 +50,7 @@ class Sampler:
 
     Attributes:
         latest: the node and its newest sample; None before the first one.
-        usage: the sums of the samples; None before the first one.
+        usage: the sums of the samples, with those of agents that were killed.
         error: why the samples have ended; empty while they go on.
     """
 
@@ -65,7 +65,7 @@ class Sampler:
         note: SharedNote | None = None,
     ) -> None:
         self.latest: tuple[NodeFacts, Sample] | None = None
-        self.usage: Usage | None = None
+        self.usage = Usage(note.read() if note is not None else None)
         self.error = ""
         self._restart = 0  # the number of the current round
         self._job_dir = job_dir
@@ -90,12 +90,7 @@ class Sampler:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)  # a sample takes milliseconds, unless the disk hangs
-        # Without a sample since the last agent was killed, the sums are those of that agent.
-        usage = self.usage or Usage(sums=self._kept_sums())
-        return usage.to_json()
-
-    def _kept_sums(self) -> dict[str, Any] | None:
-        return self._note.read() if self._note is not None else None
+        return self.usage.to_json()
 
     def _run(self) -> None:
         try:
@@ -103,20 +98,19 @@ class Sampler:
             while not self._workers() and time.monotonic() < latest:
                 if self._stop.wait(1.0):
                     return
-            begin = time.monotonic()
+            self.usage.sums.setdefault("at", time.monotonic())
             if not self._stop.wait(_FIRST):
-                self._sample(begin)
+                self._sample()
         except Exception as error:
             self.error = crashes.summary(error)
 
-    def _sample(self, begin: float) -> None:
+    def _sample(self) -> None:
         # Loaded now: these imports would delay the start of the workers.
         from clusterjob.node.metrics import sources
 
         machine, workers = sources.Machine(), sources.Workers(self._workers)
         facts = replace(self._facts, memory=machine.memory)
         gpus = sources.Background("gpus", lambda: sources.open_gpus(self._environ), INTERVAL)
-        usage = Usage(begin, self._kept_sums())
         writer: SampleWriter | None = None
         self._stop.wait(_GPUS_FIRST)
         due = time.monotonic()
@@ -136,10 +130,10 @@ class Sampler:
                 gpus=found[1] if found is not None else (GpuSample(),) * len(facts.gpus),
             )
             writer.add(sample)
-            usage.add(facts, sample)
-            self.latest, self.usage = (facts, sample), usage
+            self.usage.add(facts, sample)
+            self.latest = facts, sample
             if self._note is not None:
-                self._note.write(usage.sums)
+                self._note.write(self.usage.sums)
             due = max(due + INTERVAL, time.monotonic())
         if writer is not None:
             writer.flush()

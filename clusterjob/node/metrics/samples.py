@@ -197,12 +197,11 @@ class Sample:
 _Row = TypeVar("_Row", Sample, WorkerSample, GpuSample)
 
 
-@functools.cache
-def columns(kind: type) -> dict[str, Column]:
-    """Return the columns of `Sample`, `WorkerSample` or `GpuSample` by the name of the value."""
-    return {
-        one.name: one.metadata["column"] for one in fields(kind) if "column" in one.metadata
-    }  # fmt: skip
+# The columns of each kind of sample by the name of the value.
+COLUMNS: dict[type, dict[str, Column]] = {
+    kind: {one.name: one.metadata["column"] for one in fields(kind) if one.metadata}
+    for kind in (Sample, WorkerSample, GpuSample)
+}
 
 
 # -- lines of the file -----------------------------------------------------------------------------
@@ -254,10 +253,10 @@ def joined(samples: Sequence[Sample]) -> Sample:
 
 
 def _joined(rows: Sequence[_Row]) -> _Row:
-    values = {}
-    for name, column in columns(type(rows[-1])).items():
-        known = [value for row in rows if (value := getattr(row, name)) is not None]
-        value = column.join(known) if known else None
+    values: dict[str, Any] = {}
+    for name, column in COLUMNS[type(rows[-1])].items():
+        known = [one for row in rows if (one := getattr(row, name)) is not None]
+        value: Any = column.join(known) if known else None
         values[name] = round(value) if known and isinstance(known[-1], int) else value
     return replace(rows[-1], **values)
 
@@ -266,22 +265,22 @@ class Usage:
     """The running sums of one attempt of a node: means, peaks, and idle time of its GPUs.
 
     Args:
-        begin: the monotonic time from which the first sample counts; None for its own time.
-        sums: the `sums` of another process, to continue them.
+        sums: the `sums` of another process, to continue them; or with ``at`` alone, the monotonic
+            time from which the first sample counts.
 
     Attributes:
-        sums: the sums as JSON.
+        sums: the sums as plain data, with the keys of JSON.
     """
 
-    def __init__(self, begin: float | None = None, sums: dict[str, Any] | None = None) -> None:
+    def __init__(self, sums: Mapping[str, Any] | None = None) -> None:
         names = ("seconds", "memory_seconds", "memory_peak", "machine_peak", "cpu_peak")
-        empty = dict.fromkeys(names, 0) | {"at": begin, "totals": {}, "gpus": []}
-        self.sums: dict[str, Any] = sums or empty
+        empty: dict[str, Any] = {**dict.fromkeys(names, 0), "totals": {}, "gpus": []}
+        self.sums = {**empty, **(sums or {})}
 
     def add(self, facts: NodeFacts, sample: Sample) -> None:
         """Add a sample; it stands for the time since the sample before."""
         sums = self.sums
-        seconds = 0.0 if sums["at"] is None else sample.monotonic - sums["at"]
+        seconds = sample.monotonic - sums.get("at", sample.monotonic)
         seconds = seconds if 0 <= seconds <= _LONGEST else 0.0
         memory = sum(worker.rss for worker in sample.workers.values())
         cores = sum(worker.cpu for worker in sample.workers.values()) / 100
@@ -296,9 +295,10 @@ class Usage:
             "machine_peak": max(sums["machine_peak"], sample.memory),
             "cpu_peak": max(sums["cpu_peak"], cores),
         }
-        for key, row in (("node", sample), *sample.workers.items()):
-            totals = sums["totals"].setdefault(str(key), {})  # as in JSON
-            for name, column in columns(type(row)).items():
+        rows: dict[str, Sample | WorkerSample] = {"node": sample}
+        for key, row in (rows | {str(rank): one for rank, one in sample.workers.items()}).items():
+            totals = sums["totals"].setdefault(key, {})
+            for name, column in COLUMNS[type(row)].items():
                 if column.total:
                     rate = getattr(row, name) * column.scale
                     totals[name] = totals.get(name, 0.0) + rate * seconds

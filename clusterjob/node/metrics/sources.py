@@ -308,7 +308,7 @@ class Workers:
             if (fields := processes.stat_fields(pid)) is not None:
                 new[pid] = fields
         found = {pid: rank for pid, rank in workers.items() if pid in new}
-        while found:  # one generation after the other
+        while True:  # one generation after the other
             self._owners |= {pid: (rank, new.pop(pid)[19]) for pid, rank in found.items()}
             parents = {pid: int(fields[1]) for pid, fields in new.items()}
             found = {
@@ -316,6 +316,8 @@ class Workers:
                 for pid, parent in parents.items()
                 if parent in self._owners
             }
+            if not found:
+                break
         self._seen = now
 
     def _read_pss(self) -> dict[int, int]:
@@ -326,13 +328,11 @@ class Workers:
             fields = processes.stat_fields(pid)
             if fields is not None and int(fields[21]) * _PAGE > _PSS_LARGEST:
                 large.add(rank)
-            elif pss := re.search(r"^Pss: +(\d+)", _smaps(pid), re.MULTILINE):
+                continue
+            text = files.read_text(f"/proc/{pid}/smaps_rollup")
+            if pss := re.search(r"^Pss: +(\d+)", text, re.MULTILINE):
                 found[rank] = found.get(rank, 0) + int(pss[1]) * 1024
         return {rank: size for rank, size in found.items() if rank not in large}
-
-
-def _smaps(pid: int) -> str:
-    return files.read_text(f"/proc/{pid}/smaps_rollup")
 
 
 # -- the GPUs --------------------------------------------------------------------------------------
@@ -509,12 +509,12 @@ class Amd:
     """
 
     def __init__(self, environ: Mapping[str, str], root: str = "") -> None:
-        cards = [
+        names = [
             name for name in _listed(f"{root}/sys/class/drm") if re.fullmatch(r"card\d+", name)
         ]
         boards = [
             board
-            for name in sorted(cards, key=lambda name: int(name[4:]))
+            for name in sorted(names, key=lambda name: int(name[4:]))
             if _word(board := Path(f"{root}/sys/class/drm/{name}/device"), "vendor") == "0x1002"
         ]
         places = list(enumerate(boards))

@@ -1,4 +1,4 @@
-"""The agent's side of notifications: start a process for each event, and wait for the last ones.
+"""Notifications in the agent: start a process for each event, and wait for the last ones.
 
 The node with the coordinator notifies: node 0 at first.
 """
