@@ -43,9 +43,13 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _column(
-    join: Callable[[Any], Any], *family: str, default: Any = MISSING, **column: Any
+    join: Callable[[Any], Any],
+    family: str = "",
+    text: str = "",
+    default: Any = MISSING,
+    **more: Any,
 ) -> Any:  # a field of a dataclass
-    return field(default=default, metadata={"column": Column(join, *family, **column)})
+    return field(default=default, metadata={"column": Column(join, family, text, **more)})
 
 
 _gpu_column = functools.partial(_column, default=None)

@@ -354,7 +354,6 @@ def open_gpus(environ: Mapping[str, str]) -> Callable[[], GpuState]:
 
 
 _LIBRARY = "libnvidia-ml.so.1"
-_SUCCESS = 0
 _TEMPERATURE_GPU = 0
 _CLOCK_SM, _CLOCK_MEMORY = 1, 2
 _UNCORRECTED, _VOLATILE = 1, 0  # kind of ECC error; counted since the driver was loaded
@@ -385,27 +384,28 @@ class Nvml:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._library = ctypes.CDLL(_LIBRARY)
-        if self._call("nvmlInit_v2") != _SUCCESS:
+        if not self._call("nvmlInit_v2"):
             raise OSError("NVML finds no driver")
-        count = ctypes.c_uint()
-        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        count = self._get(ctypes.c_uint(), "nvmlDeviceGetCount_v2")
+        count = 0 if count is None else count.value
         self._handles: dict[int, ctypes.c_void_p] = {}  # by index
-        for entry in listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), count.value):
-            handle = ctypes.c_void_p()
-            if entry.isdigit():
-                code = self._call("nvmlDeviceGetHandleByIndex_v2", int(entry), ctypes.byref(handle))
-            else:
-                code = self._call("nvmlDeviceGetHandleByUUID", entry.encode(), ctypes.byref(handle))
-            if code == _SUCCESS:  # not one that has fallen off the bus, or is another user's
+        for entry in listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), count):
+            name, key = (
+                ("nvmlDeviceGetHandleByIndex_v2", int(entry))
+                if entry.isdigit()
+                else ("nvmlDeviceGetHandleByUUID", entry.encode())
+            )
+            handle = self._get(ctypes.c_void_p(), name, key)
+            if handle is not None:  # not one that has fallen off the bus, or is another user's
                 index = self._number("nvmlDeviceGetIndex", handle)
-                no_index = count.value + len(self._handles)  # a MIG device
-                self._handles[no_index if index is None else index] = handle
+                # A MIG device has no index.
+                self._handles[count + len(self._handles) if index is None else index] = handle
         if not self._handles:
             raise OSError("NVML finds no GPU of the job")
         self._gpus = tuple(
             Gpu(
                 index,
-                self._text("nvmlDeviceGetUUID", handle) or "",
+                self._text("nvmlDeviceGetUUID", handle),
                 name=self._text("nvmlDeviceGetName", handle) or "NVIDIA GPU",
                 memory=self._memory(handle)[1] or 0,
             )
@@ -431,11 +431,10 @@ class Nvml:
         return self._gpus, tuple(self._sample(*one) for one in self._handles.items())
 
     def _sample(self, index: int, handle: ctypes.c_void_p) -> GpuSample:
-        use = _UTILIZATION()
-        known = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(use)) == _SUCCESS
+        use = self._get(_UTILIZATION(), "nvmlDeviceGetUtilizationRates", handle)
         power = self._number("nvmlDeviceGetPowerUsage", handle)
         return GpuSample(
-            float(use[0]) if known else None,
+            None if use is None else float(use[0]),
             self._memory(handle)[0],
             power=None if power is None else power / 1000,
             temperature=self._number("nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU),
@@ -445,53 +444,52 @@ class Nvml:
             xid=self._xids.get(handle.value, 0) if self._events is not None else None,
         )
 
-    def _call(self, name: str, *arguments: Any) -> int:
-        """Call a function; return its code, or -1 if this driver does not have it."""
+    def _call(self, name: str, *arguments: Any) -> bool:
+        """Call a function; return whether this driver has it, and it succeeds."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            return -1
-        return int(function(*arguments))
+            return False
+        return int(function(*arguments)) == 0
+
+    def _get(self, result: Any, name: str, *arguments: Any) -> Any:
+        """Return the result that a function writes through its last argument; None if it fails."""
+        return result if self._call(name, *arguments, ctypes.byref(result)) else None
 
     def _number(
         self, name: str, handle: ctypes.c_void_p, *arguments: int, kind: Any = ctypes.c_uint
     ) -> int | None:
-        value = kind()
-        code = self._call(name, handle, *arguments, ctypes.byref(value))
-        return int(value.value) if code == _SUCCESS else None
+        value = self._get(kind(), name, handle, *arguments)
+        return None if value is None else int(value.value)
 
-    def _text(self, name: str, handle: ctypes.c_void_p) -> str | None:
+    def _text(self, name: str, handle: ctypes.c_void_p) -> str:
         buffer = ctypes.create_string_buffer(_NAME_BYTES)
-        code = self._call(name, handle, buffer, ctypes.c_uint(_NAME_BYTES))
-        return buffer.value.decode(errors="replace") if code == _SUCCESS else None
+        self._call(name, handle, buffer, ctypes.c_uint(_NAME_BYTES))
+        return buffer.value.decode(errors="replace")
 
     def _memory(self, handle: ctypes.c_void_p) -> tuple[int | None, int | None]:
         """Return the used and the total memory; nvidia-smi excludes the driver's reserve too."""
-        second, first = _MEMORY_V2(_VERSION_2), _MEMORY()
-        if self._call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(second)) == _SUCCESS:
+        second = self._get(_MEMORY_V2(_VERSION_2), "nvmlDeviceGetMemoryInfo_v2", handle)
+        if second is not None:
             return second[4], second[1]
-        if self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(first)) == _SUCCESS:
-            return first[2], first[0]
-        return None, None
+        first = self._get(_MEMORY(), "nvmlDeviceGetMemoryInfo", handle)
+        return (None, None) if first is None else (first[2], first[0])
 
     def _watch_xids(self) -> ctypes.c_void_p | None:
         """Return a set of events of all GPUs; None if the driver does not report XIDs."""
-        events = ctypes.c_void_p()
-        if self._call("nvmlEventSetCreate", ctypes.byref(events)) != _SUCCESS:
-            return None
-        codes = [
-            self._call("nvmlDeviceRegisterEvents", handle, ctypes.c_ulonglong(_EVENT_XID), events)
+        events: ctypes.c_void_p | None = self._get(ctypes.c_void_p(), "nvmlEventSetCreate")
+        kind = ctypes.c_ulonglong(_EVENT_XID)
+        watched = [
+            self._call("nvmlDeviceRegisterEvents", handle, kind, events)
             for handle in self._handles.values()
         ]
-        return events if _SUCCESS in codes else None
+        return events if any(watched) else None
 
     def _read_xids(self) -> None:
+        event = _EVENT()
         for _ in range(_MAX_EVENTS if self._events is not None else 0):
-            event = _EVENT()
-            code = self._call("nvmlEventSetWait_v2", self._events, ctypes.byref(event), 0)
-            if code == -1:
-                code = self._call("nvmlEventSetWait", self._events, ctypes.byref(event), 0)
-            if code != _SUCCESS:  # mostly a timeout: no more events
+            # Without a new event, it fails at once.
+            if not self._call("nvmlEventSetWait_v2", self._events, ctypes.byref(event), 0):
                 return
             if event[1] == _EVENT_XID:
                 self._xids[event[0]] = event[2]
