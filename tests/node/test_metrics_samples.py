@@ -377,23 +377,6 @@ def test_samples_follow_the_workers_of_a_restart(make_job: Callable[..., Job]) -
     assert usage["ranks"]["0"][0] > 0.1
 
 
-def test_no_metrics_writes_no_samples(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.start_all("--no-metrics", job.script("import time; time.sleep(4)"), python=NO_TORCH)
-    assert job.wait() == [0]
-    assert not sample_files.path_of(job.dir, 0).exists()
-    assert job.node_end(0)["usage"]["wall"] > 4
-
-
-def test_agent_that_is_killed_leaves_its_samples(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.start_all(job.script(WORKER), python=NO_TORCH)
-    wait_for_workers(job, {0})
-    job.agents[0].kill()
-    job.wait()
-    assert samples(job)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
 def test_driver_that_hangs_stops_no_other_sample_and_not_the_job(

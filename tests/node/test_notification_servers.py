@@ -1,18 +1,13 @@
-"""Jobs notify real HTTP and SMTP servers, and commands, of their events."""
+"""Jobs notify real HTTP servers, and commands, of their events."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from email import message_from_bytes
-from email.message import Message
 from typing import Any
 
 import pytest
@@ -129,11 +124,6 @@ def test_failure_is_notified_with_rank_host_and_exit_code(make_job: MakeJob, hoo
     first, reason, _ = message["message"].splitlines()
     assert first.startswith(f"train ({job.id}) on lab: FAILED, exit code 7, after ")
     assert reason == job.result["reason"]
-
-
-def test_events_that_nobody_asked_for_are_not_sent(make_job: MakeJob, hook: Hook) -> None:
-    run(make_job(1), "--", "true", urls=[hook.url], on="start failure requeue")
-    assert hook.states == ["RUNNING"]
 
 
 def test_url_is_in_no_argument_log_or_variable_of_worker(make_job: MakeJob, hook: Hook) -> None:
@@ -283,62 +273,3 @@ def test_command_that_hangs_is_killed_with_its_children(make_job: MakeJob) -> No
     run(job, "--", "true", commands=("yes >&2 & echo $! > child; sleep 1000",))
     child = int(job.path("child").read_text())
     wait_until(lambda: not alive(child), TEST_TIMEOUT, "the end of the command's child")
-
-
-# -- mail ------------------------------------------------------------------------------------------
-
-
-class Mailbox:
-    """A handler of aiosmtpd that keeps the messages; it refuses the first `refused` messages."""
-
-    def __init__(self, refused: int) -> None:
-        self.refused = refused
-        self.messages: list[tuple[list[str], Message]] = []
-
-    async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:
-        if self.refused:
-            self.refused -= 1
-            return "451 try again"
-        self.messages.append((envelope.rcpt_tos, message_from_bytes(envelope.content)))
-        return "250 OK"
-
-
-@contextlib.contextmanager
-def mail_server(box: Mailbox) -> Iterator[int]:
-    """Run a real SMTP server on loopback; yield its port."""
-    from aiosmtpd.smtp import SMTP
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def call(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(TEST_TIMEOUT)
-
-    async def stop() -> None:
-        server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-
-    server = call(loop.create_server(lambda: SMTP(box, loop=loop), "127.0.0.1", 0))
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        call(stop())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def test_mail_is_sent_through_real_smtp_server_also_after_greylisting(make_job: MakeJob) -> None:
-    box = Mailbox(refused=1)
-    job = make_job(1)
-    with mail_server(box) as port:
-        url = f"mailto://127.0.0.1:{port}?from=job@example.com&to=me@example.com&mode=insecure"
-        run(job, "--", "bash", "-c", "echo '<b>oh</b>' >&2; exit 2", code=2, urls=[url])
-    [(to, mail)] = box.messages
-    assert to == ["me@example.com"]
-    assert mail["Subject"] == f"{job.id} FAILED"
-    text = b"".join(part.get_payload(decode=True) or b"" for part in mail.walk()).decode()
-    assert "exit code 2" in text
-    assert f"clusterjob logs {job.id}" in text
