@@ -281,7 +281,7 @@ def test_memory_is_that_of_the_control_group_with_a_limit(
     assert (machine.memory, machine.sample()["memory"]) == (memory, used)
 
 
-BLOCK = ("sda", "dm-0", "loop0")
+BLOCK = ("nvme0n1", "nvme0c0n1", "dm-0", "loop0")
 
 
 def test_network_and_disks_count_each_byte_once(tmp_path: Path) -> None:
@@ -298,6 +298,7 @@ def test_network_and_disks_count_each_byte_once(tmp_path: Path) -> None:
         return network | disks | rdma
 
     (tmp_path / "sys/class/net/eth0/device").mkdir(parents=True)
+    tree(tmp_path, {"sys/block/nvme0c0n1/hidden": "1\n", "sys/block/nvme0n1/hidden": "0\n"})
     root = tree(tmp_path, counters(1))
     machine = Machine(root)
     machine._at -= 10.0

@@ -101,6 +101,7 @@ class Machine:
             f"{root}/sys/block/{name}/stat"
             for name in _listed(f"{root}/sys/block")
             if not _VIRTUAL_DISK.match(name)
+            and not _number(f"{root}/sys/block/{name}/hidden")  # a path of a multipath NVMe disk
         ]
         network, infiniband = f"{root}/sys/class/net", f"{root}/sys/class/infiniband"
         names = [name for name in _listed(network) if name != "lo"]
