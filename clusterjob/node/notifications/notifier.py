@@ -97,12 +97,13 @@ class Notifier:
         """Wait until everything is sent, at most 10 s, or until `hurry` is done."""
         if not self._sending:
             return
-        sending = asyncio.gather(*self._sending, return_exceptions=True)
+        sending = asyncio.ensure_future(asyncio.wait(self._sending))
         either: set[asyncio.Future[Any]] = {sending, hurry}
         await asyncio.wait(either, timeout=_LAST_SEND, return_when=asyncio.FIRST_COMPLETED)
         if not sending.done():
             self._print_line("notify: the last notification was not sent in time")
-            sending.cancel()
+            for task in self._sending:
+                task.cancel()
             for pid in self.pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
