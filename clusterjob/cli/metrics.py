@@ -37,8 +37,8 @@ def metrics(
 ) -> int:
     """Show what a job's nodes, workers and GPUs use.
 
-    The table has the latest values; --json and --csv print all samples. Samples are 5 s apart,
-    those that are older than an hour are one minute apart.
+    The table has the latest values; --json and --csv print all samples. Samples are 5 s apart
+    in the first hour, and at most 20 s apart after four hours.
     """
     from clusterjob.cli import output
     from clusterjob.core.times import parse_age

@@ -38,8 +38,7 @@ import msgspec
 from clusterjob.core.records import Record
 from clusterjob.insight import sample_files
 from clusterjob.node.logs import ends
-from clusterjob.node.metrics.samples import NodeFacts, Sample
-from clusterjob.node.metrics.usage import IDLE, Usage
+from clusterjob.node.metrics.samples import IDLE, NodeFacts, Sample, Usage
 from clusterjob.node.verdict import JobState
 
 _ENOUGH = 10.0  # seconds of samples without which there is no advice
@@ -56,7 +55,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 
 class _GpuUsage(msgspec.Struct):
-    """The use of one GPU, as `clusterjob.node.metrics.usage` sums it up."""
+    """The use of one GPU, as `clusterjob.node.metrics.samples` sums it up."""
 
     seconds: _Number
     idle: _Number

@@ -14,7 +14,6 @@ from clusterjob.insight.live_output import LiveOutput
 from clusterjob.node.logs.job_dir import PHASES
 from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
-from clusterjob.node.metrics import segments
 from clusterjob.node.metrics.samples import NodeFacts, Sample
 from clusterjob.node.system.files import size_of
 from clusterjob.node.system.sanitize import sanitize
@@ -110,7 +109,7 @@ class _Metrics:
     def __init__(self, job_dir: Path, node_rank: int) -> None:
         self._job_dir = job_dir
         self._node_rank = node_rank
-        self._number, self._offset = -1, 0  # of the newest segment: what was read of it
+        self._offset = 0  # bytes of the file that were read
         self._arrived = time.monotonic()
         self._round = (0, 0)  # attempt and restart of the sample
         self.facts: NodeFacts | None = None
@@ -123,19 +122,15 @@ class _Metrics:
 
     def read(self) -> None:
         """Add the new samples: the first time those of 5 minutes."""
-        directory = node_directory(self._job_dir, self._node_rank)
-        number = max(segments.segment_numbers(directory), default=-1)
-        path = segments.segment_path(directory, number)
+        path = sample_files.path_of(self._job_dir, self._node_rank)
         size = size_of(path)
-        if (number, size) == (self._number, self._offset):
+        if size == self._offset:
             return
         if self.sample is None:
             for facts, sample in sample_files.read(self._job_dir, self._node_rank, _HISTORY_TIME):
                 self._add(facts, sample)
-            self._number, self._offset = number, size
+            self._offset = size
             return
-        if number != self._number:
-            self._number, self._offset = number, 0
         for line in self._added_lines(path):
             with contextlib.suppress(ValueError):
                 value = sample_files.parse(line)
@@ -145,7 +140,7 @@ class _Metrics:
                     self._add(self.facts, value)
 
     def _added_lines(self, path: Path) -> list[bytes]:
-        """Return the whole lines that were added to a segment."""
+        """Return the whole lines that were added to the file."""
         with contextlib.suppress(OSError), open_regular(path, buffering=0) as stream:
             stream.seek(self._offset)
             data = stream.read(_MAX_SAMPLES)

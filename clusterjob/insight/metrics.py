@@ -10,9 +10,9 @@ from clusterjob.core import job_parts, polling
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError
 from clusterjob.insight import sample_files
-from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.samples import NodeFacts, Sample
 
-_PSS_AGE = 600.0  # seconds: the PSS is read rarely, so the latest values include an older one
+_RECENT = 600.0  # seconds in which the newest sample of a rank is searched
 
 
 @dataclass(frozen=True)
@@ -89,24 +89,11 @@ def samples(record: Record, node: int, wanted: Wanted) -> Iterator[tuple[NodeFac
 
 
 def latest(record: Record, node: int, wanted: Wanted) -> tuple[NodeFacts, Sample] | None:
-    """Return a node's newest wanted sample, with each worker's newest PSS; None without one."""
-    found: tuple[NodeFacts, Sample] | None = None
-    pss: dict[int, int] = {}
-    for facts, sample in samples(record, node, replace(wanted, since=_PSS_AGE)):
-        if found is not None and found[1].restart != sample.restart:
-            pss = {}
-        for rank, worker in sample.workers.items():
-            if worker.pss is not None:
-                pss[rank] = worker.pss
-        found = facts, sample
-    if found is None:
-        return None
-
-    def with_pss(rank: int, worker: WorkerSample) -> WorkerSample:
-        return replace(worker, pss=pss.get(rank))
-
-    workers = {rank: with_pss(rank, worker) for rank, worker in found[1].workers.items()}
-    return found[0], replace(found[1], workers=workers)
+    """Return a node's newest wanted sample; None without one."""
+    newest = None
+    for newest in samples(record, node, replace(wanted, since=_RECENT)):  # noqa: B007 - the last one
+        pass
+    return newest
 
 
 def to_json(record: Record, nodes: Sequence[int], wanted: Wanted) -> dict[str, Any]:

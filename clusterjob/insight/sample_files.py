@@ -1,7 +1,7 @@
-"""Read the samples of a node from its files, which `clusterjob.node.metrics.writer` writes.
+"""Read the samples of a node from its file, which `clusterjob.node.metrics.sampler` writes.
 
 `read` and `latest` return objects. `lines` and `times` return the decoded lines: a job of 256 ranks
-and 24 hours has 50,000 samples with 800,000 values of workers and GPUs.
+and 24 hours has 170,000 samples with 2,700,000 rows of workers and GPUs.
 
 A line that is malformed, too long or cut is skipped. A job without metrics has no samples.
 """
@@ -9,14 +9,14 @@ A line that is malformed, too long or cut is skipped. A job without metrics has 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from clusterjob.node.logs.job_dir import THINNED
+from clusterjob.node.logs.job_dir import METRICS
 from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.metrics.samples import (
     Gpu,
@@ -26,15 +26,13 @@ from clusterjob.node.metrics.samples import (
     WorkerSample,
     waiting_percent,
 )
-from clusterjob.node.metrics.segments import segment_numbers, segment_path
 
-# Maximum bytes to read of a line, of `THINNED`, of a segment. A host may send any file: a short
-# line counts as `_MIN_LINE` bytes, because the time to decode it does not depend on its length.
-_MAX_LINE, _MAX_THINNED, _MAX_SEGMENT = 1 << 18, 64 << 20, 8 << 20
+# Maximum bytes to read of a line, and at the end of a file. A host may send any file: a short line
+# counts as `_MIN_LINE` bytes, because the time to decode it does not depend on its length.
+_MAX_LINE, _MAX_FILE = 1 << 18, 128 << 20
 _MIN_LINE = 256
 _MAX_TEXT = 200  # characters of a name in the facts
-_TAIL = 1 << 16  # bytes at the end of a segment in which its last sample is searched
-_NEWEST = 3  # segments in which a node's newest sample is searched
+_TAIL = 1 << 20  # bytes at the end of a file in which its last sample is searched
 # msgspec raises the second one for values that are deeply nested.
 _MALFORMED = (ValueError, RecursionError)
 
@@ -115,22 +113,14 @@ class _Facts(msgspec.Struct):
     gpus: list[_GpuFacts]
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """A segment that has at least one sample: its attempt, its first and last monotonic times."""
-
-    attempt: int
-    first: float
-    last: float
-    number: int
-    path: Path
-
-
-_T = TypeVar("_T")
-_Decode = Callable[[bytes], _T]
 _FACTS = msgspec.json.Decoder(_Facts)
 _times = msgspec.json.Decoder(TimesLine).decode
 _line = msgspec.json.Decoder(SampleLine).decode
+
+
+def path_of(job_dir: Path, node_rank: int) -> Path:
+    """Return the path of a node's samples."""
+    return node_directory(job_dir, node_rank) / METRICS
 
 
 def read(
@@ -138,74 +128,55 @@ def read(
 ) -> Iterator[tuple[NodeFacts, Sample]]:
     """Yield the samples of a node in order, each with the facts of its attempt.
 
-    Where no segment is left, the thinned samples are yielded.
-
     Args:
         job_dir: the job's directory.
         node_rank: the node.
         since: yield only the samples of this many seconds before the node's newest sample, of its
             newest attempt; None for all. Jumps of the wall clock have no effect.
     """
-    directory = node_directory(job_dir, node_rank)
-    segments = _segments(directory)
-    begin = (-1, 0.0)  # attempt and monotonic time
-    with_thinned = True
-    if since is not None:
-        newest = _last(directory / THINNED, _times)
-        ends = [(each.attempt, each.last) for each in segments]
-        ends += [(newest[0].attempt, newest[1].monotonic)] if newest else []
-        if not ends:
-            return
-        attempt, last = max(ends)
-        begin = (attempt, last - since)
-        segments = [each for each in segments if (each.attempt, each.last) >= begin]
-        numbers = [each.number for each in segments]
-        whole = numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else False
-        with_thinned = not (whole and (segments[0].attempt, segments[0].first) <= begin)
-    for facts, sample in _merged(directory, segments, _sample, with_thinned=with_thinned):
-        if (facts.attempt, sample.monotonic) >= begin:
-            yield facts, sample
+    newest = latest(job_dir, node_rank) if since is not None else None
+    for facts, line in _lines(path_of(job_dir, node_rank)):
+        with contextlib.suppress(*_MALFORMED):
+            if newest is not None and since is not None:
+                place = (facts.attempt, _times(line).monotonic)
+                if place < (newest[0].attempt, newest[1].monotonic - since):
+                    continue
+            yield facts, _sample(line)
 
 
 def latest(job_dir: Path, node_rank: int) -> tuple[NodeFacts, Sample] | None:
-    """Return a node's newest sample; None without one. Reads only the end of the newest file."""
-    directory = node_directory(job_dir, node_rank)
-    for number in segment_numbers(directory)[: -_NEWEST - 1 : -1]:
-        if (found := _last(segment_path(directory, number), _sample)) is not None:
-            return found
-    return _last(directory / THINNED, _sample)
+    """Return a node's newest sample; None without one. Reads only the end of the file."""
+    found = None
+    for facts, line in _lines(path_of(job_dir, node_rank), _TAIL):
+        with contextlib.suppress(*_MALFORMED):
+            found = facts, _line(line)
+    return None if found is None else (found[0], _of_line(found[1]))
 
 
 def times(job_dir: Path, node_rank: int) -> Iterator[tuple[NodeFacts, TimesLine]]:
     """Yield the times of a node's samples in order, with their facts."""
-    directory = node_directory(job_dir, node_rank)
-    return _merged(directory, _segments(directory), _times)
+    for facts, line in _lines(path_of(job_dir, node_rank)):
+        with contextlib.suppress(*_MALFORMED):
+            yield facts, _times(line)
 
 
 def lines(
-    job_dir: Path, node_rank: int, *, all_of: bool = True
+    job_dir: Path, node_rank: int, gap: float = 0.0
 ) -> Iterator[tuple[NodeFacts, SampleLine]]:
     """Yield a node's samples in order, with their facts.
 
     Args:
         job_dir: the job's directory.
         node_rank: the node.
-        all_of: whether to yield every sample that a segment has; else only the thinned ones, and
-            those after the last thinned one.
+        gap: minimum seconds between two samples; those between them are left out.
     """
-    directory = node_directory(job_dir, node_rank)
-    segments = _segments(directory)
-    if all_of:
-        yield from _merged(directory, segments, _line)
-        return
-    ends: dict[int, float] = {}  # the last thinned time of each attempt
-    for facts, sample in _samples(directory / THINNED, _line):
-        yield facts, sample
-        ends[facts.attempt] = sample.monotonic
-    for each in segments:
-        for facts, sample in _samples(each.path, _line):
-            if sample.monotonic > ends.get(facts.attempt, float("-inf")):
-                yield facts, sample
+    last = (-1, 0.0)  # attempt and monotonic time
+    for facts, line in _lines(path_of(job_dir, node_rank)):
+        with contextlib.suppress(*_MALFORMED):
+            place = (facts.attempt, _times(line).monotonic)
+            if place[0] != last[0] or place[1] - last[1] >= gap:
+                yield facts, _line(line)
+                last = place
 
 
 def parse(line: bytes) -> NodeFacts | Sample:
@@ -220,93 +191,23 @@ def parse(line: bytes) -> NodeFacts | Sample:
         raise ValueError("it is nested too deeply") from error
 
 
-# -- files -----------------------------------------------------------------------------------------
+def _lines(path: Path, limit: int = _MAX_FILE) -> Iterator[tuple[NodeFacts, bytes]]:
+    """Yield the lines of samples at the end of a file, with the facts before them.
 
-
-def _segments(directory: Path) -> list[_Segment]:
-    """Return the segments of a node that have a sample, in order."""
-    found = []
-    for number in segment_numbers(directory):
-        path = segment_path(directory, number)
-        first, last = next(_samples(path, _times), None), _last(path, _times)
-        if first is not None and last is not None:
-            found.append(
-                _Segment(first[0].attempt, first[1].monotonic, last[1].monotonic, number, path)
-            )
-    return sorted(found, key=lambda each: (each.attempt, each.first))
-
-
-_AnyTimes = TypeVar("_AnyTimes", TimesLine, SampleLine, Sample)
-
-
-def _merged(
-    directory: Path,
-    segments: list[_Segment],
-    decode: _Decode[_AnyTimes],
-    *,
-    with_thinned: bool = True,
-) -> Iterator[tuple[NodeFacts, _AnyTimes]]:
-    """Yield the samples of segments, and thinned samples from times without a segment."""
-    left = list(segments)
-    for facts, sample in _samples(directory / THINNED, decode) if with_thinned else ():
-        place = (facts.attempt, sample.monotonic)
-        while left and (left[0].attempt, left[0].first) <= place:
-            yield from _samples(left.pop(0).path, decode)
-        if not any(
-            each.attempt == facts.attempt and each.first <= sample.monotonic <= each.last
-            for each in segments
-        ):
-            yield facts, sample
-    for each in left:
-        yield from _samples(each.path, decode)
-
-
-def _samples(path: Path, decode: _Decode[_T]) -> Iterator[tuple[NodeFacts, _T]]:
-    """Yield the valid samples of a file; none if it cannot be read."""
+    Lines that are too long are left out.
+    """
     facts: NodeFacts | None = None
-    for line in _file_lines(path):
-        with contextlib.suppress(*_MALFORMED):
-            if line.startswith(b"{"):
-                facts = _facts(line)
-            elif facts is not None:
-                yield facts, decode(line)
-
-
-def _file_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yield the lines of a file from the first line end after an offset; skip lines too long."""
     with contextlib.suppress(OSError), open_regular(path) as stream:
-        stream.seek(offset)
-        left = _MAX_THINNED if path.name == THINNED else _MAX_SEGMENT
-        begin = offset == 0  # whether the next part is the begin of a line
+        begin = stream.seek(max(0, os.fstat(stream.fileno()).st_size - limit)) == 0
+        left = limit
         while left > 0 and (part := stream.readline(_MAX_LINE)):
             left -= max(len(part), _MIN_LINE)
-            ended = part.endswith(b"\n")
-            if begin and (ended or len(part) < _MAX_LINE):
-                yield part
-            begin = ended
-
-
-def _last(path: Path, decode: _Decode[_T]) -> tuple[NodeFacts, _T] | None:
-    """Return the last valid sample of a file, with the facts before it."""
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return None
-    last: tuple[NodeFacts, _T] | None = None
-    if size <= _TAIL or path.name == THINNED:
-        for last in _samples(path, decode):  # noqa: B007 - the last one
-            pass
-        return last
-    first = next(_samples(path, decode), None)  # a segment belongs to one attempt
-    if first is None:
-        return None
-    for line in _file_lines(path, size - _TAIL):
-        with contextlib.suppress(*_MALFORMED):
-            last = first[0], decode(line)
-    return last or first
-
-
-# -- lines -----------------------------------------------------------------------------------------
+            whole, begin = begin and part.endswith(b"\n"), part.endswith(b"\n")
+            if whole and part.startswith(b"{"):
+                with contextlib.suppress(*_MALFORMED):
+                    facts = _facts(part)
+            elif whole and facts is not None:
+                yield facts, part
 
 
 def _facts(line: bytes) -> NodeFacts:
@@ -325,7 +226,11 @@ def _facts(line: bytes) -> NodeFacts:
 
 
 def _sample(line: bytes) -> Sample:
-    values = msgspec.structs.asdict(_line(line))
+    return _of_line(_line(line))
+
+
+def _of_line(line: SampleLine) -> Sample:
+    values = msgspec.structs.asdict(line)
     values["workers"] = {one.rank: _worker(one) for one in values["workers"]}
     values["gpus"] = tuple(map(_gpu, values["gpus"]))
     return Sample(**values)

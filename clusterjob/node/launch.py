@@ -155,7 +155,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             nproc,
             forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
             console=console,
-            notifier=_notifier(notifications, node, parent),
+            notifier=_notifier(notifications, node),
             parent=parent,
         )
         verdict = asyncio.run(live())
@@ -248,27 +248,16 @@ def _worker_count(wanted: int | str, gpus: int) -> int:
     return gpus if gpus and wanted != "cpu" else devices.usable_cores()
 
 
-def _notifier(settings: str, node: NodeJob, parent: AgentParent | None) -> Notifier | None:
+def _notifier(settings: str, node: NodeJob) -> Notifier | None:
     """Return the notifier of a node that may coordinate; None on others or without --notify."""
     if not settings:
         return None
     from clusterjob.node.notifications.notifier import Notifier
     from clusterjob.node.rendezvous import succession
 
-    own = node.topology.node_rank
-    moves = succession.may_move(node)
-    if own and not moves:
+    if node.topology.node_rank and not succession.may_move(node):
         return None
-    return Notifier(
-        settings,
-        job_id=node.identity.job_id,
-        job_dir=node.directory,
-        attempt=node.identity.attempt,
-        node=own,
-        print_line=node.print_line,
-        agent_parent=parent.pid if parent is not None else None,
-        moves=moves,
-    )
+    return Notifier(settings, node.identity.job_id, node.directory, print_line=node.print_line)
 
 
 def _for_launcher(options: LaunchOptions) -> LaunchOptions:

@@ -39,7 +39,7 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
     directory = Records().find(job_id).job_dir
 
     def sampled() -> bool:
-        files = [directory / f"logs/node{node}/metrics.0" for node in (0, 1)]
+        files = [directory / f"logs/node{node}/metrics.jsonl" for node in (0, 1)]
         return all(file.exists() and file.read_text().count("\n") > 4 for file in files)
 
     wait_until(sampled, 60.0)
@@ -95,10 +95,9 @@ def test_metrics_and_efficiency_of_a_job_that_runs_and_has_ended(
     assert listed[0].split()[-7:] == ["CPU", "CORES", "MEMORY", "GPU", "GPU-HOURS", "IDLE", "LOST"]
     assert in_json("list", "--efficiency", directory=tmp_path)["jobs"][0]["efficiency"] == used
     # A file that was cut, and a node without samples.
-    segment = directory / "logs/node0/metrics.0"
-    os.truncate(segment, segment.stat().st_size - 20)
-    for file in directory.glob("logs/node1/metrics.*"):
-        file.unlink()
+    file = directory / "logs/node0/metrics.jsonl"
+    os.truncate(file, file.stat().st_size - 20)
+    (directory / "logs/node1/metrics.jsonl").unlink()
     done = command(tmp_path, "metrics", job_id)
     assert done.stderr.splitlines() == [
         "clusterjob: node 1 has no metrics: no samples of it have arrived"

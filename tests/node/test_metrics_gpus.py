@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 from nvidia import FakeNvml
 
-from clusterjob.node.metrics.amd import Amd
+from clusterjob.node.metrics.sources import Amd
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
 
 # Prints the GPUs and a sample at once, and another sample after each line on stdin.
 READ = """
 import json, os, sys, time
-from clusterjob.node.metrics import nvml
-nvml._ECC_PAUSE = 0.0
+from clusterjob.node.metrics import sources
+sources._ECC_PAUSE = 0.0
 try:
-    source = nvml.Nvml(os.environ)
+    source = sources.Nvml(os.environ)
 except OSError as error:
     sys.exit(str(error))
-print(json.dumps([vars(gpu) for gpu in source.gpus]), flush=True)
+print(json.dumps([vars(gpu) for gpu in source.read()[0]]), flush=True)
 while True:
-    print(json.dumps([vars(sample) for sample in source.sample()]), flush=True)
+    print(json.dumps([vars(sample) for sample in source.read()[1]]), flush=True)
     if not sys.stdin.readline():
         break
 """
@@ -126,7 +126,7 @@ def test_old_driver_without_some_functions_gives_the_others(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("listed", "indices"),
-    [("1", [1]), ("1,0", [1, 0]), ("GPU-0001", [1]), ("0,-1,1", [0]), ("5", None), ("", None)],
+    [("1", [1]), ("1,0", [1, 0]), ("GPU-0001-fake", [1]), ("0,-1,1", [0]), ("5", None), ("", None)],
 )
 def test_cuda_visible_devices_selects_the_gpus(
     nvml: FakeNvml, listed: str, indices: list[int] | None
@@ -177,7 +177,7 @@ def test_amd_gives_the_values_of_sysfs(tmp_path: Path) -> None:
     (device / "ras").mkdir()
     (device / "ras/umc_err_count").write_text("ue: 4\nce: 9\n")
     source = Amd({}, root=str(tmp_path))
-    (gpu,), (sample,) = source.gpus, source.sample()
+    (gpu,), (sample,) = source.read()
     assert (gpu.index, gpu.uuid, gpu.name, gpu.memory) == (0, "abc1", "Fake MI300X", 192 << 30)
     assert (sample.use, sample.memory, sample.power, sample.temperature) == (70, 7 << 30, 401, 55)
     assert (sample.sm_clock, sample.memory_clock, sample.ecc, sample.xid) == (2100, 1300, 4, None)
@@ -189,8 +189,8 @@ def test_amd_without_files_has_no_values_and_variables_select(tmp_path: Path) ->
     shutil.rmtree(tmp_path / "sys/class/drm/card3/device/hwmon")
     visible = {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}
     source = Amd(visible, root=str(tmp_path))
-    assert [gpu.index for gpu in source.gpus] == [3]
-    (sample,) = source.sample()
+    (gpu,), (sample,) = source.read()
+    assert gpu.index == 3
     assert (sample.use, sample.power, sample.ecc) == (3, None, None)
     with pytest.raises(OSError, match="no AMD GPU"):
         Amd({"ROCR_VISIBLE_DEVICES": ""}, root=str(tmp_path))

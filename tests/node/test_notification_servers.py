@@ -1,19 +1,13 @@
-"""Jobs notify real HTTP and SMTP servers, and commands, of their events."""
+"""Jobs notify real HTTP servers, and commands, of their events."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from email import message_from_bytes
-from email.message import Message
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +98,7 @@ def test_coordinator_that_has_moved_notifies_instead_of_node_0(
     env = settings(hook.url, on="start end failure requeue")
     job.start_all(*options, env=env)
     assert sent(hook, 1) == ["RUNNING"]
-    job.agents[0].send_signal(signal.SIGKILL)  # the parent of node 0's agent, whose sender lives on
+    job.agents[0].send_signal(signal.SIGKILL)  # the parent of node 0's agent
     assert sent(hook, 2)[1] == "RESTARTING, restart 1 of 3"  # one is due to the spare node
     if returns:
         job.start(0, *options, env=env)
@@ -130,11 +124,6 @@ def test_failure_is_notified_with_rank_host_and_exit_code(make_job: MakeJob, hoo
     first, reason, _ = message["message"].splitlines()
     assert first.startswith(f"train ({job.id}) on lab: FAILED, exit code 7, after ")
     assert reason == job.result["reason"]
-
-
-def test_events_that_nobody_asked_for_are_not_sent(make_job: MakeJob, hook: Hook) -> None:
-    run(make_job(1), "--", "true", urls=[hook.url], on="start failure requeue")
-    assert hook.states == ["RUNNING"]
 
 
 def test_url_is_in_no_argument_log_or_variable_of_worker(make_job: MakeJob, hook: Hook) -> None:
@@ -217,17 +206,7 @@ def test_second_interrupt_ends_wait_for_notification(make_job: MakeJob) -> None:
         begin = time.monotonic()
         agent.send_signal(signal.SIGINT)
         assert agent.wait(TEST_TIMEOUT) == 143
-        assert time.monotonic() - begin < 2.4  # 3 s after a cancel
-
-
-def test_killed_agent_is_notified_as_lost(make_job: MakeJob, hook: Hook) -> None:
-    job = make_job(1)
-    agent = job.start(0, job.script(WAITS), env=settings(hook.url))
-    wait_until(job.path("up").exists, TEST_TIMEOUT, "the worker")
-    agent.kill()
-    agent.wait()
-    assert sent(hook, 1) == ["LOST"]
-    assert "the agent of node 0 was killed" in hook.received[0]["message"]
+        assert time.monotonic() - begin < 5  # else 10 s
 
 
 def test_attempt_after_lost_attempt_is_notified_as_requeue(make_job: MakeJob, hook: Hook) -> None:
@@ -253,25 +232,19 @@ def test_preempted_job_is_notified_once_as_requeue(make_job: MakeJob, hook: Hook
     assert hook.states == ["PREEMPTED"]
 
 
-def test_missing_apprise_is_reported_when_job_starts(make_job: MakeJob, tmp_path: Path) -> None:
-    (tmp_path / "without").mkdir()
-    (tmp_path / "without" / "apprise.py").write_text("raise ImportError('no apprise')\n")
-    paths = f"{tmp_path / 'without'}:{os.environ['PYTHONPATH']}"
+def test_missing_apprise_is_reported_when_job_starts(make_job: MakeJob) -> None:
     job = make_job(1)
-    agent = job.start(
-        0,
-        job.script(WAITS),
-        env=settings("json://127.0.0.1:9/pa55word", commands=("touch told",))
-        | {"PYTHONPATH": paths},
-    )
+    env = settings("json://127.0.0.1:9/pa55word", commands=("touch told",))
+    without = (sys.executable, "-S")  # no site-packages
+    agent = job.start(0, job.script(WAITS), env=env, python=without)
     wait_until(lambda: "has no apprise" in job.stderr(agent), TEST_TIMEOUT, "the message")
+    job.path("go").touch()
+    assert job.wait() == [0]
     [line] = [line for line in job.stderr(agent).splitlines() if "apprise" in line]
     assert line == (
         f"clusterjob: notify: --notify sends nothing: {sys.executable} has no apprise:"
         " pip install apprise there, or use --notify-cmd"
     )
-    job.path("go").touch()
-    assert job.wait() == [0]
     assert job.path("told").exists(), "the command runs without apprise"
 
 
@@ -300,72 +273,3 @@ def test_command_that_hangs_is_killed_with_its_children(make_job: MakeJob) -> No
     run(job, "--", "true", commands=("yes >&2 & echo $! > child; sleep 1000",))
     child = int(job.path("child").read_text())
     wait_until(lambda: not alive(child), TEST_TIMEOUT, "the end of the command's child")
-
-
-# -- mail ------------------------------------------------------------------------------------------
-
-
-class Mailbox:
-    """A handler of aiosmtpd that keeps the messages; it refuses the first `refused` messages."""
-
-    def __init__(self, refused: int) -> None:
-        self.refused = refused
-        self.messages: list[tuple[list[str], Message]] = []
-
-    async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:
-        if self.refused:
-            self.refused -= 1
-            return "451 try again"
-        self.messages.append((envelope.rcpt_tos, message_from_bytes(envelope.content)))
-        return "250 OK"
-
-
-@contextlib.contextmanager
-def mail_server(box: Mailbox) -> Iterator[int]:
-    """Run a real SMTP server on loopback; yield its port."""
-    from aiosmtpd.smtp import SMTP
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def call(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(TEST_TIMEOUT)
-
-    async def stop() -> None:
-        server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-
-    server = call(loop.create_server(lambda: SMTP(box, loop=loop), "127.0.0.1", 0))
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        call(stop())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def test_mail_is_sent_through_real_smtp_server_also_after_greylisting(make_job: MakeJob) -> None:
-    box = Mailbox(refused=1)
-    job = make_job(1)
-    with mail_server(box) as port:
-        url = f"mailto://127.0.0.1:{port}?from=job@example.com&to=me@example.com&mode=insecure"
-        run(job, "--", "bash", "-c", "echo '<b>oh</b>' >&2; exit 2", code=2, urls=[url])
-    [(to, mail)] = box.messages
-    assert to == ["me@example.com"]
-    assert mail["Subject"] == f"{job.id} FAILED"
-    text = b"".join(part.get_payload(decode=True) or b"" for part in mail.walk()).decode()
-    assert "exit code 2" in text
-    assert f"clusterjob logs {job.id}" in text
-
-
-def test_job_without_notifications_starts_no_sender(make_job: MakeJob) -> None:
-    job = make_job(1)
-    job.start_all(job.script(WAITS))
-    wait_until(job.path("up").exists, TEST_TIMEOUT, "the worker")
-    [agent] = job.agents
-    job.forkserver_of(agent)  # fails if the agent has another child
-    job.path("go").touch()
-    assert job.wait() == [0]

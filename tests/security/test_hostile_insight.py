@@ -32,7 +32,7 @@ from clusterjob.insight.report.gather import gather
 from clusterjob.insight.report.make import stacks_of
 from clusterjob.insight.report.measured import Measured
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.job_dir import PHASES, THINNED, TIMELINE
+from clusterjob.node.logs.job_dir import METRICS, PHASES, TIMELINE
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import read_phases
 from clusterjob.node.verdict import JobState
@@ -110,9 +110,7 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 def test_any_values_in_files_of_hosts_are_shown_or_skipped(written: Record, examples: int) -> None:
     paths = [path for path in written.job_dir.rglob("*") if path.is_file()]
     good = {path: path.read_bytes() for path in paths}
-    json_files = [
-        path for path in paths if path.suffix in (".json", ".jsonl") or "metrics." in path.name
-    ]
+    json_files = [path for path in paths if path.suffix in (".json", ".jsonl")]
 
     @settings(
         max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None
@@ -159,7 +157,7 @@ def record(tmp_path: Path) -> Record:
 
 def test_deeply_nested_sample_is_skipped(record: Record) -> None:
     nested = "," + "[" * 60_000 + "]" * 60_000
-    with (node_directory(record.job_dir, 0) / "metrics.0").open("ab") as file:
+    with (node_directory(record.job_dir, 0) / METRICS).open("ab") as file:
         file.write(sample_line(range(1), 1.0, nested))
     for read in readers(record).values():
         read()
@@ -168,26 +166,24 @@ def test_deeply_nested_sample_is_skipped(record: Record) -> None:
 def test_short_lines_take_little_time(record: Record) -> None:
     """Without a limit, 32 million lines take minutes, at each `status`."""
     directory = node_directory(record.job_dir, 0)
-    for path in (directory / "metrics.7", directory / "metrics.8", directory / "metrics.9"):
-        path.write_bytes(HEADER + b"[1]\n" * (4 << 20))
+    with (directory / METRICS).open("ab") as file:
+        file.write(b"[1]\n" * (32 << 20))
     with (directory / PHASES).open("ab") as file:
         file.write(b"\n" * (16 << 20))
     begin = time.process_time()
-    assert sample_files.latest(record.job_dir, 0) is not None
+    assert sample_files.latest(record.job_dir, 0) is None
+    assert list(sample_files.read(record.job_dir, 0)) == []
     assert list(read_phases(record.job_dir, 0))
     assert time.process_time() - begin < CPU_SECONDS
 
 
 def test_other_ranks_in_each_sample_do_not_fill_the_memory(record: Record) -> None:
     directory = node_directory(record.job_dir, 0)
-    with (directory / THINNED).open("wb") as file:
-        file.write(HEADER)
+    with (directory / METRICS).open("wb") as file:
         for number in range(120):
             ranks = range(512 * number, 512 * (number + 1))
-            file.write(sample_line(ranks, 1.0 + number))
+            file.write(HEADER + sample_line(ranks, 1.0 + number))
         file.write(sample_line(range(1 << 16, (1 << 16) + 9), 200.0))
-    for path in directory.glob("metrics.[0-9]*"):
-        path.unlink()
     measured = Measured()
     measured.find(record.job_dir, [0])
     measured.read(record.job_dir, lambda _node, _attempt, time: time, 300.0)

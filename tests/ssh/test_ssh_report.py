@@ -23,7 +23,7 @@ def test_report_has_all_hosts_and_names_the_one_that_does_not_answer(site: Site)
 
     def arrived() -> bool:
         report(site, record.job_id)
-        return all((logs / f"node{node}/metrics.0").exists() for node in (0, 1))
+        return all((logs / f"node{node}/metrics.jsonl").exists() for node in (0, 1))
 
     wait_until(arrived, TEST_TIMEOUT, "samples of both hosts")
     text = report(site, record.job_id)

@@ -53,9 +53,15 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
 }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
-    if (strncmp(uuid, "MIG-", 4)) return 6;
-    *device = &cells[GPUS - 1];
+    int index = GPUS - 1; /* a MIG device */
+    if (strncmp(uuid, "MIG-", 4) && sscanf(uuid, "GPU-%d-fake", &index) != 1) return 6;
+    *device = &cells[index];
     return 0;
+}
+
+int nvmlDeviceGetIndex(void *device, unsigned *index) {
+    *index = (unsigned)((char *)device - cells);
+    return *index == GPUS - 1 ? NOT_SUPPORTED : 0;
 }
 
 int nvmlDeviceGetUUID(void *device, char *text, unsigned length) {

@@ -13,8 +13,8 @@ from clusterjob.node.logs import ends, environment_log
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.straggler_events import Straggler
+from clusterjob.node.metrics.sampler import SampleWriter
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
-from clusterjob.node.metrics.writer import SegmentWriter
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 GIB = 1 << 30
@@ -192,7 +192,7 @@ class WrittenJob:
                 for index in range(self.per_node if self.gpus else 0)
             ),
         )
-        writer = SegmentWriter(self.job_dir, facts, self.interval)
+        writer = SampleWriter(self.job_dir, facts)
         ranks = range(node * self.per_node, (node + 1) * self.per_node)
         count = int((self.seconds - 20) / self.interval)
         for index in range(count):
@@ -237,7 +237,7 @@ class WrittenJob:
                     gpus=gpus,
                 )
             )
-        writer.close()
+        writer.flush()
 
     def _usage(self, node: int) -> dict[str, object]:
         gpu = {

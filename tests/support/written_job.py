@@ -19,8 +19,8 @@ from clusterjob.node.logs.events import EventLog
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import Timeline, node_directory
 from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
+from clusterjob.node.metrics.sampler import SampleWriter
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
-from clusterjob.node.metrics.writer import SegmentWriter
 from clusterjob.node.system import processes
 
 GIB = 1 << 30
@@ -76,7 +76,7 @@ class WrittenJob:
             )
             for node in range(nodes)
         ]
-        self._writers = [SegmentWriter(self.dir, facts, 5.0) for facts in self.facts]
+        self._writers = [SampleWriter(self.dir, facts) for facts in self.facts]
         self._timelines = [Timeline(node_directory(self.dir, node)) for node in range(nodes)]
         for node in range(nodes):
             self.begin(Phase.RUNNING, node, None)

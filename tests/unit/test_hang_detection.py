@@ -16,8 +16,7 @@ from clusterjob.core.records import Record
 from clusterjob.insight import silence
 from clusterjob.node.agent.stack_reports import bounded
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.metrics import lines
-from clusterjob.node.metrics.samples import NodeFacts, Sample
+from clusterjob.node.metrics.samples import NodeFacts, Sample, facts_line, sample_line
 from clusterjob.node.rendezvous import hang_verdict, messages, stack_messages
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.sender_check import check_sender
@@ -299,7 +298,7 @@ def test_status_says_that_a_job_is_silent(tmp_path: Path, quiet: float, shown: b
     directory.mkdir(parents=True)
     facts = NodeFacts(0, "host", attempt=0, cores=1, memory=1)
     sample = Sample(0.0, 1.0, 0, quiet, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    (directory / "metrics.0").write_bytes(lines.facts_line(facts) + lines.sample_line(sample))
+    (directory / "metrics.jsonl").write_bytes(facts_line(facts) + sample_line(sample))
     record = cast("Record", SimpleNamespace(job_dir=tmp_path, job_id="train-x"))
     running = cast("Any", SimpleNamespace(state=JobState.RUNNING))
     text = silence.hint(record, running)

@@ -92,7 +92,7 @@ def test_reader_reads_only_what_was_added(monkeypatch: pytest.MonkeyPatch) -> No
         "epoch 3 step 4 loss 0.5000",
     ]
     assert len(now.ranks[0].cpu_history) == 4
-    assert sorted(opened[1:]) == ["metrics.0", "rank0.out", "rank1.out", "timeline"]
+    assert sorted(opened[1:]) == ["metrics.jsonl", "rank0.out", "rank1.out", "timeline"]
 
 
 def test_silence_is_measured_by_the_clock_of_the_node() -> None:
@@ -176,7 +176,7 @@ def test_malformed_files_are_skipped(
     reader.read(ended=False)
     directory = node_directory(job.dir, 0)
     for name, data in (
-        ("metrics.0", metrics),
+        ("metrics.jsonl", metrics),
         (PHASES, phases),
         ("timeline", timeline),
         ("rank0.out", output),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,8 @@ from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.options import read_setting
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, ConfigError, SpecError
-from clusterjob.node.notifications import events
-from clusterjob.node.notifications.array import WholeArray
-from clusterjob.node.notifications.events import Event
+from clusterjob.node.notifications.notifier import Notifier
+from clusterjob.node.notifications.sender import Event, events_of_array
 from clusterjob.node.program import Program
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
@@ -37,6 +40,28 @@ def verdict(state: JobState, code: int = 1, **fields: Any) -> Verdict:
 # -- events ----------------------------------------------------------------------------------------
 
 
+class Noted(Notifier):
+    """A notifier that keeps the events which it would send."""
+
+    def __init__(self, on: str, elements: int = 0) -> None:
+        settings = {"on": on.split(), "name": "a", "cluster": "lab", "elements": elements}
+        data = json.dumps(settings | {"urls": [], "commands": ["true"]})
+        super().__init__(data, "a-1", Path("/nowhere"), print_line=print)
+        self.events: list[Event] = []
+
+    async def _run(self, event: Event, before: object) -> None:
+        self.events.append(event)
+
+
+def events_of(noted: Noted, report: Callable[[Noted], None]) -> list[Event]:
+    async def run() -> list[Event]:
+        report(noted)
+        await noted.close(asyncio.get_running_loop().create_future())
+        return noted.events
+
+    return asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("state", "event", "kinds"),
     [
@@ -50,38 +75,40 @@ def verdict(state: JobState, code: int = 1, **fields: Any) -> Verdict:
 def test_verdict_is_sent_to_those_who_asked_for_its_kind(
     state: JobState, event: str, kinds: set[str]
 ) -> None:
-    found = events.of_verdict(verdict(state), job_id="a-1")
-    assert found.event == event
-    assert {
-        kind for kind in ("start", "end", "failure", "requeue") if found.wanted([kind])
-    } == kinds
+    sent = {
+        kind: events_of(Noted(kind), lambda noted: noted.ended(verdict(state)))
+        for kind in ("start", "end", "failure", "requeue")
+    }
+    assert {kind for kind, events in sent.items() if events} == kinds
+    assert {each.event for events in sent.values() for each in events} == {event}
 
 
-def test_restart_is_not_sent_to_those_who_asked_for_end() -> None:
-    event = Event("failure", "a-1", state="RESTARTING, restart 1 of 3")
-    assert not event.wanted(["end"])
-    assert event.wanted(["failure"])
+def test_first_restarts_are_sent_to_those_who_asked_for_failures() -> None:
+    def restart(noted: Noted) -> None:
+        for number in range(1, 1001):
+            noted.restarts(number, 1000, "why", failure=None)
+
+    assert events_of(Noted("start end requeue"), restart) == []
+    assert len(events_of(Noted("failure"), restart)) == 10
+
+
+def test_event_of_element_is_sent_for_its_array_whatever_was_asked_for() -> None:
+    noted = Noted("failure", elements=3)
+    assert events_of(noted, lambda noted: noted.ended(verdict(JobState.SUCCEEDED)))
 
 
 @given(st.text(), st.text())
 def test_text_of_any_failure_is_short_and_harmless(message: str, host: str) -> None:
     failure = Failure(3, 1, node_rank=1, host=host, exit_code=1, signal=None, message=message)
     end = verdict(JobState.FAILED, reason=f"{failure.who}: {message}", failure=failure)
-    event = events.of_verdict(end, job_id="a-1", name="a", cluster="lab", seconds=7500.0)
-    lines = event.text().split("\n")
+    [event] = events_of(Noted("end"), lambda noted: noted.ended(end))
+    lines = replace(event, seconds=7500.2).facts()["text"].split("\n")
     assert len(lines) == 3
-    assert lines[0] == "a (a-1) on lab: FAILED, exit code 1, after 2 h 5 min"
+    assert lines[0] == "a (a-1) on lab: FAILED, exit code 1, after 2:05:00"
     assert lines[-1] == "clusterjob logs a-1"
     assert all(sanitize(line) == line for line in lines)
     assert max(map(len, lines)) <= 500
     assert len(event.host) <= 500
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (119.0, "119 s"), (120.0, "2 min"), (7260.0, "2 h 1 min")]
-)
-def test_duration_is_text_with_units(seconds: float, text: str) -> None:
-    assert events.duration(seconds) == text
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -207,30 +234,30 @@ def test_urls_of_named_services_are_accepted(url: str) -> None:
 # -- arrays ----------------------------------------------------------------------------------------
 
 
-def element(root: Path, index: int, elements: int = 3) -> WholeArray:
-    directory = root / "elements" / str(index)
+def merge(root: Path, event: Event, elements: int = 3) -> list[Event]:
+    directory = root / "elements" / event.job_id.partition("_")[2]
     directory.mkdir(parents=True, exist_ok=True)
-    assert WholeArray.has(directory)
-    return WholeArray(directory, elements)
+    return events_of_array(event, directory, elements)
 
 
-def ended(root: Path, index: int, state: JobState) -> list[Event]:
-    event = events.of_verdict(verdict(state, reason="why"), job_id=f"a-1_{index}", name="a")
-    return element(root, index).merge(event)
+def ended(root: Path, index: int, state: JobState, elements: int = 3) -> list[Event]:
+    kind = {JobState.SUCCEEDED: "end", JobState.FAILED: "failure"}.get(state, "requeue")
+    event = Event(kind, f"a-1_{index}", name="a", state=str(state), reason="why", final=True)
+    return merge(root, event, elements)
 
 
 def test_array_sends_first_failure_and_one_end(tmp_path: Path) -> None:
     start = Event("start", "a-1_0", state="RUNNING")
-    assert element(tmp_path, 0).merge(start) == [start]
-    assert element(tmp_path, 1).merge(Event("start", "a-1_1", state="RUNNING")) == []
-    assert element(tmp_path, 1).merge(Event("failure", "a-1_1", state="RESTARTING")) == []
+    assert merge(tmp_path, start) == [start]
+    assert merge(tmp_path, Event("start", "a-1_1", state="RUNNING")) == []
+    assert merge(tmp_path, Event("failure", "a-1_1", state="RESTARTING")) == []
     assert ended(tmp_path, 0, JobState.SUCCEEDED) == []
     [failure] = ended(tmp_path, 1, JobState.FAILED)
     assert (failure.job_id, failure.state, failure.reason) == ("a-1_1", "FAILED", "why")
     assert not failure.wanted(["end"]), "the array has not ended"
     [end] = ended(tmp_path, 2, JobState.FAILED)
     assert (end.event, end.job_id, end.state) == ("failure", "a-1", "FAILED")
-    assert end.reason == "3 elements: 2 FAILED (1, 2); 1 SUCCEEDED"
+    assert end.reason == "3 elements: 2 FAILED (1-2); 1 SUCCEEDED"
     assert end.wanted(["end"])
     assert ended(tmp_path, 2, JobState.FAILED) == [], "an element that runs again"
 
@@ -251,10 +278,8 @@ def test_elements_that_end_together_send_one_end(tmp_path: Path) -> None:
     together = threading.Barrier(count)
 
     def end(index: int) -> None:
-        array = element(tmp_path, index, elements=count)
-        event = events.of_verdict(verdict(JobState.SUCCEEDED), job_id=f"a-1_{index}")
         together.wait()
-        found.extend(array.merge(event))
+        found.extend(ended(tmp_path, index, JobState.SUCCEEDED, elements=count))
 
     threads = [threading.Thread(target=end, args=(index,)) for index in range(count)]
     for thread in threads:
@@ -262,8 +287,3 @@ def test_elements_that_end_together_send_one_end(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert [event.reason for event in found] == ["16 elements: 16 SUCCEEDED"]
-
-
-def test_job_that_is_no_element_notifies_for_itself(tmp_path: Path) -> None:
-    assert not WholeArray.has(tmp_path / "jobs" / "a-1")
-    assert not WholeArray.has(tmp_path / "elements" / "x")

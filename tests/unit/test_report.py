@@ -19,7 +19,7 @@ from clusterjob.core.records import Record, Records
 from clusterjob.insight.report import page, values
 from clusterjob.insight.report.gather import gather
 from clusterjob.insight.report.make import make, stacks_of
-from clusterjob.node.logs.job_dir import ENVIRONMENT, EVENTS, PHASES, THINNED
+from clusterjob.node.logs.job_dir import ENVIRONMENT, EVENTS, METRICS, PHASES
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
@@ -202,7 +202,7 @@ def test_report_without_job_directory_shows_the_record(tmp_path: Path) -> None:
 def test_damaged_files_cost_only_their_own_lines(tmp_path: Path, damage: str) -> None:
     record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
     directory = node_directory(record.job_dir, 1)
-    names = [THINNED, "metrics.0", PHASES, ENVIRONMENT]
+    names = [METRICS, PHASES, ENVIRONMENT]
     for path in [directory / name for name in names] + [
         node_directory(record.job_dir, 0) / "stacks.json",
         record.job_dir / EVENTS,
@@ -256,7 +256,7 @@ def test_node_without_workers_has_a_row(tmp_path: Path) -> None:
 
 def test_gpu_errors_are_named(tmp_path: Path) -> None:
     record = WrittenJob(tmp_path, nodes=2, per_node=2).write()
-    path = node_directory(record.job_dir, 1) / "metrics.0"
+    path = node_directory(record.job_dir, 1) / METRICS
     lines = path.read_text().splitlines()
     sample = json.loads(lines[-1])
     sample[12][1][6:8] = [3, 79]

@@ -10,8 +10,7 @@ from pathlib import Path
 from clusterjob.node.logs.log_files import Timeline, node_directory
 from clusterjob.node.logs.log_protocol import Writer
 from clusterjob.node.logs.log_reader import LogReader
-from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, WorkerSample
-from clusterjob.node.metrics.usage import Usage
+from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, Usage, WorkerSample
 from clusterjob.node.system.shared_note import SharedNote
 
 
@@ -92,11 +91,11 @@ def test_sums_of_samples_go_on_in_another_process() -> None:
             gpus=(GpuSample(use=30.0, memory=9),),
         )
 
-    whole, first, second = Usage(0.0), Usage(0.0), Usage(0.0)
+    whole, first = Usage({"at": 0.0}), Usage({"at": 0.0})
     for at in (5.0, 10.0):
         whole.add(facts, sample(at))
         first.add(facts, sample(at))
-    second.restore(facts, json.loads(json.dumps(first.state())))
+    second = Usage(json.loads(json.dumps(first.sums)))
     assert second.to_json() == first.to_json()
     for usage in (whole, second):
         usage.add(facts, sample(15.0))

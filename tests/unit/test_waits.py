@@ -25,9 +25,9 @@ from clusterjob.node.logs.events import EventLog, read_events
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.logs.straggler_events import Straggler
 from clusterjob.node.metrics import stragglers
+from clusterjob.node.metrics.sampler import SampleWriter
 from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
 from clusterjob.node.metrics.stragglers import Lateness, Wait
-from clusterjob.node.metrics.writer import SegmentWriter
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.rank_map import RankMap
@@ -396,13 +396,13 @@ def test_status_shows_newest_numbers_of_samples_and_keeps_those_of_the_event_wit
     for node in (0, 1):
         node_directory(tmp_path, node).mkdir(parents=True)
         facts = NodeFacts(node, f"gpu{node}", attempt=0, cores=8, memory=1 << 30)
-        writer = SegmentWriter(tmp_path, facts, 5.0)
+        writer = SampleWriter(tmp_path, facts)
         workers = {
             rank: replace(WORKER, step=500.0, waited=100.0 if rank == 3 else 400.0)
             for rank in (2 * node, 2 * node + 1)
         }
         writer.add(replace(SAMPLE, workers=workers))
-        writer.close()
+        writer.flush()
     [found] = insight.now(tmp_path, now)
     assert (found.rank, found.waited, found.step) == (3, pytest.approx(0.3), 0.5)
 

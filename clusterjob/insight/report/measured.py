@@ -13,7 +13,7 @@ from clusterjob.insight.report.series import COLUMNS, Series
 from clusterjob.node.metrics.samples import NodeFacts
 
 NODE = -1  # the number in the key of a value that belongs to the node
-_LONG = 3 * 3600.0  # seconds of a job for which the thinned samples are fine enough
+_LONG, _GAP = 3 * 3600.0, 60.0  # seconds of a job for which samples so far apart are enough
 _LARGEST_GAP = 150.0  # seconds between two samples that are drawn as connected
 _MAX_WORKERS, _MAX_GPUS = 512, 16  # of a node; the others are not shown
 _MAX_SERIES = 4 * _MAX_WORKERS  # of a node, whose samples may name other workers each time
@@ -72,7 +72,7 @@ class Measured:
         for node in sorted({extent.node for extent in self.extents}):
             longest = max(one.last - one.first for one in self.extents if one.node == node)
             samples = self._noting_errors(
-                node, sample_files.lines(job_dir, node, all_of=longest < _LONG)
+                node, sample_files.lines(job_dir, node, _GAP if longest > _LONG else 0.0)
             )
             series = self.series.setdefault(node, {})
             for (first, last, keys), group in itertools.groupby(

@@ -140,8 +140,10 @@ class Agent:
             parent=self._parent,
             polls=self._supervisor is not None,
         )
-        if self._topology.node_rank == 0:
-            await self._start_notifier()
+        if self._notifier is not None:
+            self._workers.spared = self._notifier.pids
+            if self._topology.node_rank == 0 and not self._replaces:
+                self._notifier.attempt_begins(self._job.attempt)
         await self._metrics.serve()
         following = asyncio.create_task(self._follow_output())
         self._crashes.watch(following)
@@ -158,18 +160,15 @@ class Agent:
         finally:
             following.cancel()
         self._ended = True
-        if self._notifier is not None:
-            if self._reports_end(verdict):
-                self._notifier.ended(verdict)
-            else:
-                self._notifier.leave()
+        if self._notifier is not None and self._reports_end(verdict):
+            self._notifier.ended(verdict)
         await self._connection.stop_coordinating()
         self._workers.stop_ordered = True
         self._stop_measuring()
         await self._forkserver.quit()
         self._workers.close()
         # Background processes of the setup lines.
-        processes.kill_descendants(self._workers.sender)
+        processes.kill_descendants(*self._workers.spared)
         self._workers.phases.flush()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(files.disk, self._timeline.note)  # after all earlier writes
@@ -190,14 +189,6 @@ class Agent:
             await self._notifier.close(hurry=self._requests.kill_now)
             processes.kill_descendants()
 
-    async def _start_notifier(self) -> None:
-        """Start the sender of notifications, unless it runs."""
-        if self._notifier is not None and self._workers.sender is None:
-            again = self._replaces or self._topology.node_rank > 0
-            self._workers.sender = await self._notifier.start(again=again)
-            if self._parent is not None:
-                self._parent.keep("sender", self._workers.sender)
-
     def _reports_end(self, verdict: Verdict) -> bool:
         """Return whether this node notifies of the end of the job."""
         if self.coordinates or self._topology.node_rank:
@@ -211,8 +202,6 @@ class Agent:
             ended = self._without_coordinator()
             return ended or self._end.verdict(JobState.LOST, "the job has ended without this node")
         self._crashes.watch(asyncio.create_task(self._renew_lease(connection)))
-        if self.coordinates:
-            await self._start_notifier()
         handlers: dict[type, Callable[[Any], None]] = {
             states.Order: self._follow,
             states.OrderWithStore: self._follow,
@@ -300,8 +289,6 @@ class Agent:
                 await asyncio.wait_for(self._workers.gone.wait(), _GONE_SECONDS)
             try:
                 if await connection.join_again(lost):
-                    if self.coordinates:
-                        await self._start_notifier()
                     return None
             except RendezvousError as error:
                 reason += f"; {error.message}"

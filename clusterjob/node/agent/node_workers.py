@@ -45,7 +45,7 @@ class NodeWorkers:
         failures: describes the failures of this node and its workers.
         alive_at: the monotonic time of the last heartbeat of a worker.
         step: the largest step in a heartbeat of this round; -1 without one.
-        sender: pid of the process that sends notifications, which outlives the workers, or None.
+        spared: pids of the processes that send notifications now; they outlive the workers.
         phases: records the phases of the node and its ranks.
         gone: set while no worker runs.
         waits: keeps how long the workers wait in collectives.
@@ -75,7 +75,7 @@ class NodeWorkers:
         self.stop_ordered = False
         self.gone = asyncio.Event()
         self.gone.set()
-        self.sender: int | None = None
+        self.spared: set[int] = set()
         self._drain: int | None = None  # the process that writes the workers' output
         self.alive_at = time.monotonic()
         self.step = -1
@@ -290,7 +290,7 @@ class NodeWorkers:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
         why = f"the forkserver was lost ({how(*self._forkserver.reap())})"
-        processes.kill_descendants(self.sender, self._drain)  # which writes the last output
+        processes.kill_descendants(*self.spared, self._drain)  # which writes the last output
         if not self._stops and self._status is not None:
             self.process_lost(why)
         self._replace_agent(why)

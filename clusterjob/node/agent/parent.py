@@ -58,8 +58,7 @@ class AgentParent:
         self._attempt = attempt
         self._signals = {*signals.handled(preemptible=options.warning is not None), signal.SIGCHLD}
         self._pid = os.getpid()
-        # Processes that outlive an agent: background processes of the setup lines, and the senders
-        # of notifications.
+        # Processes that outlive an agent: background processes of the setup lines.
         self._spared: list[int] = []
         self._ordered = False  # whether this node was asked to stop
 
@@ -80,8 +79,6 @@ class AgentParent:
             if not os.WIFSIGNALED(status):
                 processes.kill_descendants()
                 return os.WEXITSTATUS(status)
-            sender = self.kept("sender")
-            self._spared += [sender] if sender else []
             self._clear()
             name = processes.signal_name(os.WTERMSIG(status))
             who = f"the agent of node {self._node_rank} on {scheduler.node_name()} (pid {agent})"
@@ -89,8 +86,6 @@ class AgentParent:
             if not self._may_start():
                 return self._give_up(who, os.WTERMSIG(status))
             self.starts += 1
-            if sender:
-                processes.send_signal(sender, signal.SIGUSR2)
             self._note.write({name: self.kept(name) for name in _KEPT})
 
     # -- in the agent ------------------------------------------------------------------------------
@@ -110,8 +105,7 @@ class AgentParent:
 
         ``joined``: whether this node has joined the coordinator; ``coordinates``: whether this node
         is the coordinator's; ``successors``: addresses where the next coordinator may listen;
-        ``rounds``: the newest round that it has seen, plus 1; ``sender``: the pid of the process
-        that sends notifications; ``why``: why this agent kills itself.
+        ``rounds``: the newest round that it has seen, plus 1; ``why``: why this agent kills itself.
         """
         self._note.write(self._note.read() | {name: value})
 
@@ -169,7 +163,7 @@ class AgentParent:
     def _give_up(self, who: str, number: int) -> int:
         """Record the loss of the agent, and end by the same signal."""
         ends.write_lost(self._job_dir, self._node_rank, self._attempt, f"{who} was killed")
-        processes.kill_descendants(self.kept("sender"))
+        processes.kill_descendants()
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

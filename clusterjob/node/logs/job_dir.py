@@ -46,7 +46,7 @@ PREFLIGHT_LOG = "preflight.log"
 TIMELINE = "timeline"
 PHASES = "phases.jsonl"  # see `clusterjob.node.logs.phases`
 ENVIRONMENT = "environment.jsonl"  # see `clusterjob.node.logs.environment_log`
-THINNED = "metrics.thinned"  # see `clusterjob.node.metrics.segments`
+METRICS = "metrics.jsonl"  # see `clusterjob.node.metrics.samples`
 HEARTBEAT = "heartbeat"  # touched by workers that torchrun has started; see `ctx.heartbeat()`
 
 

@@ -1,4 +1,4 @@
-"""Notifications of a job: node 0's agent reports events, and a child process sends them."""
+"""Notifications of a job: the coordinator's node starts one process for each event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a node's metrics: what is written is read; damage costs only its own lines."""
+"""The file of a node's metrics: what is written is read; damage costs only its own lines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from clusterjob.insight import sample_files
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.job_dir import THINNED
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.metrics import lines, segments
-from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
-from clusterjob.node.metrics.writer import SegmentWriter, joined
+from clusterjob.node.metrics import samples
+from clusterjob.node.metrics.sampler import SampleWriter
+from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample, joined
+from clusterjob.node.system import files
 
 FACTS = NodeFacts(
     0,
@@ -64,16 +64,12 @@ def job_dir(tmp_path: Path) -> Path:
 
 
 def write(job_dir: Path, hours: float, facts: NodeFacts = FACTS, begin: float = 0.0, **kind) -> int:
-    """Write samples of some hours, and return the bytes that were written."""
-    writer = SegmentWriter(job_dir, facts, 5.0)
+    """Write samples of some hours, and return the size of the file."""
+    writer = SampleWriter(job_dir, facts)
     for number in range(int(hours * 720)):
         writer.add(sample(begin + 5.0 * number, **kind))
-    writer.close()
-    return size(job_dir)
-
-
-def size(job_dir: Path) -> int:
-    return sum(path.stat().st_size for path in node_directory(job_dir, 0).glob("metrics.*"))
+    writer.flush()
+    return files.size_of(sample_files.path_of(job_dir, 0))
 
 
 def times(job_dir: Path, since: float | None = None) -> list[float]:
@@ -81,11 +77,11 @@ def times(job_dir: Path, since: float | None = None) -> list[float]:
 
 
 def test_samples_are_read_as_they_were_written(job_dir: Path) -> None:
-    writer = SegmentWriter(job_dir, FACTS, 5.0)
+    writer = SampleWriter(job_dir, FACTS)
     plain = replace(sample(0.0), gpus=(GpuSample(),) * 8)
     writer.add(plain)
     writer.add(sample(5.0))
-    writer.close()
+    writer.flush()
     read = list(sample_files.read(job_dir, 0))
     assert [facts for facts, _ in read] == [FACTS, FACTS]
     assert read[0][1] == plain
@@ -104,17 +100,14 @@ def test_an_hour_of_256_workers_is_at_most_1_mb_with_longer_means(job_dir: Path)
     assert max(b - a for a, b in itertools.pairwise(read)) < 120
 
 
-def test_a_day_keeps_the_last_hour_and_one_sample_per_minute_before(job_dir: Path) -> None:
+def test_samples_of_a_day_are_5_s_apart_in_the_first_hour_and_20_s_in_the_end(
+    job_dir: Path,
+) -> None:
     assert write(job_dir, 24, workers=1, gpus=0) < 1_000_000
-    read = times(job_dir)
-    assert read == sorted(read)
-    old, new = (
-        [m for m in read if m < 22.4 * 3600],
-        [m for m in read if m > 23 * 3600],
-    )
-    assert len(old) == pytest.approx(22.4 * 60, rel=0.1)
-    assert len(new) == pytest.approx(720, abs=2)
-    assert len(segments.segment_numbers(node_directory(job_dir, 0))) == 3
+    gaps = [b - a for a, b in itertools.pairwise(times(job_dir)[:-1])]
+    assert set(gaps[:720]) == {5.0}
+    assert gaps == sorted(gaps)
+    assert set(gaps[-3000:]) == {20.0}
 
 
 def test_since_counts_from_the_newest_sample_of_the_newest_attempt(job_dir: Path) -> None:
@@ -126,29 +119,28 @@ def test_since_counts_from_the_newest_sample_of_the_newest_attempt(job_dir: Path
     assert {attempt for attempt, _ in read} == {0, 1}
 
 
-def test_since_reaches_into_the_thinned_samples(job_dir: Path) -> None:
-    write(job_dir, 5, workers=1, gpus=0)
-    read = times(job_dir, 4 * 3600.0)
-    assert read[0] == pytest.approx(3600, abs=70)
-    assert read == sorted(read)
-
-
 def test_jump_of_the_wall_clock_changes_nothing_but_the_shown_time(job_dir: Path) -> None:
-    writer = SegmentWriter(job_dir, FACTS, 5.0)
+    writer = SampleWriter(job_dir, FACTS)
     for number in range(100):
         jump = -86_400.0 if number >= 50 else 0.0
         writer.add(replace(sample(5.0 * number), time=1_795_000_000.0 + jump))
-    writer.close()
+    writer.flush()
     assert times(job_dir) == [5.0 * number for number in range(100)]
     assert len(times(job_dir, 60.0)) == 13
 
 
-def test_gap_between_mirrored_segments_is_filled_by_thinned_samples(job_dir: Path) -> None:
-    write(job_dir, 1.4)
-    (node_directory(job_dir, 0) / "metrics.1").unlink()
-    read = times(job_dir)
-    assert read == sorted(set(read))
-    assert max(b - a for a, b in itertools.pairwise(read)) < 70
+def test_newest_sample_is_found_at_the_end_of_a_large_file(job_dir: Path) -> None:
+    write(job_dir, 2)
+    write(job_dir, 2, replace(FACTS, attempt=1), begin=50_000.0)
+    facts, newest = sample_files.latest(job_dir, 0)
+    assert (facts.attempt, newest.monotonic) == (1, times(job_dir)[-1])
+
+
+def test_samples_between_those_of_a_gap_are_left_out(job_dir: Path) -> None:
+    write(job_dir, 0.2)
+    write(job_dir, 0.01, replace(FACTS, attempt=1), begin=20.0)
+    found = [(facts.attempt, one.monotonic) for facts, one in sample_files.lines(job_dir, 0, 60.0)]
+    assert found == [(0, 60.0 * number) for number in range(12)] + [(1, 20.0)]
 
 
 def test_joined_keeps_means_of_rates_and_peaks_of_levels() -> None:
@@ -178,8 +170,7 @@ def test_damaged_file_loses_only_the_damaged_lines(
     job_dir = tmp_path_factory.mktemp("job")
     node_directory(job_dir, 0).mkdir(parents=True)
     write(job_dir, 0.02, workers=2, gpus=1)
-    path = node_directory(job_dir, 0) / "metrics.0"
-    (node_directory(job_dir, 0) / THINNED).unlink()
+    path = sample_files.path_of(job_dir, 0)
     good = path.read_bytes().splitlines(keepends=True)
     hostile = st.one_of(
         st.binary(max_size=200).filter(lambda text: b"\n" not in text),
@@ -197,20 +188,19 @@ def test_damaged_file_loses_only_the_damaged_lines(
                 b"[1" + b",1" * 10 + b",[[true,1,1,1,1,1,1]],[]]",
                 b"[1" + b",1" * 10 + b",7,[]]",
                 b"x" * (1 << 19),
-                good[3][:40],
+                good[4][:40],
             ]
         ),
     )
-    place = data.draw(st.integers(1, len(good)))
+    place = data.draw(st.integers(2, len(good)))
     path.write_bytes(b"".join(good[:place]) + data.draw(hostile) + b"\n" + b"".join(good[place:]))
-    whole = [5.0 * number for number in range(len(good) - 1)]
+    whole = [5.0 * number for number in range(len(good) - 2)]
     assert [m for m in times(job_dir) if m in whole] == whole
 
 
 def test_truncated_file_gives_what_is_whole(job_dir: Path) -> None:
     write(job_dir, 0.02)
-    path = node_directory(job_dir, 0) / "metrics.0"
-    (node_directory(job_dir, 0) / THINNED).unlink()
+    path = sample_files.path_of(job_dir, 0)
     os.truncate(path, path.stat().st_size - 30)
     assert len(times(job_dir)) == 13
     os.truncate(path, 30)
@@ -218,16 +208,17 @@ def test_truncated_file_gives_what_is_whole(job_dir: Path) -> None:
     assert sample_files.latest(job_dir, 0) is None
 
 
-def test_large_file_of_short_lines_is_not_read_whole(job_dir: Path) -> None:
-    path = node_directory(job_dir, 0) / "metrics.0"
-    path.write_bytes(lines.facts_line(FACTS) + b"\n" * (7 << 20) + lines.sample_line(sample(1.0)))
-    assert times(job_dir) == []
+def test_file_of_short_lines_is_not_read_whole(job_dir: Path) -> None:
+    path = sample_files.path_of(job_dir, 0)
+    lines = [samples.sample_line(sample(at)) for at in (1.0, 2.0)]
+    path.write_bytes(samples.facts_line(FACTS) + lines[0] + b"\n" * 600_000 + lines[1])
+    assert times(job_dir) == [1.0]
+    assert sample_files.latest(job_dir, 0)[1].monotonic == 1.0
 
 
-def test_pipe_and_directory_in_place_of_a_segment_are_skipped(job_dir: Path) -> None:
-    os.mkfifo(node_directory(job_dir, 0) / "metrics.0")
-    (node_directory(job_dir, 0) / "metrics.1").mkdir()
-    (node_directory(job_dir, 0) / THINNED).mkdir()
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_pipe_or_directory_in_place_of_the_file_is_skipped(job_dir: Path, make) -> None:
+    make(sample_files.path_of(job_dir, 0))
     assert times(job_dir) == []
     assert sample_files.latest(job_dir, 0) is None
     assert list(sample_files.read(job_dir, 5)) == []
