@@ -8,13 +8,17 @@ value that is not plain, and an exception, are also pickled into the file of the
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import JobFailed
+from clusterjob.node import contract
+from clusterjob.node.environments import scheduler
 from clusterjob.node.system import files
 
 FOLDER = "call"  # in the job's directory
@@ -236,3 +240,26 @@ def read(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
     except OSError:
         return None
     return from_pickle(pickled, rank)
+
+
+class ReturnValue:
+    """A Hydra callback that writes the value of each rank; Hydra calls `on_job_end`.
+
+    It has no base class, so that this module does not import Hydra.
+    """
+
+    def on_job_end(self, job_return: Any, **_: Any) -> None:
+        """Write the value that the function returned; an exception ends the worker anyway."""
+        job_dir = os.environ.get(contract.JOB_DIR)
+        if job_dir and job_return.status.name == "COMPLETED":
+            write_value(
+                Path(job_dir),
+                int(os.environ.get("RANK", "0")),
+                attempt=scheduler.read_attempt(os.environ),
+                value=job_return.return_value,
+            )
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return lambda **_: None
+        raise AttributeError(name)
