@@ -157,7 +157,7 @@ def _make_group(
     try:
         place = open_store(worker, seconds, group_timeout=timeout)
         rendezvous.join(
-            rendezvous.signed(place),
+            place.signed,
             worker,
             own=rendezvous.own_facts(worker, device, backend=backend),
             timeout=seconds,

@@ -23,7 +23,6 @@ from clusterjob.node.environments import scheduler
 from clusterjob.node.logs import ends
 
 _INTERVAL = 1.0  # seconds between two polls of the warning file
-_FIRST_SIGNAL = 10  # offset from SIGRTMIN: libraries use the first real-time signals
 # Value of CLUSTERJOB_WARNING_FD without an agent: the scheduler signals each process of the job.
 BY_SIGNALS = "none"
 
@@ -56,6 +55,11 @@ def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def _wake_signal() -> int:
+    """Return the signal by which the waiting thread interrupts the main thread."""
+    return signal.SIGRTMIN + 10  # libraries use the first real-time signals
+
+
 def _ask(pipe: int, seconds: float) -> tuple[bool, bool]:
     """Return whether a warning and whether a stop has arrived; wait up to `seconds` for one."""
     poll = select.poll()  # a new object per call: threads and signal handlers cannot share one
@@ -76,12 +80,7 @@ class _Watch:
         self._next_poll = 0.0
         self._callbacks: list[Callable[[], object]] = []
         self._calling = False
-        self._call_number = 0  # the signal by which the waiting thread interrupts the main thread
-        self._find_sources()
-
-    # -- sources of the warning ------------------------------------------------------------------
-
-    def _find_sources(self) -> None:
+        self._thread: threading.Thread | None = None  # waits for the warning
         descriptor, _, inode = os.environ.get(contract.WARNING_FD, "").partition(":")
         with contextlib.suppress(ValueError, OSError):
             # A child inherits the variable, but may have another file under this number.
@@ -90,6 +89,8 @@ class _Watch:
         job_dir = os.environ.get(contract.JOB_DIR)
         if job_dir and self._pipe is None:
             self._job_dir = Path(job_dir)
+
+    # -- sources of the warning ------------------------------------------------------------------
 
     def arm(self) -> None:
         """Handle the scheduler's signals."""
@@ -155,16 +156,12 @@ class _Watch:
     def add(self, callback: Callable[[], object]) -> None:
         """Call a function when the warning arrives, or now if it has already arrived."""
         self._callbacks.append(callback)
-        if not self.poll() and not self._call_number:
-            self._call_number = self._free_signal()
-            threading.Thread(target=self._wait, daemon=True, name="clusterjob-warning").start()
-
-    def _free_signal(self) -> int:
-        for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX + 1):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, self._warned)
-                return number
-        raise RuntimeError("every real-time signal has a handler already")
+        if not self.poll() and self._thread is None:
+            signal.signal(_wake_signal(), self._warned)
+            self._thread = threading.Thread(
+                target=self._wait, daemon=True, name="clusterjob-warning"
+            )
+            self._thread.start()
 
     def _call(self) -> None:
         if self._calling:
@@ -187,7 +184,7 @@ class _Watch:
             elif _ask(self._pipe, _INTERVAL) == (False, True):
                 return
         if self._callbacks:
-            signal.pthread_kill(threading.main_thread().ident or 0, self._call_number)
+            signal.pthread_kill(threading.main_thread().ident or 0, _wake_signal())
 
 
 @functools.cache

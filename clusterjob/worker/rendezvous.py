@@ -9,6 +9,7 @@ an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -19,89 +20,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from clusterjob.errors import RanksMissingError, RendezvousError
-from clusterjob.node import contract
 from clusterjob.node.environments import scheduler
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.worker import process
-from clusterjob.worker.store import GroupStore, notice_times, print_notice
+from clusterjob.worker.store import GroupStore, SignedStore, notice_time, print_notice
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
 _GRACE = 5.0  # seconds that a rank waits after its own timeout for the answer of another rank
+_DEFERENCE = 1.0  # seconds by which other ranks print later than rank 0, which may be missing
 _REFUSAL = 1.0  # seconds for which a rank 0 that serves the store lets others read the refusal
 _MAX_NAMED = 8  # ranks that one text names
 _MAX_NAME, _MAX_ANSWER = 300, 4000  # characters of a text that another process wrote
-# While torch forms the group: seconds after which a process reports that it is alive, further
-# seconds for other ranks before they count as not answering, and between two polls.
-_ALIVE_AFTER, _OTHERS, _POLL = 3.0, 1.0, 0.05
-_SIGNATURE = 64  # characters
-
-
-class SignedStore:
-    """A prefix of torch's store in which each value carries a signature.
-
-    torch's store lets any client write any value. Processes that clusterjob's agents start have a
-    key (CLUSTERJOB_STORE_KEY); under other launchers values are not signed. A signature covers the
-    value, its key and the index of the group.
-
-    Args:
-        store: the prefix store.
-        number: index of the group among the groups over this store, from 0. The next group does
-            not accept the values of this group.
-    """
-
-    def __init__(self, store: Any, number: int) -> None:
-        self._store = store
-        self._number = number
-        self._key = os.environ.get(contract.STORE_KEY, "").encode()
-
-    def has(self, name: str) -> bool:
-        """Return whether a value was written."""
-        return bool(self._store.check([name]))
-
-    def add(self, name: str, amount: int) -> int:
-        """Increase a counter, which is not signed, and return it."""
-        return int(self._store.add(name, amount))
-
-    def read(self, *names: str) -> list[bytes]:
-        """Return values that were written.
-
-        Raises:
-            RendezvousError: a signature is wrong: no process of this job has written the value.
-        """
-        found = zip(names, self._store.multi_get(list(names)), strict=True)
-        return [self._check(name, value) for name, value in found]
-
-    def offer(self, name: str, value: str = "") -> bytes:
-        """Write a value if there is none; return the stored value; see `read` for errors."""
-        signed = self._sign(name, value.encode()).decode() + value
-        return self._check(name, self._store.compare_set(name, "", signed))
-
-    def claim(self, name: str, rank: int) -> bool:
-        """Return whether this rank is the first that claims a task."""
-        return self.offer(name, str(rank)).decode() == str(rank)
-
-    def _sign(self, name: str, value: bytes) -> bytes:
-        if not self._key:
-            return b""
-        import hashlib
-        import hmac
-
-        signed = b"\0".join((str(self._number).encode(), name.encode(), value))
-        return hmac.new(self._key, signed, hashlib.sha256).hexdigest().encode()
-
-    def _check(self, name: str, value: bytes) -> bytes:
-        if not self._key:
-            return value
-        import hmac
-
-        if not hmac.compare_digest(value[:_SIGNATURE], self._sign(name, value[_SIGNATURE:])):
-            raise RendezvousError(
-                f"{name!r} in torch's store was written by no process of this job",
-                "another program writes to MASTER_ADDR:MASTER_PORT; "
-                "`ss -tnp` shows who is connected there",
-            )
-        return value[_SIGNATURE:]
+# While torch forms the group: seconds after which a process reports that it is alive, which is
+# before the first notice, and seconds for the text of another rank after torch has given up.
+_ALIVE_AFTER, _OTHERS, _POLL = 2.0, 1.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -280,9 +213,8 @@ def _await_answer(
     """
     # The store handles some thousands of requests a second.
     pause, longest = 0.001, min(1.0, max(0.05, worker.world_size / 4096))
-    notices = enumerate(notice_times())
     begin = time.monotonic()
-    number, due = next(notices)
+    notices, deference = 0, _DEFERENCE if worker.rank else 0.0
     while not store.has("go"):
         waited = time.monotonic() - begin
         if waited > timeout + _GRACE:
@@ -291,8 +223,8 @@ def _await_answer(
                 f"gave up after {waited:.0f} s"
             )
         final = waited > timeout
-        if final or waited > due:
-            task = "gave up" if final else f"notice{number}"
+        if final or waited > notice_time(notices) + deference:
+            task = "gave up" if final else f"notice{notices}"
             if store.claim(task, own.rank) and (missing := _without(store, worker, "rank")):
                 process.ask_agents(worker.local_rank, missing, final=final)
                 text = _describe_missing(store, worker, missing, started=started)
@@ -300,7 +232,7 @@ def _await_answer(
                     _answer(store, f"{text}; gave up after {waited:.0f} s", late=True)
                 else:
                     print_notice(f"{text}; {waited:.0f} s so far")
-            number, due = next(notices)
+            notices += 1
         time.sleep(pause)
         pause = min(longest, pause * 1.5)
 
@@ -350,16 +282,10 @@ def forming(place: GroupStore) -> Iterator[None]:
         RanksMissingError: torch has given up because some ranks do not answer; the message names
             them.
     """
-    worker, over, begin = place.worker, threading.Event(), time.monotonic()
-
-    def watch() -> None:
-        # If the store has ended, torch's own request fails too.
-        if not over.wait(_ALIVE_AFTER):
-            with contextlib.suppress(OSError, RuntimeError):
-                _watch_formation(_again(place), worker, over.wait)
-
-    if worker.world_size > 1:
-        threading.Thread(target=watch, name="clusterjob-forming", daemon=True).start()
+    over, begin = threading.Event(), time.monotonic()
+    threading.Thread(
+        target=_watch_formation, args=(place, over.wait), name="clusterjob-forming", daemon=True
+    ).start()
     try:
         yield
     except RuntimeError as error:
@@ -372,52 +298,37 @@ def forming(place: GroupStore) -> Iterator[None]:
         over.set()
     # The process that serves the store may have formed the group and ended.
     with contextlib.suppress(RuntimeError):
-        signed(place).offer(f"formed{worker.rank}")
+        place.signed.offer(f"formed{place.worker.rank}")
 
 
-def signed(place: GroupStore) -> SignedStore:
-    """Return the prefix of a group's store in which its ranks meet."""
-    return _meeting(place.store, place.number)
-
-
-def _again(place: GroupStore) -> SignedStore:
-    """Return the same over a second connection: torch's waiting request blocks the first."""
-    return _meeting(place.reconnect(), place.number)
-
-
-def _meeting(store: Any, number: int) -> SignedStore:
-    import torch.distributed as dist
-
-    return SignedStore(dist.PrefixStore("rendezvous", store), number)
-
-
-def _watch_formation(store: SignedStore, worker: Worker, over: Callable[[float], bool]) -> None:
+def _watch_formation(place: GroupStore, over: Callable[[float], bool]) -> None:
     """Report that this rank is alive; print which ranks do not answer until the wait is over."""
-    store.offer(f"there{worker.rank}")
+    if over(_ALIVE_AFTER):
+        return
     begin = time.monotonic() - _ALIVE_AFTER
-    for number, due in enumerate(notice_times()):
-        if over(begin + due - time.monotonic()):
-            return
-        if not store.claim(f"probe{number}", worker.rank):
-            continue
-        without, silent = _unresponsive(store, worker)
-        if silent:
-            if over(_OTHERS):
+    worker = place.worker
+    with contextlib.suppress(OSError, RuntimeError):  # torch's own request fails too
+        store = place.reconnect()
+        store.offer(f"there{worker.rank}")
+        for number in itertools.count():
+            if over(begin + notice_time(number) - time.monotonic()):
                 return
+            if not store.claim(f"probe{number}", worker.rank):
+                continue
             without, silent = _unresponsive(store, worker)
-        waited = f"{time.monotonic() - begin:.0f} s"
-        if silent:
-            process.ask_agents(worker.local_rank, silent, final=False)
-            print_notice(f"{_describe_unresponsive(store, silent)}; {waited} so far")
-        elif without:
-            ends = store.read(*(f"rank{rank}" for rank in (without[0], without[-1])))
-            one, other = map(Facts.of, ends)
-            print_notice(
-                f"the process group is not made after {waited}: {len(without)} of "
-                f"{worker.world_size} processes wait for each other, such as {one} and {other}: "
-                "can their machines reach each other at every port, "
-                "by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
-            )
+            waited = f"{time.monotonic() - begin:.0f} s"
+            if silent:
+                process.ask_agents(worker.local_rank, silent, final=False)
+                print_notice(f"{_describe_unresponsive(store, silent)}; {waited} so far")
+            elif without:
+                ends = store.read(f"rank{without[0]}", f"rank{without[-1]}")
+                one, other = map(Facts.of, ends)
+                print_notice(
+                    f"the process group is not made after {waited}: {len(without)} of "
+                    f"{worker.world_size} processes wait for each other, such as {one} and "
+                    f"{other}: can their machines reach each other at every port, "
+                    "by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
+                )
 
 
 def _unresponsive_at_end(place: GroupStore) -> str:
@@ -427,7 +338,7 @@ def _unresponsive_at_end(place: GroupStore) -> str:
     """
     worker = place.worker
     with contextlib.suppress(OSError, RuntimeError):
-        store = _again(place)
+        store = place.reconnect()
         if store.claim("last probe", worker.rank):
             silent = _unresponsive(store, worker)[1]
             process.ask_agents(worker.local_rank, silent, final=True)

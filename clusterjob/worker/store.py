@@ -13,12 +13,12 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import PlacementError, RendezvousError
+from clusterjob.node import contract
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import network
 from clusterjob.node.workers import torch_patches
@@ -29,6 +29,7 @@ _PARTING = 5.0  # seconds that rank 0 waits at its end until all ranks have the 
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two polls of the number of joined ranks
 _BACKLOG = 4096
+_SIGNATURE = 64  # characters
 # Seconds before the first notice of a process that waits, and between later notices.
 _FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -39,13 +40,76 @@ def print_notice(text: str) -> None:
     print(f"clusterjob: {text}", file=sys.stderr, flush=True)
 
 
-def notice_times() -> Iterator[float]:
-    """Yield the times of a waiting process's notices, in seconds from the beginning."""
-    yield _FIRST_NOTICE
-    due = 0.0
-    while True:
-        due += _LATER_NOTICES
-        yield due
+def notice_time(number: int) -> float:
+    """Return when a waiting process prints its notice `number`, in seconds from the beginning."""
+    return number * _LATER_NOTICES if number else _FIRST_NOTICE
+
+
+class SignedStore:
+    """A prefix of torch's store in which each value carries a signature.
+
+    torch's store lets any client write any value. Processes that clusterjob's agents start have a
+    key (CLUSTERJOB_STORE_KEY); under other launchers values are not signed. A signature covers the
+    value, its key and the index of the group.
+
+    Args:
+        store: the prefix store.
+        number: index of the group among the groups over this store, from 0. The next group does
+            not accept the values of this group.
+    """
+
+    def __init__(self, store: Any, number: int) -> None:
+        self._store = store
+        self._number = number
+        self._key = os.environ.get(contract.STORE_KEY, "").encode()
+
+    def has(self, name: str) -> bool:
+        """Return whether a value was written."""
+        return bool(self._store.check([name]))
+
+    def add(self, name: str, amount: int) -> int:
+        """Increase a counter, which is not signed, and return it."""
+        return int(self._store.add(name, amount))
+
+    def read(self, *names: str) -> list[bytes]:
+        """Return values that were written.
+
+        Raises:
+            RendezvousError: a signature is wrong: no process of this job has written the value.
+        """
+        found = zip(names, self._store.multi_get(list(names)), strict=True)
+        return [self._check(name, value) for name, value in found]
+
+    def offer(self, name: str, value: str = "") -> bytes:
+        """Write a value if there is none; return the stored value; see `read` for errors."""
+        signed = self._sign(name, value.encode()).decode() + value
+        return self._check(name, self._store.compare_set(name, "", signed))
+
+    def claim(self, name: str, rank: int) -> bool:
+        """Return whether this rank is the first that claims a task."""
+        return self.offer(name, str(rank)).decode() == str(rank)
+
+    def _sign(self, name: str, value: bytes) -> bytes:
+        if not self._key:
+            return b""
+        import hashlib
+        import hmac
+
+        signed = b"\0".join((str(self._number).encode(), name.encode(), value))
+        return hmac.new(self._key, signed, hashlib.sha256).hexdigest().encode()
+
+    def _check(self, name: str, value: bytes) -> bytes:
+        if not self._key:
+            return value
+        import hmac
+
+        if not hmac.compare_digest(value[:_SIGNATURE], self._sign(name, value[_SIGNATURE:])):
+            raise RendezvousError(
+                f"{name!r} in torch's store was written by no process of this job",
+                "another program writes to MASTER_ADDR:MASTER_PORT; "
+                "`ss -tnp` shows who is connected there",
+            )
+        return value[_SIGNATURE:]
 
 
 @dataclass(frozen=True)
@@ -66,8 +130,13 @@ class GroupStore:
     number: int
     whole: Any
 
-    def reconnect(self) -> Any:
-        """Return the group's prefix over a new connection, while another request blocks this one.
+    @property
+    def signed(self) -> SignedStore:
+        """The prefix of the store in which the ranks of the group meet."""
+        return _meeting(self.store, self.number)
+
+    def reconnect(self) -> SignedStore:
+        """Return the same over a new connection: torch's waiting request blocks the first one.
 
         Raises:
             OSError: the store cannot be reached any more.
@@ -80,7 +149,7 @@ class GroupStore:
             _check_store(link)
         wait = timedelta(seconds=_ANSWER)
         whole = _launcher_store(self.worker, wait) if self.served else _client(self.worker, wait)
-        return _group_prefix(whole, self.number)
+        return _meeting(_group_prefix(whole, self.number), self.number)
 
     def note_formed(self) -> None:
         """Count the group, so that the next group gets another prefix in all processes."""
@@ -206,6 +275,12 @@ def _group_prefix(store: Any, number: int) -> Any:
     return dist.PrefixStore(f"clusterjob/{number}", store)
 
 
+def _meeting(store: Any, number: int) -> SignedStore:
+    import torch.distributed as dist
+
+    return SignedStore(dist.PrefixStore("rendezvous", store), number)
+
+
 def _await_listener(worker: Worker, timeout: float) -> None:
     """Wait until rank 0 listens at its port; one rank of each node prints the error meanwhile.
 
@@ -215,9 +290,8 @@ def _await_listener(worker: Worker, timeout: float) -> None:
     host, port = worker.topology.master_addr, worker.topology.master_port or 0
     # Local rank 0 prints; beside rank 0, for which all wait, it is local rank 1.
     prints = worker.local_rank == (1 if worker.rank == worker.local_rank else 0)
-    notices = notice_times()
     begin = time.monotonic()
-    due, pause = next(notices), _MIN_PAUSE
+    notices, pause = 0, _MIN_PAUSE
     while True:
         try:
             with network.connect(host, port, timeout=_ANSWER) as link:
@@ -238,8 +312,8 @@ def _await_listener(worker: Worker, timeout: float) -> None:
                 f"{text}; gave up after {waited:.0f} s",
                 "check MASTER_ADDR and MASTER_PORT: they must be rank 0's",
             )
-        if waited > due:
-            due = next(notices)
+        if waited > notice_time(notices):
+            notices += 1
             if prints:
                 print_notice(f"{text}; {waited:.0f} s so far")
         time.sleep(pause)

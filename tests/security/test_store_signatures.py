@@ -16,7 +16,8 @@ from procs import WITH_TORCH, Job, wait_until
 from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
-from clusterjob.worker.rendezvous import Facts, SignedStore
+from clusterjob.worker.rendezvous import Facts
+from clusterjob.worker.store import SignedStore
 
 MakeJob = Callable[..., Job]
 ANSWER = json.dumps({"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else"})

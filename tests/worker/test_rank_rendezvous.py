@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,16 @@ from launching import (
     rank_variables,
     run,
     script,
+    start,
     timeout_seconds,
     waited_seconds,
 )
-from namespaces import machines, skip_reason
+from namespaces import Machine, machines, skip_reason
 from preloaded import ForkedProgram, Preloaded
 from procs import wait_until
 
-from clusterjob.errors import PlacementError
 from clusterjob.worker.rendezvous import Facts, disagreement
-from clusterjob.worker.store import notice_times
+from clusterjob.worker.store import notice_time
 
 INIT = """
     import os, time
@@ -141,36 +141,6 @@ def test_rank_claimed_twice_error_names_both_processes(
     assert not any("met" in each.out for each in ended)
 
 
-def test_ranks_of_two_jobs_at_one_port_are_refused(tmp_path: Path, processes: Processes) -> None:
-    port = free_port()
-    one, other = ({"CLUSTERJOB_JOB_ID": name} for name in ("mine", "yours"))
-    ended = [
-        finish(process)
-        for process in processes(
-            60, [rank_variables(0, 2, port) | one, rank_variables(1, 2, port) | other]
-        )
-    ]
-    for each in ended:
-        assert each.code == 1
-        assert "is of job yours, rank 0 on" in last_message(each.err)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="a traceback shows no notes")
-def test_traceback_ends_with_hint(tmp_path: Path, processes: Processes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ended = [
-            finish(each)
-            for each in processes(
-                60,
-                [rank_variables(0, 2, taken.getsockname()[1]), {"RANK": "0", "LOCAL_RANK": "0"}],
-            )
-        ]
-    assert [each.err.splitlines()[-1] for each in ended] == [
-        "hint: set MASTER_PORT to another port",
-        f"hint: {PlacementError.general_hint}",
-    ]
-
-
 def test_port_in_use_error_is_one_line(tmp_path: Path, processes: Processes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -181,6 +151,8 @@ def test_port_in_use_error_is_one_line(tmp_path: Path, processes: Processes) -> 
         f"(pid {process.pid}) cannot listen at 127.0.0.1:{port}: Address already in use"
     )
     assert "TCPStore" not in ended.err
+    if sys.version_info >= (3, 11):  # a traceback shows notes
+        assert ended.err.splitlines()[-1] == "hint: set MASTER_PORT to another port"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -213,6 +185,65 @@ def test_unreachable_master_addr_error_is_one_line(tmp_path: Path) -> None:
         f"rank 1 on {HOST} cannot reach rank 0 at 198.51.100.7:29500: Network is unreachable; "
         "gave up after" in last_message(ended.err)
     )
+
+
+@contextlib.contextmanager
+def machine_with_packet_loss() -> Iterator[Machine]:
+    """Create a machine whose packets to 10.77.0.9 are lost."""
+    why = skip_reason()
+    if why:
+        pytest.skip(why)
+    with machines(1) as [machine]:
+        lost = "ip neigh add 10.77.0.9 lladdr 02:00:00:00:00:09 dev eth0 nud permanent"
+        subprocess.run(machine.command(*lost.split()), capture_output=True, check=True)
+        yield machine
+
+
+@pytest.mark.slow
+def test_waiting_rank_reports_master_addr_without_answer(tmp_path: Path) -> None:
+    with machine_with_packet_loss() as machine:
+        environ = rank_variables(1, 2, 29500, 1) | {"MASTER_ADDR": "10.77.0.9"}
+        path = script(tmp_path, INIT.replace("TIMEOUT", "7"))
+        process = start(machine.command(sys.executable, path), tmp_path, environ)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        ended = finish(process)
+    assert line.startswith(f"clusterjob: rank 1 on {HOST} ")
+    assert "cannot reach rank 0 at 10.77.0.9:29500: timed out; " in line
+    assert waited_seconds(line) <= 4 + MARGIN
+    assert ended.code == 1
+    assert "gave up after" in last_message(ended.err)
+
+
+@pytest.mark.slow
+def test_joining_agent_reports_master_addr_without_answer(tmp_path: Path) -> None:
+    with machine_with_packet_loss() as machine:
+        environ = {
+            "CLUSTERJOB_NNODES": "2",
+            "CLUSTERJOB_NODE_RANK": "1",
+            "CLUSTERJOB_MASTER_ADDR": "10.77.0.9",
+            "CLUSTERJOB_TOKEN": "secret-of-the-job",
+        }
+        argv = [
+            sys.executable,
+            "-m",
+            "clusterjob",
+            "launch",
+            "--join-timeout",
+            "6",
+            "--nproc-per-node",
+            "1",
+            script(tmp_path, INIT.replace("TIMEOUT", "60")),
+        ]
+        ended = finish(start(machine.command(*argv), tmp_path, environ))
+    assert ended.code == 1
+    lines = [
+        line
+        for line in ended.err.splitlines()
+        if "node 1 cannot reach node 0 at 10.77.0.9: no answer (port" in line
+    ]
+    assert 4 <= waited_seconds(lines[0]) <= 4 + MARGIN, ended.err
+    assert "gave up after" in lines[-1]
 
 
 @pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", b"SSH-2.0-x\r\n"])
@@ -367,7 +398,7 @@ def test_rank_0_serves_store_until_each_rank_has_process_group(
 
 
 def test_notices_come_after_4_s_and_then_every_30_s() -> None:
-    assert list(itertools.islice(notice_times(), 4)) == [4.0, 30.0, 60.0, 90.0]
+    assert [notice_time(number) for number in range(4)] == [4.0, 30.0, 60.0, 90.0]
 
 
 FIRST = Facts(
@@ -426,6 +457,7 @@ WITHOUT_RANK_0 = """
     from datetime import timedelta
     import torch.distributed as dist
     from clusterjob.worker import rendezvous
+    from clusterjob.worker.store import SignedStore
     from clusterjob.errors import RendezvousError
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
@@ -445,7 +477,7 @@ WITHOUT_RANK_0 = """
         if rank == 3:
             facts = replace(facts, **FAULT)
         try:
-            rendezvous.join(rendezvous.SignedStore(store, 0), worker, facts, TIMEOUT, started=True)
+            rendezvous.join(SignedStore(store, 0), worker, facts, TIMEOUT, started=True)
         except RendezvousError as error:
             sys.stdout.write(f"{rank} {error}\\n")  # one write per line: the threads share stdout
             sys.stdout.flush()
@@ -505,6 +537,7 @@ SIMULATED = """
     from datetime import timedelta
     import torch.distributed as dist
     from clusterjob.worker import rendezvous
+    from clusterjob.worker.store import SignedStore
     from clusterjob.node.system import network
     from clusterjob.node.environments.topology import Topology, Worker
 
@@ -526,7 +559,7 @@ SIMULATED = """
         worker = Worker(topology, rank, 0, WORLD, EACH)
         facts = rendezvous.Facts(rank, f"h{host}", rank, WORLD, "job", "torch", "")
         rendezvous.join(
-            rendezvous.SignedStore(stores[rank], 0), worker, facts, 90, started=False)
+            SignedStore(stores[rank], 0), worker, facts, 90, started=False)
         joined[rank] = True
 
     threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(WORLD)]
