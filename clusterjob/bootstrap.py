@@ -11,6 +11,7 @@ The same lines run under clusterjob, under torchrun, in a platform's own process
 
 from __future__ import annotations
 
+import os
 import sys
 
 from clusterjob.errors import UsageError
@@ -110,11 +111,12 @@ def init(
 
     import torch.distributed as dist  # not earlier: torch reads variables that `prepare` sets
 
+    state.pid, state.timeout = os.getpid(), timeout
     if dist.is_available() and dist.is_initialized():
         context = group.adopt(finding, backend, process_group=process_group)
     else:
         context = group.make(finding, backend, timeout=timeout, process_group=process_group)
-    state.context, state.timeout = context, timeout
+    state.context = context
     return context
 
 

@@ -488,12 +488,14 @@ class ProcessState:
     Attributes:
         context: the context that `init` returned; None after the end of the context.
         timeout: the timeout that `init` was given, in seconds.
+        pid: pid of the process that called `init`. A forked child inherits this state.
         watched: whether `watch` has installed its hooks.
         abandoned: whether threads of an abandoned group may still run.
     """
 
     context: Context | None = None
     timeout: float | None = None
+    pid: int = 0
     watched: bool = False
     abandoned: bool = False
 
@@ -525,11 +527,11 @@ def watch(local_rank: int) -> None:
         return
     state.watched = True
     atexit.register(leave, failed=False)
-    previous, own_pid = sys.excepthook, os.getpid()
+    previous = sys.excepthook
     report_fd = process.report_pipe()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        own = os.getpid() == own_pid and threading.current_thread() is threading.main_thread()
+        own = os.getpid() == state.pid and threading.current_thread() is threading.main_thread()
         if own and report_fd is not None:
             report.report(
                 report_fd,
