@@ -7,6 +7,7 @@ import contextlib
 import math
 import numbers
 import os
+import struct
 import sys
 import threading
 import time
@@ -218,8 +219,9 @@ class Context:
             in float32.
 
         Raises:
-            UsageError: the operation is unknown, the value is neither a number nor a tensor, the
-                context was shut down, or there are other processes and no process group.
+            UsageError: the operation is unknown, the value is neither a number nor a tensor, an int
+                does not fit into 64 bits, the context was shut down, or there are other processes
+                and no process group.
         """
         if op not in OPERATIONS:
             raise UsageError(
@@ -442,12 +444,28 @@ class Context:
         return work.to(device=value.device, dtype=result_type)
 
     def _gather(self, number: int | float) -> list[int | float]:
-        """Return every process's number, in rank order."""
+        """Return every process's number, in rank order.
+
+        Each number is sent as two words: a flag for int or float, and 64 bits.
+        """
+        import torch
         import torch.distributed as dist
 
-        found: list[int | float] = [0] * self.world_size
-        dist.all_gather_object(found, number)
-        return found
+        integral = isinstance(number, int)
+        try:
+            bits = struct.pack("=q" if integral else "=d", number)
+        except struct.error as error:
+            raise UsageError(f"reduce: {number} does not fit into 64 bits") from error
+        own = torch.tensor(
+            [int(integral), *struct.unpack("=q", bits)], device=self._exchange_device()
+        )
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own)
+        rows: list[list[int]] = torch.stack(parts).tolist()
+        return [
+            word if is_int else struct.unpack("=d", struct.pack("=q", word))[0]
+            for is_int, word in rows
+        ]
 
     def _exchange_device(self) -> torch.device:
         """Return the device of tensors that the process group can send."""

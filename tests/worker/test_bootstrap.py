@@ -108,7 +108,7 @@ ALL_FEATURES = """
         report["numbers"] = {op: ctx.reduce(r + 2, op) for op in ops}
         report["default"] = ctx.reduce([1.0, 2.0][r])
         report["floats"] = {op: ctx.reduce([0.5, -3.0][r], op) for op in ops}
-        report["exact"] = ctx.reduce(2**64 + r, "sum")
+        report["exact"] = ctx.reduce(2**62 + r, "sum")
         report["mixed"] = ctx.reduce([1, 0.5][r], "sum")
         nan = float("nan")
         report["nan"] = [ctx.reduce([nan, 1.0][r], "min"), ctx.reduce([1.0, nan][r], "max")]
@@ -164,6 +164,7 @@ ALL_FEATURES = """
             refused(lambda: bootstrap.init(timeout=5)),
             refused(lambda: ctx.reduce(1, "median")),
             refused(lambda: ctx.reduce("1")),
+            refused(lambda: ctx.reduce(2**63)),
         ]
 
         # newer Pythons warn of each fork in a process with threads
@@ -241,7 +242,7 @@ def test_reduce_of_numbers_returns_same_value_on_each_rank(launched: Launched) -
             "max": 0.5,
             "product": -1.5,
         }
-        assert rank["exact"] == 2**65 + 1
+        assert rank["exact"] == 2**63 + 1
         assert rank["mixed"] == 1.5
         assert all(math.isnan(value) for value in rank["nan"])
         assert (rank["bool"], type(rank["bool"])) == (1, int)
@@ -290,7 +291,7 @@ def test_second_init_returns_same_context_or_refuses_other_options(launched: Lau
     for rank in launched.ranks:
         assert rank["again"] is True
         assert rank["inner"] is True
-        backend, process_group, timeout, operation, kind = rank["refused"]
+        backend, process_group, timeout, operation, kind, size = rank["refused"]
         assert "'gloo'" in backend
         assert "'nccl'" in backend
         assert "process_group" in process_group
@@ -298,6 +299,7 @@ def test_second_init_returns_same_context_or_refuses_other_options(launched: Lau
         assert "'median'" in operation
         assert "mean, sum, min, max, product" in operation
         assert "str" in kind
+        assert "64 bits" in size
 
 
 def test_init_works_again_after_shutdown(launched: Launched) -> None:
