@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -712,6 +713,15 @@ def test_first_failure_in_time_is_root_cause(launcher: str, tmp_path: Path) -> N
     assert ran.code == 1
     failure = json.loads((directory / "result.json").read_text())["failure"]
     assert (failure["rank"], failure["message"], failure["exit_code"]) == (1, "ValueError: boom", 1)
+
+
+def test_on_preempt_outside_of_main_thread_is_refused() -> None:
+    context = bootstrap.init(process_group=False)
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="main thread"):
+            pool.submit(context.on_preempt, print).result()
+    finally:
+        bootstrap.shutdown()
 
 
 def test_report_pipe_is_only_for_worker_process_itself(
