@@ -80,12 +80,11 @@ def init(
         UsageError: the arguments exclude each other, or differ from those of the first call.
     """
     from clusterjob.node.stacks import offer
-    from clusterjob.worker import device, ending, group, process, rank_assignment
+    from clusterjob.worker import group, process, rank_assignment
+    from clusterjob.worker.context import state
 
-    if backend is not None and backend not in device.BACKENDS:
-        raise UsageError(
-            f"unknown backend {backend!r}: must be one of {', '.join(device.BACKENDS)}"
-        )
+    if backend is not None and backend not in group.BACKENDS:
+        raise UsageError(f"unknown backend {backend!r}: must be one of {', '.join(group.BACKENDS)}")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"timeout {timeout}: must be a number of seconds above 0")
     given = {
@@ -93,11 +92,11 @@ def init(
         "local_world_size": local_world_size, "master_addr": master_addr,
         "master_port": master_port,
     }  # fmt: skip
-    known = ending.state.context
+    known = state.context
     if known is not None and (known.backend is None or known.holds_group()):
         _check_same(
             known,
-            ending.state.timeout,
+            state.timeout,
             asked={"backend": backend, "process_group": process_group, "timeout": timeout} | given,
         )
         return known
@@ -107,19 +106,17 @@ def init(
     finding = rank_assignment.find(
         {name.upper(): str(value) for name, value in given.items() if value is not None},
         checked=not _group_exists(),
-        timeout=timeout,
     )
     rank_assignment.prepare(finding)
 
     import torch.distributed as dist  # not earlier: torch reads variables that `prepare` sets
 
-    ending.state.pid = os.getpid()
-    ending.state.timeout = timeout
+    state.pid, state.timeout = os.getpid(), timeout
     if dist.is_available() and dist.is_initialized():
         context = group.adopt(finding, backend, process_group=process_group)
     else:
         context = group.make(finding, backend, timeout=timeout, process_group=process_group)
-    ending.state.context = context
+    state.context = context
     return context
 
 
@@ -129,9 +126,9 @@ def shutdown() -> None:
     It waits for running collectives of this process, but not for other processes. Without a
     context, it does nothing. It does not destroy a group that the script made itself.
     """
-    from clusterjob.worker import ending
+    from clusterjob.worker.context import leave
 
-    ending.leave(failed=False)
+    leave(failed=False)
 
 
 def _group_exists() -> bool:

@@ -150,13 +150,13 @@ def _read(
     found: dict[int, CallOutcome | None] = {
         rank: outcomes.from_json(plain[rank], rank) if rank in plain else None for rank in ranks
     }
-    inexact = [
+    pickled = [
         rank
         for rank, one in found.items()
-        if one is not None and (one.failure is not None or not one.exact)
+        if one is not None and (one.failure is not None or one.pickled)
     ]
-    if trust and inexact:
-        pickles = _files(record, inexact, attempt=attempt, suffix="pkl", most=MAX_PICKLED)
+    if trust and pickled:
+        pickles = _files(record, pickled, attempt=attempt, suffix="pkl", most=MAX_PICKLED)
         found |= {rank: outcomes.from_pickle(data, rank) for rank, data in (pickles or {}).items()}
     return found
 

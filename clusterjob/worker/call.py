@@ -103,7 +103,7 @@ def _let_form_group() -> None:
     """
     import torch.distributed as dist
 
-    from clusterjob.worker.ending import state
+    from clusterjob.worker.context import state
 
     form = dist.init_process_group
 

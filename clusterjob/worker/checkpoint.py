@@ -1,66 +1,51 @@
 """Save and load checkpoints; a kill at any moment leaves one that can be loaded.
 
-Each checkpoint is a directory ``<number>.step<step>``. It is written under another name, flushed to
-disk and renamed. Its file ``files.json`` lists the sizes of its files: a checkpoint that lacks a
-part is skipped. The latest two are kept; older ones are removed when the new one is on disk.
-`Context` inherits from `Checkpointing`.
+Each checkpoint is a directory ``<number>.step<step>``: rank 0's state as torch.save writes it, or
+the parts of all ranks in the format of torch.distributed.checkpoint. It is written under another
+name, flushed to disk and renamed. One that cannot be read is skipped. The latest two are kept;
+older ones are removed when the new one is on disk. No pickle is executed.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
-import json
 import os
+import pickle
 import re
 import shutil
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from clusterjob.errors import CheckpointError, UsageError
-from clusterjob.worker import sharded_checkpoint
 
 _NAME = re.compile(r"(?P<number>\d{8,12})\.step(?P<step>\d{1,18})", re.ASCII)
 _UNFINISHED = ".saving"  # the checkpoint that is being written
-_FILES, _STATE = "files.json", "state.pt"
-_MAX_LIST = 16 << 20  # bytes of `files.json`
+_STATE = "state.pt"
+_METADATA = ".metadata"  # of torch.distributed.checkpoint: where each tensor is, as a pickle
 _CACHE_TIMEOUT = 5.0  # seconds
-
-
-class Ranks(Protocol):
-    """The part of a `Context` that this module uses."""
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-
-    def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Combine one value from each process."""
-
-
-class Checkpointing:
-    """The checkpoint method of a `Context`."""
-
-    def checkpoint(self, directory: str | os.PathLike[str], *, sharded: bool = False) -> Checkpoint:
-        """Return the checkpoints in a directory that all nodes share; it may not exist yet.
-
-        Args:
-            directory: the directory; it should contain nothing else.
-            sharded: whether each process saves its own part with torch.distributed.checkpoint, for
-                models that no process holds as a whole (FSDP, DTensor); else rank 0 saves all.
-        """
-        return Checkpoint(self, directory, sharded=sharded)  # type: ignore[arg-type]
+# The classes of that metadata, besides torch's data types.
+_ALLOWED = {
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # Python 3.13
+}  # fmt: skip
 
 
 class _Saved(NamedTuple):
     number: int
     step: int
     path: Path
-
-
-_NONE = _Saved(-1, -1, Path())
 
 
 class Checkpoint:
@@ -70,19 +55,18 @@ class Checkpoint:
         step: the step that was loaded or saved last; None before.
     """
 
-    def __init__(self, context: Ranks, directory: str | os.PathLike[str], *, sharded: bool) -> None:
+    def __init__(self, context: Any, directory: str | os.PathLike[str], *, sharded: bool) -> None:
         self._context = context
         self._directory = Path(directory)
+        self._unfinished = self._directory / _UNFINISHED
         self._sharded = sharded
         self._unreadable: set[int] = set()  # numbers of checkpoints that could not be loaded
         self.step: int | None = None
 
-    # -- loading -----------------------------------------------------------------------------------
-
     def load(
         self, into: Any = None, *, weights_only: bool = True, map_location: Any = "cpu"
     ) -> Any:
-        """Return the state of the latest checkpoint that is complete; None if there is none.
+        """Return the state of the latest checkpoint that can be read; None if there is none.
 
         All processes load the same one: rank 0 chooses it, and if a process cannot read it, all try
         the one before.
@@ -101,22 +85,26 @@ class Checkpoint:
         if self._sharded != (into is not None):
             what = "needs the state to fill" if self._sharded else "takes no state to fill"
             raise UsageError(f"load of a checkpoint with sharded={self._sharded} {what}")
-        saved = self._found() if self._context.is_main else []
+
+        def read() -> Any:
+            if not self._context.is_main:
+                _wait_for(path)
+            if self._sharded:
+                return _load_parts(path, into, weights_only=weights_only)
+            import torch
+
+            return torch.load(path / _STATE, map_location=map_location, weights_only=weights_only)
+
         problem: Exception | None = None
-        for place in itertools.count():
-            chosen = saved[place] if place < len(saved) else _NONE
+        saved = self._found() if self._context.is_main else []
+        for index in itertools.count():
+            chosen = saved[index] if index < len(saved) else _Saved(-1, -1, self._directory)
             number = self._context.reduce(chosen.number, "max")
             step = self._context.reduce(chosen.step, "max")
             if number < 0:
                 break
             path = self._directory / _name(number, step)
-            # No rank may begin to read, which is a collective if sharded, before rank 0 has
-            # checked the files.
-            failed, state, error = self._try(functools.partial(self._check_first, path))
-            if not failed:
-                failed, state, error = self._try(
-                    functools.partial(self._read, path, into, weights_only, map_location)
-                )
+            failed, state, error = self._try(read)
             if not failed:
                 self.step = step
                 return state
@@ -124,49 +112,11 @@ class Checkpoint:
             self._unreadable.add(number)
         if not self._unreadable:
             return None
+        why = f"{type(problem).__name__}: {problem}" if problem else "another process failed"
         raise CheckpointError(
-            f"no checkpoint in {self._directory} can be loaded"
-            + (f": {problem}" if problem is not None else ": another process failed"),
+            f"no checkpoint in {self._directory} can be loaded: {why}",
             "without them, training would start from the beginning: repair or remove them",
         ) from problem
-
-    def _check_first(self, path: Path) -> None:
-        if self._context.is_main:
-            self._check(path)
-        else:
-            _wait_for(path)
-
-    def _read(self, path: Path, into: Any, weights_only: bool, place: Any) -> Any:  # noqa: FBT001
-        if self._sharded:
-            return sharded_checkpoint.load(path, into, weights_only=weights_only)
-        import torch
-
-        return torch.load(path / _STATE, map_location=place, weights_only=weights_only)
-
-    def _found(self) -> list[_Saved]:
-        """Return the checkpoints of the directory, the newest first, complete or not."""
-        try:
-            names = [_NAME.fullmatch(name) for name in os.listdir(self._directory)]
-        except FileNotFoundError:
-            return []
-        found = [
-            _Saved(int(match["number"]), int(match["step"]), self._directory / match[0])
-            for match in names
-            if match
-        ]
-        return sorted(found, reverse=True)
-
-    def _check(self, path: Path) -> None:
-        """Raise an error if a checkpoint lacks a part, or is of the other kind."""
-        with (path / _FILES).open("rb") as stream:
-            listed = json.loads(stream.read(_MAX_LIST))
-        for name, size in listed["files"].items():
-            if (path / name).stat().st_size != size:
-                raise CheckpointError(f"{path / name} is not as long as it was written")
-        if listed["sharded"] != self._sharded:
-            raise CheckpointError(f"{path} was saved with sharded={listed['sharded']}")
-
-    # -- saving ------------------------------------------------------------------------------------
 
     def save(self, state: Any, *, step: int) -> None:
         """Save a checkpoint and return when it is on disk, on all processes.
@@ -182,17 +132,17 @@ class Checkpoint:
         """
         if type(step) is not int or not 0 <= step < 10**18:
             raise UsageError(f"step {step!r}: must be a whole number from 0")
-        if self._sharded:
-            self._together(step, self._begin)
-            self._together(
-                step, lambda: sharded_checkpoint.save(self._unfinished, state), all_ranks=True
-            )
-        self._together(step, lambda: self._finish(state, step))
-        self.step = step
 
-    @property
-    def _unfinished(self) -> Path:
-        return self._directory / _UNFINISHED
+        def write() -> None:
+            if self._sharded:
+                _save_parts(self._unfinished, state)
+            else:
+                _save_whole(self._unfinished / _STATE, state)
+
+        self._together(step, self._begin)
+        self._together(step, write, all_ranks=self._sharded)
+        self._together(step, lambda: self._finish(step))
+        self.step = step
 
     def _begin(self) -> None:
         """Make an empty directory; the old one is left of a save that was killed."""
@@ -203,37 +153,30 @@ class Checkpoint:
             shutil.rmtree(self._unfinished)
         self._unfinished.mkdir()
 
-    def _finish(self, state: Any, step: int) -> None:
-        """Write the state of rank 0, the list of files, and rename the checkpoint."""
-        if self._sharded:
-            names = sharded_checkpoint.files(self._unfinished)
-        else:
-            self._begin()
-            names = [_STATE]
-            _save_alone(self._unfinished / _STATE, state)
-        sizes = {name: (self._unfinished / name).stat().st_size for name in names}
-        with (self._unfinished / _FILES).open("x") as stream:
-            json.dump({"files": sizes, "sharded": self._sharded, "step": step}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+    def _finish(self, step: int) -> None:
+        """Rename the checkpoint, and remove all but it and the one before."""
         _sync_directory(self._unfinished)
         saved = self._found()
-        new = self._directory / _name(saved[0].number + 1 if saved else 0, step)
-        self._unfinished.rename(new)
+        number = saved[0].number + 1 if saved else 0
+        self._unfinished.rename(self._directory / _name(number, step))
         _sync_directory(self._directory)
-        previous = next((one for one in saved if self._is_complete(one)), None)
+        previous = next((one for one in saved if one.number not in self._unreadable), None)
         for one in saved:
             if one is not previous:
                 shutil.rmtree(one.path, ignore_errors=True)
 
-    def _is_complete(self, saved: _Saved) -> bool:
+    def _found(self) -> list[_Saved]:
+        """Return the checkpoints of the directory, the newest first, readable or not."""
         try:
-            self._check(saved.path)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, CheckpointError):
-            return False
-        return saved.number not in self._unreadable
-
-    # -- agreement ---------------------------------------------------------------------------------
+            names = [_NAME.fullmatch(name) for name in os.listdir(self._directory)]
+        except FileNotFoundError:
+            return []
+        found = [
+            _Saved(int(match["number"]), int(match["step"]), self._directory / match[0])
+            for match in names
+            if match
+        ]
+        return sorted(found, reverse=True)
 
     def _try(self, action: Callable[[], Any]) -> tuple[bool, Any, Exception | None]:
         """Run an action; return whether it failed on any rank, its result and its own error."""
@@ -246,9 +189,8 @@ class Checkpoint:
 
     def _together(self, step: int, action: Callable[[], None], *, all_ranks: bool = False) -> None:
         """Run an action on rank 0 or on all ranks; if it fails on one, raise an error on all."""
-        if not (all_ranks or self._context.is_main):
-            action = _nothing
-        failed, _, problem = self._try(action)
+        acts = all_ranks or self._context.is_main
+        failed, _, problem = self._try(action if acts else lambda: None)
         if failed:
             why = str(problem) if problem is not None else "another process failed"
             raise CheckpointError(
@@ -256,21 +198,8 @@ class Checkpoint:
             ) from problem
 
 
-def _nothing() -> None:
-    pass
-
-
 def _name(number: int, step: int) -> str:
     return f"{number:08}.step{step}"
-
-
-def _save_alone(path: Path, state: Any) -> None:
-    import torch
-
-    with path.open("xb") as stream:
-        torch.save(state, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _sync_directory(path: Path) -> None:
@@ -285,5 +214,92 @@ def _sync_directory(path: Path) -> None:
 def _wait_for(path: Path) -> None:
     """Wait a few seconds for a checkpoint that rank 0 sees: another node's cache may be older."""
     until = time.monotonic() + _CACHE_TIMEOUT
-    while not (path / _FILES).exists() and time.monotonic() < until:
+    while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
+
+
+def _save_whole(path: Path, state: Any) -> None:
+    import torch
+
+    with path.open("xb") as stream:
+        torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _save_parts(directory: Path, state: Any) -> None:
+    """Save this process's part of a state; all processes call it.
+
+    Raises:
+        CheckpointError: a process failed; all processes get the error.
+    """
+    from torch.distributed import checkpoint
+
+    writer = checkpoint.FileSystemWriter(directory, sync_files=True)
+    with _errors_of_torch():
+        checkpoint.save(state, storage_writer=writer)
+
+
+def _load_parts(directory: Path, into: Any, *, weights_only: bool) -> Any:
+    """Fill a state from all parts that it needs, and return it; all processes call it.
+
+    Raises:
+        CheckpointError: a process failed; all processes get the error.
+    """
+    from torch.distributed import checkpoint
+
+    class Reader(checkpoint.FileSystemReader):  # type: ignore[misc]
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            with (directory / _METADATA).open("rb") as stream:
+                metadata = _Unpickler(stream).load()
+            if metadata.storage_meta is not None:
+                metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    class Planner(checkpoint.DefaultLoadPlanner):  # type: ignore[misc]
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            import torch
+
+            torch.load(value, weights_only=True)  # refuses what torch would execute below
+            value.seek(0)
+            super().load_bytes(read_item, value)
+
+    reader, planner = checkpoint.FileSystemReader(directory), None
+    if weights_only:
+        reader, planner = Reader(directory), Planner()
+    with _errors_of_torch():
+        checkpoint.load(into, storage_reader=reader, planner=planner)
+    return into
+
+
+@contextlib.contextmanager
+def _errors_of_torch() -> Iterator[None]:
+    """Turn torch's exception, which no `except Exception` catches, into an ordinary one.
+
+    Also hide torch's warning that a single process has no process group.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (problem, _) = min(error.failures.items())
+        raise CheckpointError(f"rank {rank}: {problem}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Read torch's metadata; refuse every other class."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"the metadata contains {module}.{name}")

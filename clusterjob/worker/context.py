@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
 import numbers
 import os
 import struct
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterjob.errors import UsageError
-from clusterjob.node.workers import torch_patches
-from clusterjob.worker import process
-from clusterjob.worker.checkpoint import Checkpointing
-from clusterjob.worker.heartbeat import Beating
-from clusterjob.worker.preemption import Preemptible
+from clusterjob.node import contract, program
+from clusterjob.node.environments import scheduler
+from clusterjob.node.logs import job_dir, log_files
+from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
+from clusterjob.node.workers import report, torch_patches
+from clusterjob.worker import preemption, process
+from clusterjob.worker.checkpoint import Checkpoint
+from clusterjob.worker.store import GroupStore
 
 if TYPE_CHECKING:
     import torch
 
 _ABANDON_TIMEOUT = 5.0  # seconds to leave a group whose peers may have ended
+_BEAT_INTERVAL = 1.0  # seconds between two heartbeats that are sent
+_MAX_STEP = 2**62
 OPERATIONS = ("mean", "sum", "min", "max", "product")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Context(Preemptible, Beating, Checkpointing):
+class Context:
     """One process's rank, device and process group; `bootstrap.init` creates it.
 
     At the end of its with block, the context leaves the process group. After an exception it leaves
@@ -53,7 +64,6 @@ class Context(Preemptible, Beating, Checkpointing):
 
     source: str
     device: torch.device
-    _leave: Callable[..., None]
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -67,6 +77,8 @@ class Context(Preemptible, Beating, Checkpointing):
     # The backend that serves each device type.
     _devices: dict[str, str] = field(default_factory=dict, init=False)
     _owned: bool = field(default=False, init=False)  # whether leaving destroys the group
+    _store: GroupStore | None = field(default=None, init=False)  # by which the group was formed
+    # A forked child inherits this context and must not leave the parent's group.
     _pid: int = field(default_factory=os.getpid, init=False)
     _depth: int = field(default=0, init=False)
     _beat_at: float = field(default=0.0, init=False)
@@ -98,19 +110,20 @@ class Context(Preemptible, Beating, Checkpointing):
         if self._depth > 0 or self._closed:
             return  # this is an inner block; the outer block still needs the group
         ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._leave(failed=not ends_well)
+        leave(failed=not ends_well)
 
-    def join_group(self, *, owned: bool) -> None:
+    def join_group(self, *, owned: bool, store: GroupStore | None = None) -> None:
         """Use torch's default process group as this context's group.
 
         Args:
             owned: whether leaving the context destroys the group; False for a group that the
                 script created itself.
+            store: the store by which it was formed; None if another one was used.
         """
         import torch.distributed as dist
 
         self._group = dist.group.WORLD
-        self._owned = owned
+        self._owned, self._store = owned, store or self._store
         # Such as "cpu:gloo,cuda:nccl"; get_backend() is "undefined" if torch chose the backend.
         self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         self.backend = self._devices.get(self.device.type) or next(iter(self._devices.values()))
@@ -133,6 +146,10 @@ class Context(Preemptible, Beating, Checkpointing):
         Returns:
             Whether threads of the group may still run.
         """
+        if os.getpid() != self._pid:
+            return False
+        if self._store is not None and not failed:
+            self._store.await_joined()
         joined, leaving = self._group is not None, self._owned and self.holds_group()
         self._closed = True
         self._group = None
@@ -285,6 +302,95 @@ class Context(Preemptible, Beating, Checkpointing):
             dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, **options
         )
 
+    # -- preemption, progress and checkpoints ------------------------------------------------------
+
+    @property
+    def attempt(self) -> int:
+        """Number of the job's attempt, from 0; a restart of the workers does not count."""
+        return scheduler.read_attempt(os.environ)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the job has a preemption warning; each call costs a few microseconds.
+
+        Processes may see the warning at different steps. To leave at the same step they must agree:
+        ``ctx.reduce(ctx.preempted, "max")``.
+        """
+        return preemption.warned(self._pid)
+
+    def on_preempt(self, callback: Callable[[], object]) -> None:
+        """Call a function once when the preemption warning arrives.
+
+        Functions are called in the order of registration. They run on the main thread as soon as
+        that thread runs Python code, so a training step may be half done. An exception of a
+        function is raised on that thread and may end the script. A function registered after the
+        warning runs at once.
+
+        Args:
+            callback: a function without arguments.
+
+        Raises:
+            UsageError: this is not the main thread of the process that called `init`.
+        """
+        preemption.call_when_warned(callback, self._pid)
+
+    def requeue(self) -> NoReturn:
+        """Leave the process group and exit with code 75, so that the job is requeued.
+
+        Every process calls it after the checkpoint is saved. A process that fails because a peer
+        has left this way does not fail the job. Without a preemption warning, exit code 75 is an
+        ordinary failure.
+
+        Raises:
+            SystemExit: always.
+        """
+        descriptor = process.report_pipe()
+        if descriptor is not None:  # report first: peers may fail as soon as this process leaves
+            report.report(
+                descriptor,
+                self.local_rank,
+                message="left to be queued again",
+                exit_code=PREEMPTED_EXIT_CODE,
+                kind="preempted",
+            )
+        if not process.call_within(_ABANDON_TIMEOUT, lambda: leave(failed=False), self.device):
+            atexit.register(process.end_process, PREEMPTED_EXIT_CODE)  # the group is stuck
+        raise SystemExit(PREEMPTED_EXIT_CODE)
+
+    def heartbeat(self, step: int | None = None) -> None:
+        """Tell clusterjob that this process makes progress; only `--hang-timeout` uses it.
+
+        A training loop that prints nothing may call it in each step: it costs less than a
+        microsecond, and once per second a small message. Under another launcher it does nothing.
+
+        Args:
+            step: the number of the training step, for the verdict of a job that hangs.
+        """
+        moment = time.monotonic()
+        if moment < self._beat_at:
+            return
+        self._beat_at = moment + _BEAT_INTERVAL
+        descriptor = process.report_pipe()
+        if descriptor is not None:
+            number = -1 if step is None else min(max(int(step), 0), _MAX_STEP)
+            report.report_alive(descriptor, self.local_rank, number)
+        elif os.environ.get(contract.JOB_DIR):  # the agent has started torchrun, and that this
+            directory = log_files.node_directory(Path(os.environ[contract.JOB_DIR]), self.node_rank)
+            with contextlib.suppress(OSError):
+                (directory / job_dir.HEARTBEAT).touch(0o600)
+
+    def checkpoint(self, directory: str | os.PathLike[str], *, sharded: bool = False) -> Checkpoint:
+        """Return the checkpoints in a directory that all nodes share; it may not exist yet.
+
+        Args:
+            directory: the directory; it should contain nothing else.
+            sharded: whether each process saves its own part with torch.distributed.checkpoint, for
+                models that no process holds as a whole (FSDP, DTensor); else rank 0 saves all.
+        """
+        return Checkpoint(self, directory, sharded=sharded)
+
+    # -- communication -----------------------------------------------------------------------------
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this context was shut down: call bootstrap.init() again")
@@ -388,3 +494,76 @@ def _combine(values: list[int | float], op: str) -> int | float:
     if not_a_number is not None:
         return not_a_number
     return min(values) if op == "min" else max(values)
+
+
+# -- the end of this process -----------------------------------------------------------------------
+
+
+@dataclass
+class ProcessState:
+    """State of this process between `init` and its end.
+
+    Attributes:
+        context: the context that `init` returned; None after the end of the context.
+        timeout: the timeout that `init` was given, in seconds.
+        pid: pid of the process that called `init`. A forked child inherits this state.
+        watched: whether `watch` has installed its hooks.
+        abandoned: whether threads of an abandoned group may still run.
+    """
+
+    context: Context | None = None
+    timeout: float | None = None
+    pid: int = 0
+    watched: bool = False
+    abandoned: bool = False
+
+
+state = ProcessState()
+
+
+def leave(*, failed: bool) -> None:
+    """Leave the process group that this process made, and drop the context, if there is one.
+
+    Args:
+        failed: whether this process ends in the middle of its work and must not wait for other
+            processes.
+    """
+    context, state.context = state.context, None
+    if context is not None:
+        state.abandoned |= context.close(failed=failed)
+
+
+def watch(local_rank: int) -> None:
+    """Leave the group at exit, and report an uncaught exception to the agent at once.
+
+    A second call does nothing.
+
+    Args:
+        local_rank: local rank of this worker, for the report.
+    """
+    if state.watched:
+        return
+    state.watched = True
+    atexit.register(leave, failed=False)
+    previous = sys.excepthook
+    report_fd = process.report_pipe()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        own = os.getpid() == state.pid and threading.current_thread() is threading.main_thread()
+        if own and report_fd is not None:
+            report.report(
+                report_fd,
+                local_rank,
+                message=program.summary(error),
+                exit_code=130 if kind is KeyboardInterrupt else 1,
+                kind=program.failure_kind(error),
+                where=program.place(error),
+            )
+        previous(kind, error, trace)
+        if own and not (sys.flags.interactive or hasattr(sys, "ps1")):
+            leave(failed=True)
+            # After a KeyboardInterrupt the interpreter itself ends the process, by SIGINT.
+            if state.abandoned and kind is not KeyboardInterrupt:
+                process.end_process(1)
+
+    sys.excepthook = hook

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-from clusterjob.errors import RendezvousError, UsageError
+from clusterjob.errors import PlacementError, RendezvousError, UsageError
+from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import network, processes
 from clusterjob.node.workers import rank_phases
-from clusterjob.worker import ending, process, rank_assignment, rank_facts, rendezvous, siblings
-from clusterjob.worker.context import Context
-from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
-from clusterjob.worker.group_formation import GroupFormation
-from clusterjob.worker.signed_values import SignedStore
-from clusterjob.worker.store import await_joined, note_joined, open_store
+from clusterjob.worker import rendezvous
+from clusterjob.worker.context import Context, state, watch
+from clusterjob.worker.store import GroupStore, open_store
+
+BACKENDS = ("nccl", "gloo")
+# Launchers that give ranks but no nodes: the processes count the nodes by their hosts.
+_NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
 
 
 def make(
@@ -56,14 +56,16 @@ def make(
                 "init(process_group=False) works without it"
             )
         try:
-            nodes = _make_group(worker, backend, timeout=timeout, device=device)
+            store = _make_group(worker, backend, timeout=timeout, device=device)
         finally:
-            ending.watch(context.local_rank)
-        if nodes and finding.source in rank_assignment.NODES_UNKNOWN:
-            context.node_rank, context.nnodes = nodes[context.rank], max(nodes) + 1
-        context.join_group(owned=True)
+            watch(context.local_rank)
+        context.join_group(owned=True, store=store)
+        if finding.source in _NODES_UNKNOWN:
+            hosts, own = _hosts(context.world_size)
+            nodes = list(dict.fromkeys(hosts))
+            context.node_rank, context.nnodes = nodes.index(own), len(nodes)
     elif worker is not None:
-        ending.watch(context.local_rank)
+        watch(context.local_rank)
     return context
 
 
@@ -110,7 +112,7 @@ def adopt(finding: Finding, backend: str | None, *, process_group: bool | None) 
             f"init(backend={backend!r}), but the script has initialised "
             f"the process group with {context.backend}"
         )
-    ending.watch(context.local_rank)
+    watch(context.local_rank)
     return context
 
 
@@ -130,11 +132,11 @@ def load_functional() -> None:
 
 def _make_group(
     worker: Worker | None, backend: str, timeout: float | None, device: Any
-) -> Sequence[int]:
+) -> GroupStore | None:
     """Make the default process group.
 
     Returns:
-        The index of each rank's machine; empty in a world of one without a launcher.
+        Its store; None in a world of one without a launcher.
     """
     import torch.distributed as dist
 
@@ -148,56 +150,45 @@ def _make_group(
         options["device_id"] = device
     if worker is None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
-        return ()
+        return None
     hook = sys.excepthook
     seconds = timeout or rendezvous.DEFAULT_TIMEOUT
-    topology = worker.topology
     rank_phases.tell("rendezvous")
     try:
-        place = open_store(worker, options, timeout=seconds)
-        signed = SignedStore(dist.PrefixStore("rendezvous", place.store), place.number)
-        ask = process.ask_agents(worker.local_rank)
-        nodes = rendezvous.join(
-            signed,
+        place = open_store(worker, seconds, group_timeout=timeout)
+        rendezvous.join(
+            place.signed,
             worker,
-            own=rank_facts.own_facts(worker, device, backend=backend),
+            own=rendezvous.own_facts(worker, device, backend=backend),
             timeout=seconds,
             started=place.served,
-            ask=ask,
         )
-        with GroupFormation(signed, worker, number=place.number, ask=ask):
+        with rendezvous.forming(place):
             dist.init_process_group(
                 store=place.store, rank=worker.rank, world_size=worker.world_size, **options
             )
         place.note_formed()
-        if not place.served:
-            note_joined(place.store)
-            if worker.rank == 0:
-                ending.state.await_peers = partial(await_joined, place.store, worker.world_size)
     except RuntimeError as error:  # torch's DistError is a RuntimeError
+        topology = worker.topology
         store_address = network.with_port(topology.master_addr, topology.master_port or 0)
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RendezvousError(
             f"rank {worker.rank} of {worker.world_size} could not form the process group "
             f"({backend}, store at {store_address}): {reason}"
         ) from error
-    finally:
-        siblings.close()
-    if ending.state.rounds:
+    if state.watched:
         # For each group torch wraps the hook to add "[rank0]:". Keep only its first wrapper.
         sys.excepthook = hook
-    ending.state.rounds += 1
-    return nodes
+    return place
 
 
 def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
     if worker is None:
-        return Context(source=source, device=device, _leave=ending.leave)
+        return Context(source=source, device=device)
     topology = worker.topology
     return Context(
         source=source,
         device=device,
-        _leave=ending.leave,
         rank=worker.rank,
         local_rank=worker.local_rank,
         world_size=worker.world_size,
@@ -210,21 +201,14 @@ def _context_at(worker: Worker | None, source: str, device: Any) -> Context:
 
 
 def _context_by_hosts(rank: int, world_size: int) -> Context:
-    """Return the context of a group whose processes have ranks but no node ranks.
-
-    The processes exchange their host names to compute local ranks and node ranks.
-    """
+    """Return the context of a group whose processes have ranks but no node ranks."""
     import torch
-    import torch.distributed as dist
 
-    own = f"{socket.gethostname()} {processes.boot_id()}"
-    hosts: list[str] = [""] * world_size
-    dist.all_gather_object(hosts, own)
+    hosts, own = _hosts(world_size)
     nodes = list(dict.fromkeys(hosts))
     return Context(
         source="process group",
         device=torch.device("cpu"),
-        _leave=ending.leave,
         rank=rank,
         local_rank=hosts[:rank].count(own),
         world_size=world_size,
@@ -232,3 +216,86 @@ def _context_by_hosts(rank: int, world_size: int) -> Context:
         node_rank=nodes.index(own),
         nnodes=len(nodes),
     )
+
+
+def _hosts(world_size: int) -> tuple[list[str], str]:
+    """Return the machine of each process of the group, and this process's machine."""
+    import torch.distributed as dist
+
+    own = f"{socket.gethostname()} {processes.boot_id()}"
+    hosts: list[str] = [""] * world_size
+    dist.all_gather_object(hosts, own)
+    return hosts, own
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def accelerators() -> tuple[str, int]:
+    """Return torch's device type for this machine's GPUs, and the number that torch can use.
+
+    torch calls ROCm's GPUs ``cuda`` too.
+    """
+    import torch
+
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return kind, int(module.device_count())
+    return "cuda", 0
+
+
+def choose_backend(asked: str | None, gpus: int, kind: str = "cuda") -> str:
+    """Return the backend of the process group on this machine.
+
+    Args:
+        asked: the backend that the script requests; None for the default.
+        gpus: number of GPUs that torch can use.
+        kind: torch's device type for them: ``cuda`` (also for AMD) or ``xpu``.
+
+    Raises:
+        UsageError: nccl is requested, but torch cannot use any GPU.
+    """
+    if asked == "nccl" and not (gpus and kind == "cuda"):
+        raise UsageError(
+            "the backend nccl needs a GPU, and torch sees none (torch.cuda.is_available() is False)"
+        )
+    return asked or ("nccl" if gpus and kind == "cuda" else "gloo")
+
+
+def choose_device(local_rank: int, gpus: int, kind: str = "cuda") -> str:
+    """Return the name of a process's device: ``cpu``, or the GPU with its local rank.
+
+    Args:
+        local_rank: index of the process on its node.
+        gpus: number of GPUs that torch can use. It is 1 if the launcher shows each process only
+            its own GPU (mace#435).
+        kind: torch's device type for them.
+    """
+    return f"{kind}:{local_rank % gpus}" if gpus else "cpu"
+
+
+def check_gpus(worker: Worker | None, gpus: int, *, process_group: bool | None) -> None:
+    """Refuse a single srun task on a node with several GPUs: all but one would be idle.
+
+    Args:
+        worker: this process's rank assignment.
+        gpus: number of GPUs that it sees.
+        process_group: argument of `init`; False means that one process uses all GPUs on purpose.
+
+    Raises:
+        PlacementError: this process is such a task.
+    """
+    alone = (
+        worker is not None
+        and worker.topology.source == slurm_env.SOURCE
+        and worker.topology.nproc_per_node is None
+    )
+    if alone and gpus > 1 and process_group is not False:
+        raise PlacementError(
+            f"srun started one process on this node, which sees {gpus} GPUs: "
+            "all but one would be idle",
+            f"run `srun ... clusterjob launch --nproc-per-node {gpus} SCRIPT`, "
+            f"or srun with --ntasks-per-node={gpus}; "
+            "set CLUSTERJOB_NPROC_PER_NODE=1 if one process is intended",
+        )

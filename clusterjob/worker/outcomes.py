@@ -8,13 +8,17 @@ value that is not plain, and an exception, are also pickled into the file of the
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterjob.errors import JobFailed
+from clusterjob.node import contract
+from clusterjob.node.environments import scheduler
 from clusterjob.node.system import files
 
 FOLDER = "call"  # in the job's directory
@@ -22,7 +26,6 @@ MAX_WORLD_SIZE = 65_536  # workers of a job, as another machine may state them
 MAX_JSON = 16 << 20  # bytes; a larger value is only pickled
 _MAX_TRACE = 64 << 10  # characters at the end of a traceback
 _MAX_MESSAGE = 16 << 10  # characters
-_EXACT = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,6 @@ class CallOutcome:
         error: the exception that it raised; None if it returned, or if only its text is known.
         failure: the exception as text; None if it returned.
         pickled: the type of a value that is only in the pickle; empty if `value` is known.
-        exact: whether `value` has the types that the function returned.
         world_size: number of workers of the job; None if it is unknown.
     """
 
@@ -57,7 +59,6 @@ class CallOutcome:
     error: BaseException | None = None
     failure: RemoteFailure | None = None
     pickled: str = ""
-    exact: bool = True
     world_size: int | None = None
 
 
@@ -76,17 +77,17 @@ def _encode(value: Any) -> Any:
     Raises:
         _NotPlain: the value has a part that is no number, text, list, tuple or dict.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or type(value) in (bool, str):
         return value
     if isinstance(value, int):
         return int(value)
-    if isinstance(value, float):
+    if isinstance(value, float):  # also numpy's float64
         return float(value)
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return {"tuple": [_encode(item) for item in value]}
-    if isinstance(value, list):
+    if type(value) is list:
         return [_encode(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": {key: _encode(item) for key, item in value.items()}}
     raise _NotPlain(type(value).__name__)
 
@@ -103,15 +104,6 @@ def _decode(data: Any) -> Any:
     raise ValueError("an object has no type")
 
 
-def _is_exact(value: Any) -> bool:
-    """Return whether `_decode` gives the same types: no subclass such as numpy's float64."""
-    if type(value) in (list, tuple):
-        return all(_is_exact(item) for item in value)
-    if type(value) is dict:
-        return all(type(key) is str and _is_exact(item) for key, item in value.items())
-    return type(value) in _EXACT
-
-
 def write_value(
     job_dir: Path, rank: int, attempt: int, value: Any, *, world_size: int | None = None
 ) -> None:
@@ -123,14 +115,12 @@ def write_value(
     """
     size = {} if world_size is None else {"world_size": world_size}
     try:
-        exact = _is_exact(value)
-        text = json.dumps({"value": _encode(value), "exact": exact, **size}).encode()
+        text = json.dumps({"value": _encode(value), **size}).encode()
         if len(text) > MAX_JSON:
             raise _NotPlain(f"{type(value).__name__} of {len(text)} bytes")
     except (ValueError, RecursionError) as error:  # ValueError: also an int of over 4,300 digits
         kind = str(error) if isinstance(error, _NotPlain) else type(value).__name__
-        exact, text = False, json.dumps({"pickled": kind, **size}).encode()
-    if not exact:
+        text = json.dumps({"pickled": kind, **size}).encode()
         _write(job_dir, outcome_name(rank, attempt, "pkl"), _pickle(CallOutcome(value)))
     _write(job_dir, outcome_name(rank, attempt), text)
 
@@ -193,8 +183,8 @@ def from_json(data: bytes, rank: int) -> CallOutcome:
         if size is not None and not (type(size) is int and 0 < size <= MAX_WORLD_SIZE):
             raise ValueError("the world size is out of range")
         if "pickled" in found:
-            return CallOutcome(pickled=str(found["pickled"])[:200], exact=False, world_size=size)
-        return CallOutcome(_decode(found["value"]), exact=found["exact"] is True, world_size=size)
+            return CallOutcome(pickled=str(found["pickled"])[:200], world_size=size)
+        return CallOutcome(_decode(found["value"]), world_size=size)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise JobFailed(f"the result of rank {rank} is malformed") from error
 
@@ -230,9 +220,32 @@ def read(job_dir: Path, rank: int, attempt: int) -> CallOutcome | None:
     folder = job_dir / FOLDER
     try:
         found = from_json((folder / outcome_name(rank, attempt)).read_bytes(), rank)
-        if found.failure is None and found.exact:
+        if found.failure is None and not found.pickled:
             return found
         pickled = (folder / outcome_name(rank, attempt, "pkl")).read_bytes()
     except OSError:
         return None
     return from_pickle(pickled, rank)
+
+
+class ReturnValue:
+    """A Hydra callback that writes the value of each rank; Hydra calls `on_job_end`.
+
+    It has no base class, so that this module does not import Hydra.
+    """
+
+    def on_job_end(self, job_return: Any, **_: Any) -> None:
+        """Write the value that the function returned; an exception ends the worker anyway."""
+        job_dir = os.environ.get(contract.JOB_DIR)
+        if job_dir and job_return.status.name == "COMPLETED":
+            write_value(
+                Path(job_dir),
+                int(os.environ.get("RANK", "0")),
+                attempt=scheduler.read_attempt(os.environ),
+                value=job_return.return_value,
+            )
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return lambda **_: None
+        raise AttributeError(name)

@@ -31,20 +31,17 @@ def report_pipe() -> int | None:
     return int(descriptor)
 
 
-def ask_agents(local_rank: int) -> Callable[..., None]:
-    """Return a function that reports missing ranks to the agents; a no-op without agents."""
+def ask_agents(local_rank: int, missing: list[int], *, final: bool) -> None:
+    """Report ranks that this worker waits for to the agents; do nothing without agents.
+
+    Args:
+        local_rank: this worker's index on its node.
+        missing: the ranks.
+        final: whether this worker gives up now.
+    """
     descriptor = report_pipe()
-
-    def ask(missing: list[int], *, final: bool) -> None:
-        if descriptor is not None and missing:
-            report.report_missing(descriptor, local_rank, missing=missing, final=final)
-
-    return ask
-
-
-def is_interactive() -> bool:
-    """Return whether the interpreter is interactive and continues after an uncaught exception."""
-    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
+    if descriptor is not None and missing:
+        report.report_missing(descriptor, local_rank, missing=missing, final=final)
 
 
 def end_process(exit_code: int) -> None:

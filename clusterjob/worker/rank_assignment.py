@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments import (
+    candidate_ports,
     detection,
     lookups,
     openmpi_env,
@@ -20,13 +22,12 @@ from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
-from clusterjob.worker import siblings
 
-# Launchers that give ranks but no nodes: the processes count the nodes in their rendezvous.
-NODES_UNKNOWN = frozenset(("openmpi", "hydra", "mvapich2", "flux"))
+_NEEDED = ("RANK", "WORLD_SIZE")  # of an assignment that the script gives
+_rounds = itertools.count()  # groups of this process for which it has computed a port
 
 
-def find(given: dict[str, str], *, checked: bool = True, timeout: float | None = None) -> Finding:
+def find(given: dict[str, str], *, checked: bool = True) -> Finding:
     """Return this process's rank assignment.
 
     The placement of the finding is a `Worker`, or None for a world of one.
@@ -35,13 +36,12 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
         given: the assignment that the script gives to init, under torch's variable names.
         checked: whether to raise conflicts. An unchecked finding may be incomplete: it is for a
             script that has made its own process group, whose ranks are used.
-        timeout: seconds to wait for rank 0, if only rank 0 has its address.
 
     Raises:
         UsageError: rank or world_size is missing in `given`.
         PlacementError: the environment is incomplete, contradictory, or gives a node only.
     """
-    if given and not {"RANK", "WORLD_SIZE"} <= given.keys():
+    if given and not given.keys() >= {*_NEEDED}:
         raise UsageError(
             f"init was given {', '.join(name.lower() for name in given)}: "
             "rank and world_size are both required"
@@ -49,12 +49,11 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
     if given.get("WORLD_SIZE") == "1" and given["RANK"] == given.get("LOCAL_RANK", "0") == "0":
         return Finding(source="arguments", placement=None)
     if checked and given:
-        given = _on_one_machine(_among_siblings(given, timeout))
-    variables = _local_rank_of_argv() | given
+        given = _complete(given)
     # Given ranks are read like torch's variables; the variables of other families are ignored.
     finding = (
-        torch_env.read(os.environ | variables)
-        if variables
+        torch_env.read(os.environ | given)
+        if given
         else detection.detect(lookups.look_up(os.environ))
     )
     if not checked:
@@ -82,39 +81,28 @@ def find(given: dict[str, str], *, checked: bool = True, timeout: float | None =
     return Finding(source="arguments", placement=finding.placement) if given else finding
 
 
-def _among_siblings(given: dict[str, str], timeout: float | None) -> dict[str, str]:
-    """Complete a given assignment if multiprocessing started all ranks on this machine."""
-    addressed = {"MASTER_ADDR", "MASTER_PORT"} & (
-        given.keys() | {name for name, value in os.environ.items() if value}
-    )
-    rank, world_size = given.get("RANK", ""), given.get("WORLD_SIZE", "")
-    here = (
-        given.get("LOCAL_RANK", rank) == rank
-        and given.get("LOCAL_WORLD_SIZE", world_size) == world_size
-    )
-    if addressed or not here or not siblings.started_by_multiprocessing():
-        return given
-    if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
-        return given  # torch_env refuses this and gives the reason
-    return _all_here(given) | {
-        "MASTER_ADDR": siblings.ADDRESS,
-        "MASTER_PORT": str(siblings.find_port(int(rank), timeout)),
-    }
+def _complete(given: dict[str, str]) -> dict[str, str]:
+    """Complete a given assignment if all ranks are on this machine.
 
-
-def _on_one_machine(given: dict[str, str]) -> dict[str, str]:
-    """Complete a given assignment if the master address is loopback.
-
-    All ranks are then on this machine.
+    They are if the master address is loopback, or is not set and multiprocessing has started them.
     """
-    variables = os.environ | given
-    complete = variables.get("LOCAL_RANK") or variables.get("LOCAL_WORLD_SIZE")
-    if complete or not is_loopback(variables.get("MASTER_ADDR", "")):
+    variables = {name: value for name, value in os.environ.items() if value} | given
+    if variables.keys().isdisjoint(("MASTER_ADDR", "MASTER_PORT")):
+        multiprocessing = sys.modules.get("multiprocessing")
+        if multiprocessing is None or multiprocessing.parent_process() is None:
+            return given
+        if any(given.get(f"LOCAL_{name}", given[name]) != given[name] for name in _NEEDED):
+            return given  # they are on several machines
+        # Only the children of one parent have its key, so that they alone compute this port.
+        key = f"{multiprocessing.current_process().authkey.hex()} {os.getppid()}"
+        port = candidate_ports.candidates(key, next(_rounds))[0]
+        given = given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    elif (
+        not is_loopback(variables.get("MASTER_ADDR", ""))
+        or "LOCAL_RANK" in variables
+        or "LOCAL_WORLD_SIZE" in variables
+    ):
         return given
-    return _all_here(given)
-
-
-def _all_here(given: dict[str, str]) -> dict[str, str]:
     return given | {
         "LOCAL_RANK": given["RANK"],
         "LOCAL_WORLD_SIZE": given["WORLD_SIZE"],
@@ -162,22 +150,6 @@ def prepare(finding: Finding) -> None:
     torch = sys.modules.get("torch")
     if threads and torch is not None:  # torch has read the variable at its import
         torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))
-
-
-def _local_rank_of_argv() -> dict[str, str]:
-    """Return LOCAL_RANK from ``--local-rank=N``, if it is not in the environment.
-
-    torch.distributed.launch of older torch gives it only on the command line.
-    """
-    if os.environ.get("LOCAL_RANK") or not (
-        os.environ.get("RANK") and os.environ.get("WORLD_SIZE")
-    ):
-        return {}
-    for word in sys.argv[1:]:
-        name, _, value = word.partition("=")
-        if name in ("--local-rank", "--local_rank") and value:
-            return {"LOCAL_RANK": value}
-    return {}
 
 
 def _alone_on_its_node(finding: Finding) -> Finding:

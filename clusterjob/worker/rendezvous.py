@@ -1,68 +1,165 @@
 """Rendezvous of ranks over torch's store: check all ranks, and name missing or wrong ones.
 
-Each rank compares its facts with those of the first rank that joined. Only rank 0 reads the facts
-of all ranks, so the other ranks send only a few requests to the store in a job of any size. An
-error is one line. torch alone waits half an hour or prints pages of C++ frames (pytorch#41665,
-nccl#1260).
+Each rank compares its facts with those of the first rank that joined, and the last one to join lets
+all go on. So each rank sends only a few requests to the store in a job of any size. Texts for all
+ranks are composed by the rank that claims a key first. An error is one line: torch alone waits half
+an hour or prints pages of C++ frames (pytorch#41665, nccl#1260).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from clusterjob.errors import RanksMissingError, RendezvousError
+from clusterjob.node.environments import scheduler
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.worker import once_per_host
-from clusterjob.worker.rank_facts import (
-    Facts,
-    describe_missing,
-    describe_unresponsive,
-    disagreement,
-    missing_ranks,
-    report_clock,
-    who,
-    whose,
-)
+from clusterjob.worker import process
+from clusterjob.worker.store import GroupStore, SignedStore, notice_time, print_notice
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, torch's default for gloo
-_GRACE = 5.0  # seconds that the other ranks wait for rank 0 after their own timeout
-_FARTHEST_CLOCK = 60.0  # seconds; a larger difference of two hosts' clocks is reported
-_QUICK = 3.0  # maximum seconds of a normal start
-# Seconds between two polls of the overseeing rank: the first pause and the longest.
-_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.01
-# The longest pause in a normal start, when all ranks wait for the poll.
-_EAGER_PAUSE = 0.002
-_MAX_ANSWER = 4000
-Ask = Callable[..., None]  # (missing ranks, final=whether the caller gives up)
+_GRACE = 5.0  # seconds that a rank waits after its own timeout for the answer of another rank
+_DEFERENCE = 1.0  # seconds by which other ranks print later than rank 0, which may be missing
+_REFUSAL = 1.0  # seconds for which a rank 0 that serves the store lets others read the refusal
+_MAX_NAMED = 8  # ranks that one text names
+_MAX_NAME, _MAX_ANSWER = 300, 4000  # characters of a text that another process wrote
+# While torch forms the group: seconds after which a process reports that it is alive, which is
+# before the first notice, and seconds for the text of another rank after torch has given up.
+_ALIVE_AFTER, _OTHERS, _POLL = 2.0, 1.0, 0.05
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The arguments of `join` for one process."""
+class Facts:
+    """The facts that a process writes to the store in the rendezvous.
 
-    store: Any
-    worker: Worker
-    own: Facts
-    started: bool
-    ask: Ask
+    Attributes:
+        rank: its rank.
+        host, pid: its host name and its pid.
+        world_size: its world size.
+        job: its job id; empty if it is unknown.
+        versions: versions of torch and of the backend.
+        gpu: the UUID of its GPU; empty without one.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    world_size: int
+    job: str
+    versions: str
+    gpu: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Facts:
+        """Parse the facts of another process; texts are made safe to show on a terminal.
+
+        Raises:
+            RendezvousError: the data is not in the format that `data` returns.
+        """
+        try:
+            fields = json.loads(data)
+            for name in ("host", "job", "versions", "gpu"):
+                fields[name] = sanitize(fields[name])[:_MAX_NAME]
+            if all(type(fields[name]) is int for name in ("rank", "pid", "world_size")):
+                return cls(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            pass
+        raise RendezvousError(
+            "torch's store holds a value that no process of a job writes",
+            "another program uses MASTER_ADDR:MASTER_PORT",
+        )
+
+    def data(self) -> str:
+        """Return the facts in the format that `of` parses."""
+        return json.dumps(asdict(self))
+
+    @property
+    def process(self) -> str:
+        """The process's host and pid, as text."""
+        return f"{self.host} (pid {self.pid})"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.process}"
 
 
-def join(
-    store: Any,
-    worker: Worker,
-    own: Facts,
-    timeout: float,
-    *,
-    started: bool,
-    ask: Ask | None = None,
-) -> list[int]:
+def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
+    """Return this process's facts.
+
+    Args:
+        worker: its rank assignment.
+        device: its torch device.
+        backend: the backend of the process group that will be made.
+    """
+    import torch
+
+    versions = f"torch {torch.__version__}"
+    gpu = ""
+    if device.type == "cuda":
+        gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+        if backend == "nccl":
+            versions += f" with NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return Facts(
+        worker.rank,
+        socket.gethostname(),
+        pid=os.getpid(),
+        world_size=worker.world_size,
+        job=scheduler.job_id(worker.topology.source, os.environ),
+        versions=versions,
+        gpu=gpu,
+    )
+
+
+def disagreement(own: Facts, other: Facts) -> tuple[str, str]:
+    """Return why two processes cannot be in one job, and a hint; both are empty if they can.
+
+    The result is the same in both processes.
+    """
+    if own == other:
+        return "", ""
+    own, other = sorted(
+        (own, other), key=lambda each: (each.rank, each.host, each.pid), reverse=True
+    )
+    if own.rank == other.rank:
+        return (
+            f"rank {own.rank} is claimed twice: by {other.process} and by {own.process}",
+            "two processes have the same RANK, or two jobs the same MASTER_PORT",
+        )
+    if own.world_size != other.world_size:
+        return (
+            f"{own} counts {own.world_size} processes, {other} counts {other.world_size}",
+            "WORLD_SIZE differs among them, or two jobs have the same MASTER_PORT",
+        )
+    if own.job != other.job:
+        return (
+            f"{own} is of job {own.job or '(unnamed)'}, {other} of job {other.job or '(unnamed)'}",
+            "two jobs have the same MASTER_ADDR and MASTER_PORT: one of them needs another port",
+        )
+    if own.versions != other.versions:
+        return (
+            f"{own} has {own.versions}, {other} has {other.versions}",
+            "all nodes need the same installation of torch",
+        )
+    if own.gpu and own.gpu == other.gpu:
+        return (
+            f"{own} and {other} have the same GPU, {own.gpu}",
+            "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it",
+        )
+    return "", ""
+
+
+# -- join ------------------------------------------------------------------------------------------
+
+
+def join(store: SignedStore, worker: Worker, own: Facts, timeout: float, *, started: bool) -> None:
     """Wait until all ranks have joined the rendezvous.
 
     Args:
@@ -71,284 +168,197 @@ def join(
         own: this process's facts.
         timeout: seconds to wait for the other ranks.
         started: whether a launcher on each node has started all ranks, so that a missing rank is
-            running but has not called init().
-        ask: called with the missing ranks each time this process reports that it waits for them;
-            ``final`` says whether it gives up.
-
-    Returns:
-        The index of each rank's machine; machines are ordered by their lowest rank.
+            running but has not called init(). It then serves the store too.
 
     Raises:
         RendezvousError: a rank is missing, claimed twice, of another job, or has other versions.
             All ranks get the same message. A wrong rank is refused at once, without waiting for
             missing ranks.
+        RuntimeError: torch's error, if the store has ended.
     """
-    mine = _Call(store, worker, own=own, started=started, ask=ask or (lambda *_, **__: None))
-    try:
-        first = _enter(mine)
-        _await_answer(mine, timeout, oversees=first or worker.rank == 0)
-        answer = json.loads(store.get("go"))
-        if not answer["refused"]:
-            ahead = time.time() - float(answer["time"])
-            if abs(ahead) > _FARTHEST_CLOCK and worker.rank:
-                report_clock(
-                    store,
-                    own,
-                    how=f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's",
-                )
-            return list(answer["nodes"])
-        if worker.rank == 0:
-            _await_readers(store, worker)
-        else:
-            with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
-                store.add("heard", 1)
-    except RuntimeError as error:  # torch's DistError is a RuntimeError
-        reason = str(error).strip().partition("\n")[0]
-        raise RanksMissingError(
-            f"{who(own)} has joined, and rank 0 does not end the rendezvous: {reason}"
-        ) from error
-    kind = RanksMissingError if answer.get("timed_out") else RendezvousError
+    keys = [f"rank{own.rank}", "first", *([f"gpu {own.gpu}"] if own.gpu else [])]
+    others = [Facts.of(store.offer(key, own.data())) for key in keys]
+    found = [disagreement(own, other) for other in others]
+    refused, hint = next((each for each in found if each[0]), ("", ""))
+    if refused:
+        _answer(store, refused, hint)
+    # A process that joins a second time is counted once. A full count means that no refusal is
+    # missing: it is written before the rank is counted.
+    elif store.add(f"joined{own.rank}", 1) == 1 and store.add("count", 1) == own.world_size:
+        _answer(store)
+    _await_answer(store, worker, own, timeout, started=started)
+    answer = json.loads(store.read("go")[0])
+    if not answer["refused"]:
+        return
+    if worker.rank == 0 and not started:
+        time.sleep(_REFUSAL)  # the store ends with this process
+    kind = RanksMissingError if answer.get("late") else RendezvousError
     raise kind(
         sanitize(str(answer["refused"]))[:_MAX_ANSWER],
         sanitize(str(answer["hint"]))[:_MAX_ANSWER],
     )
 
 
-def _enter(call: _Call) -> bool:
-    """Write this process's facts to the store and compare them with those of the first rank.
-
-    Returns:
-        Whether this process is the first.
-
-    Raises:
-        RendezvousError: another process has joined as this rank.
-    """
-    store, own = call.store, call.own
-    data = own.data()
-    holder = Facts.of(store.compare_set(f"rank{own.rank}", "", data))
-    if not holder.is_same_process(own):
-        refused = f"rank {own.rank} is claimed twice: by {holder.process()} and by {own.process()}"
-        hint = "two processes have the same RANK, or two jobs the same MASTER_PORT"
-        _answer(store, refused, hint=hint)
-        raise RendezvousError(refused, hint)
-    if holder != own:
-        return False  # the same process joins a second time
-    first = Facts.of(store.compare_set("first", "", data))
-    refused, hint = disagreement(own, first)
-    if own.gpu and not refused:
-        user = Facts.of(store.compare_set(f"gpu {own.gpu}", "", data))
-        if user != own:
-            refused, hint = (
-                f"{who(own)} and {who(user)} have the same GPU, {own.gpu}",
-                "LOCAL_RANK and CUDA_VISIBLE_DEVICES choose it",
-            )
-    if refused:
-        _answer(store, refused, hint=hint)
-    if (
-        first.time - own.time > _FARTHEST_CLOCK
-    ):  # an earlier time is normal: the first rank started before
-        off = f"at least {first.time - own.time:.0f} s"
-        if own.rank == 0:
-            report_clock(store, first, how=f"{off} ahead of rank 0's")
-        else:
-            report_clock(store, own, how=f"{off} behind {whose(first)}")
-    # Count this rank after its refusal is written: then a full count means that no refusal is
-    # missing.
-    if store.add("count", 1) == own.world_size:
-        store.set("full", "")
-    return first == own
+def _answer(store: SignedStore, refused: str = "", hint: str = "", *, late: bool = False) -> None:
+    """Give the answer to all ranks, unless one was given before; `late`: ranks are missing."""
+    store.offer("go", json.dumps({"refused": refused, "hint": hint, "late": late}))
 
 
-def _await_answer(call: _Call, timeout: float, *, oversees: bool) -> None:
-    """Wait for the answer to all ranks, and give it if this process oversees the rendezvous.
-
-    Rank 0 gives the answer. While rank 0 is missing, the first rank that joined oversees.
-
-    torch's store.wait() prints two lines of C++ to stderr when it times out, and ignores Ctrl-C.
-    So the other ranks use it only as long as a normal start takes. The overseeing rank ends that
-    wait before its timeout, and from then on each rank polls.
-
-    Raises:
-        RendezvousError: no rank oversees, and rank 0 does not answer.
-        RuntimeError: torch's error, if the store has ended.
-    """
-    store, worker = call.store, call.worker
-    notices = once_per_host.notice_times()
-    begin = time.monotonic()
-    due, pause = next(notices), _MIN_PAUSE
-    longest = _MAX_PAUSE if oversees else _idle_pause(worker.world_size)
-    all_wait, repeated = True, False
-    if not oversees:
-        _await_good_start(store, min(timeout, _QUICK) + _GRACE)
-    while not store.check(["go"]):
-        if worker.rank == 0 and store.check(["full"]):
-            _answer_all(call, timeout - (time.monotonic() - begin))
-            return
-        if not repeated and store.check(["again"]):
-            repeated, pause = True, _MIN_PAUSE
-            _confirm(call)
-        waited = time.monotonic() - begin
-        if oversees and all_wait and waited > _QUICK:
-            all_wait = False
-            store.set("end_wait", "")
-        if waited > min(due, timeout):
-            in_charge = worker.rank == 0 or (oversees and not store.check(["rank0"]))
-            if in_charge and waited > timeout:
-                missing = missing_ranks(store, worker)
-                call.ask(missing, final=True)
-                text = _describe(call, missing)
-                _answer(store, f"{text}; gave up after {waited:.0f} s", timed_out=True)
-                return
-            if waited > timeout + _GRACE:
-                raise RanksMissingError(
-                    f"{who(call.own)} has joined, and rank 0 does not end the rendezvous; "
-                    f"gave up after {waited:.0f} s"
-                )
-            if waited > due:
-                due = next(notices)
-                if in_charge:
-                    _print_missing(call, waited)
-        time.sleep(pause)
-        pause = min(_EAGER_PAUSE if oversees and waited < _QUICK else longest, pause * 1.5)
-
-
-def _await_good_start(store: Any, seconds: float) -> None:
-    """Wait until a normal start is over or the overseeing rank ends the wait.
-
-    Args:
-        store: the store of the rendezvous.
-        seconds: maximum seconds to wait.
-
-    Raises:
-        RuntimeError: torch's error, if the store has ended.
-    """
-    begin = time.monotonic()
-    try:
-        store.wait(["end_wait"], timedelta(seconds=seconds))
-    except RuntimeError:
-        if time.monotonic() - begin < seconds - _MAX_PAUSE:
-            raise  # the store has ended
-
-
-def _answer_all(call: _Call, seconds: float) -> None:
-    """Give rank 0's answer once all ranks have joined.
-
-    After a slow start, all ranks must first confirm within `seconds` that they still run.
-    """
-    store, ranks = call.store, range(call.worker.world_size)
-    everybody = [Facts.of(data) for data in store.multi_get([f"rank{rank}" for rank in ranks])]
-    took = max(each.time for each in everybody) - min(each.time for each in everybody)
-    # If the clocks of the machines differ, this only causes an unneeded confirmation.
-    if store.check(["end_wait"]) or took > _QUICK:
-        _await_confirmations(call, seconds)
-    _answer(store, nodes=_machines(everybody))
-
-
-def _await_confirmations(call: _Call, seconds: float) -> None:
-    """Wait until all ranks have confirmed: if the last rank joined late, others may have died.
-
-    torch would wait for them without a message. A rank that does not answer is named, and at the
-    timeout the rendezvous fails as for a missing rank.
-
-    Args:
-        call: rank 0's arguments of `join`.
-        seconds: seconds to wait; at least as long as the other ranks need for one poll.
-    """
-    store, worker = call.store, call.worker
-    begin, notices = time.monotonic(), once_per_host.notice_times()
-    due, seconds = next(notices), max(seconds, _GRACE / 2)
-    store.set("again", "")
-    store.set("end_wait", "")
-    _confirm(call)
-    while store.add("repeated", 0) < worker.world_size and not store.check(["go"]):
-        waited = time.monotonic() - begin
-        if waited > min(due, seconds):
-            silent = missing_ranks(store, worker, key="again")
-            if not silent:
-                return  # the last rank has written its key and not yet increased the count
-            call.ask(silent, final=waited > seconds)
-            text = describe_unresponsive(
-                store, silent, how="joined the rendezvous, no answer since: dead or stuck"
-            )
-            if waited > seconds:
-                _answer(store, f"{text}; gave up after {waited:.0f} s", timed_out=True)
-                return
-            due = next(notices)
-            once_per_host.print_line(f"{text}; {waited:.0f} s so far")
-        time.sleep(_MAX_PAUSE)
-
-
-def _confirm(call: _Call) -> None:
-    """Tell rank 0 that this process is still alive."""
-    call.store.set(f"again{call.own.rank}", "")
-    call.store.add("repeated", 1)
-
-
-def _idle_pause(world_size: int) -> float:
-    """Return the seconds between two polls of a rank that does not oversee.
-
-    The store handles some thousands of requests a second.
-    """
-    return min(1.0, max(0.25, world_size / 4096))
-
-
-def _answer(
-    store: Any,
-    refused: str = "",
-    *,
-    hint: str = "",
-    nodes: Sequence[int] = (),
-    timed_out: bool = False,
+def _await_answer(
+    store: SignedStore, worker: Worker, own: Facts, timeout: float, *, started: bool
 ) -> None:
-    """Give the answer to all ranks, unless one was given before.
+    """Wait for the answer to all ranks; name the missing ones, and give up after the timeout.
 
-    Args:
-        store: the store of the rendezvous.
-        refused: why the rendezvous fails; empty if it succeeds.
-        hint: advice for the user.
-        nodes: the index of each rank's machine.
-        timed_out: whether it fails because ranks are missing.
+    It polls, because torch's store.wait() prints C++ frames at a timeout and ignores Ctrl-C.
     """
-    answer = {
-        "refused": refused,
-        "hint": hint,
-        "time": time.time(),
-        "nodes": nodes,
-        "timed_out": timed_out,
-    }
-    store.compare_set("go", "", json.dumps(answer))
-    store.set("end_wait", "")
-
-
-def _machines(everybody: Sequence[Facts]) -> list[int]:
-    """Return the index of each process's machine, in order of first appearance."""
-    machines = list(dict.fromkeys((each.host, each.boot) for each in everybody))
-    index = {machine: number for number, machine in enumerate(machines)}
-    return [index[each.host, each.boot] for each in everybody]
-
-
-def _await_readers(store: Any, worker: Worker) -> None:
-    """Wait until the joined ranks have read the refusal: the store ends with this process."""
-    end = time.monotonic() + _GRACE / 5
-    others = worker.world_size - len(missing_ranks(store, worker)) - 1
-    while store.add("heard", 0) < others and time.monotonic() < end:
-        time.sleep(_MAX_PAUSE)
-
-
-def _describe(call: _Call, missing: list[int]) -> str:
-    return describe_missing(call.store, call.worker, missing, started=call.started)
-
-
-def _print_missing(call: _Call, waited: float) -> None:
-    missing = missing_ranks(call.store, call.worker)
-    once_per_host.print_line(f"{_describe(call, missing)}; {waited:.0f} s so far")
-    call.ask(missing, final=False)
-    there = [f"rank{rank}" for rank in set(range(call.worker.world_size)).difference(missing)]
-    now = time.time()
-    for each in map(Facts.of, call.store.multi_get(there)):
-        if each.time - now > _FARTHEST_CLOCK:  # it has joined already, so its clock is ahead
-            report_clock(
-                call.store,
-                each,
-                how=f"at least {each.time - now:.0f} s ahead of {whose(call.own)}",
+    # The store handles some thousands of requests a second.
+    pause, longest = 0.001, min(1.0, max(0.05, worker.world_size / 4096))
+    begin = time.monotonic()
+    notices, deference = 0, _DEFERENCE if worker.rank else 0.0
+    while not store.has("go"):
+        waited = time.monotonic() - begin
+        if waited > timeout + _GRACE:
+            raise RanksMissingError(
+                f"{own} has joined, and the rank that ends the rendezvous does not answer; "
+                f"gave up after {waited:.0f} s"
             )
+        final = waited > timeout
+        if final or waited > notice_time(notices) + deference:
+            task = "gave up" if final else f"notice{notices}"
+            if store.claim(task, own.rank) and (missing := _without(store, worker, "rank")):
+                process.ask_agents(worker.local_rank, missing, final=final)
+                text = _describe_missing(store, worker, missing, started=started)
+                if final:
+                    _answer(store, f"{text}; gave up after {waited:.0f} s", late=True)
+                else:
+                    print_notice(f"{text}; {waited:.0f} s so far")
+            notices += 1
+        time.sleep(pause)
+        pause = min(longest, pause * 1.5)
+
+
+def _without(store: SignedStore, worker: Worker, key: str) -> list[int]:
+    """Return the ranks whose key, such as ``rank3`` for rank 3, is not in the store."""
+    return [rank for rank in range(worker.world_size) if not store.has(f"{key}{rank}")]
+
+
+def _describe_missing(
+    store: SignedStore, worker: Worker, missing: list[int], *, started: bool
+) -> str:
+    """Return a text about missing ranks: their nodes, hosts and probable state."""
+    size = max(1, worker.local_world_size)
+    named = []
+    for rank in missing[:_MAX_NAMED]:
+        node = rank // size
+        of_node = range(node * size, min(worker.world_size, (node + 1) * size))
+        there = [f"rank{each}" for each in of_node if each not in missing]
+        host = f", {Facts.of(store.read(there[0])[0]).host}" if there else ""
+        named.append(f"{rank} (node {node}{host})")
+    state = (
+        "started, and not yet at init()"
+        if started
+        else "not seen yet: not started, or still importing"
+    )
+    return f"{_waiting_for(missing, named)}: {state}"
+
+
+def _waiting_for(ranks: list[int], named: Sequence[str]) -> str:
+    more = f" and {len(ranks) - len(named)} more" if len(ranks) > len(named) else ""
+    return f"waiting for rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
+
+
+# -- form the group --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def forming(place: GroupStore) -> Iterator[None]:
+    """Name the ranks that do not answer while torch forms the process group in this block.
+
+    torch may wait half an hour for a peer and prints nothing. Each process writes the key
+    ``formed`` to the store when it has the group. A process that waits longer than some seconds
+    writes the key ``there``. A rank with neither key has died or is stuck.
+
+    Raises:
+        RanksMissingError: torch has given up because some ranks do not answer; the message names
+            them.
+    """
+    over, begin = threading.Event(), time.monotonic()
+    threading.Thread(
+        target=_watch_formation, args=(place, over.wait), name="clusterjob-forming", daemon=True
+    ).start()
+    try:
+        yield
+    except RuntimeError as error:
+        waited = time.monotonic() - begin
+        text = _unresponsive_at_end(place) if waited > _ALIVE_AFTER else ""
+        if not text:
+            raise
+        raise RanksMissingError(f"{text}; gave up after {waited:.0f} s") from error
+    finally:
+        over.set()
+    # The process that serves the store may have formed the group and ended.
+    with contextlib.suppress(RuntimeError):
+        place.signed.offer(f"formed{place.worker.rank}")
+
+
+def _watch_formation(place: GroupStore, over: Callable[[float], bool]) -> None:
+    """Report that this rank is alive; print which ranks do not answer until the wait is over."""
+    if over(_ALIVE_AFTER):
+        return
+    begin = time.monotonic() - _ALIVE_AFTER
+    worker = place.worker
+    with contextlib.suppress(OSError, RuntimeError):  # torch's own request fails too
+        store = place.reconnect()
+        store.offer(f"there{worker.rank}")
+        for number in itertools.count():
+            if over(begin + notice_time(number) - time.monotonic()):
+                return
+            if not store.claim(f"probe{number}", worker.rank):
+                continue
+            without, silent = _unresponsive(store, worker)
+            waited = f"{time.monotonic() - begin:.0f} s"
+            if silent:
+                process.ask_agents(worker.local_rank, silent, final=False)
+                print_notice(f"{_describe_unresponsive(store, silent)}; {waited} so far")
+            elif without:
+                ends = store.read(f"rank{without[0]}", f"rank{without[-1]}")
+                one, other = map(Facts.of, ends)
+                print_notice(
+                    f"the process group is not made after {waited}: {len(without)} of "
+                    f"{worker.world_size} processes wait for each other, such as {one} and "
+                    f"{other}: can their machines reach each other at every port, "
+                    "by the interfaces of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME?"
+                )
+
+
+def _unresponsive_at_end(place: GroupStore) -> str:
+    """Return the ranks that do not answer, as text, after torch has given up.
+
+    All ranks get the same text; it is empty if all ranks answer.
+    """
+    worker = place.worker
+    with contextlib.suppress(OSError, RuntimeError):
+        store = place.reconnect()
+        if store.claim("last probe", worker.rank):
+            silent = _unresponsive(store, worker)[1]
+            process.ask_agents(worker.local_rank, silent, final=True)
+            store.offer("end", _describe_unresponsive(store, silent) if silent else "")
+        end = time.monotonic() + _OTHERS
+        while not store.has("end") and time.monotonic() < end:
+            time.sleep(_POLL)
+        if store.has("end"):
+            return store.read("end")[0].decode()
+    return ""
+
+
+def _unresponsive(store: SignedStore, worker: Worker) -> tuple[list[int], list[int]]:
+    """Return the ranks that have no group, and those of them that do not answer."""
+    without = _without(store, worker, "formed")
+    return without, [rank for rank in without if not store.has(f"there{rank}")]
+
+
+def _describe_unresponsive(store: SignedStore, ranks: list[int]) -> str:
+    known = map(Facts.of, store.read(*(f"rank{rank}" for rank in ranks[:_MAX_NAMED])))
+    named = [f"{each.rank} on {each.process}" for each in known]
+    how = "joined the rendezvous, no answer while the process group is made: dead or stuck"
+    return f"{_waiting_for(ranks, named)}: {how}"

@@ -11,16 +11,17 @@ import errno
 import os
 import socket
 import struct
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from clusterjob.errors import PlacementError, RendezvousError
+from clusterjob.node import contract
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import network
 from clusterjob.node.workers import torch_patches
-from clusterjob.worker import once_per_host, siblings
 
 _ANSWER = 2.0  # seconds for a connection, and for its first answer
 _NO_ROUTE_GRACE = 3.0  # seconds to wait for a network that starts, or a busy resolver
@@ -28,13 +29,87 @@ _PARTING = 5.0  # seconds that rank 0 waits at its end until all ranks have the 
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two polls of the number of joined ranks
 _BACKLOG = 4096
-# Stores that this process serves, by (pid, host, port).
-_own: dict[tuple[int, str, int], Any] = {}
+_SIGNATURE = 64  # characters
+# Seconds before the first notice of a process that waits, and between later notices.
+_FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-class _ForeignListenerError(OSError):
-    """The program that listens at rank 0's port is not torch's store."""
+def print_notice(text: str) -> None:
+    """Write one line of clusterjob to stderr."""
+    print(f"clusterjob: {text}", file=sys.stderr, flush=True)
+
+
+def notice_time(number: int) -> float:
+    """Return when a waiting process prints its notice `number`, in seconds from the beginning."""
+    return number * _LATER_NOTICES if number else _FIRST_NOTICE
+
+
+class SignedStore:
+    """A prefix of torch's store in which each value carries a signature.
+
+    torch's store lets any client write any value. Processes that clusterjob's agents start have a
+    key (CLUSTERJOB_STORE_KEY); under other launchers values are not signed. A signature covers the
+    value, its key and the index of the group.
+
+    Args:
+        store: the prefix store.
+        number: index of the group among the groups over this store, from 0. The next group does
+            not accept the values of this group.
+    """
+
+    def __init__(self, store: Any, number: int) -> None:
+        self._store = store
+        self._number = number
+        self._key = os.environ.get(contract.STORE_KEY, "").encode()
+
+    def has(self, name: str) -> bool:
+        """Return whether a value was written."""
+        return bool(self._store.check([name]))
+
+    def add(self, name: str, amount: int) -> int:
+        """Increase a counter, which is not signed, and return it."""
+        return int(self._store.add(name, amount))
+
+    def read(self, *names: str) -> list[bytes]:
+        """Return values that were written.
+
+        Raises:
+            RendezvousError: a signature is wrong: no process of this job has written the value.
+        """
+        found = zip(names, self._store.multi_get(list(names)), strict=True)
+        return [self._check(name, value) for name, value in found]
+
+    def offer(self, name: str, value: str = "") -> bytes:
+        """Write a value if there is none; return the stored value; see `read` for errors."""
+        signed = self._sign(name, value.encode()).decode() + value
+        return self._check(name, self._store.compare_set(name, "", signed))
+
+    def claim(self, name: str, rank: int) -> bool:
+        """Return whether this rank is the first that claims a task."""
+        return self.offer(name, str(rank)).decode() == str(rank)
+
+    def _sign(self, name: str, value: bytes) -> bytes:
+        if not self._key:
+            return b""
+        import hashlib
+        import hmac
+
+        signed = b"\0".join((str(self._number).encode(), name.encode(), value))
+        return hmac.new(self._key, signed, hashlib.sha256).hexdigest().encode()
+
+    def _check(self, name: str, value: bytes) -> bytes:
+        if not self._key:
+            return value
+        import hmac
+
+        if not hmac.compare_digest(value[:_SIGNATURE], self._sign(name, value[_SIGNATURE:])):
+            raise RendezvousError(
+                f"{name!r} in torch's store was written by no process of this job",
+                "another program writes to MASTER_ADDR:MASTER_PORT; "
+                "`ss -tnp` shows who is connected there",
+            )
+        return value[_SIGNATURE:]
 
 
 @dataclass(frozen=True)
@@ -43,33 +118,64 @@ class GroupStore:
 
     Attributes:
         store: the group's prefix of torch's store.
+        worker: this process's rank assignment.
         served: whether a launcher's agents serve the store.
         number: index of the group among the groups over this store, from 0.
         whole: the store without the prefix.
-        counter: key of the store that holds the number of this rank's next group.
-        counted: the value of that key.
     """
 
     store: Any
+    worker: Worker
     served: bool
     number: int
     whole: Any
-    counter: str
-    counted: int
+
+    @property
+    def signed(self) -> SignedStore:
+        """The prefix of the store in which the ranks of the group meet."""
+        return _meeting(self.store, self.number)
+
+    def reconnect(self) -> SignedStore:
+        """Return the same over a new connection: torch's waiting request blocks the first one.
+
+        Raises:
+            OSError: the store cannot be reached any more.
+            RuntimeError: torch's error.
+        """
+        topology = self.worker.topology
+        with network.connect(
+            topology.master_addr, topology.master_port or 0, timeout=_ANSWER
+        ) as link:
+            _check_store(link)
+        wait = timedelta(seconds=_ANSWER)
+        whole = _launcher_store(self.worker, wait) if self.served else _client(self.worker, wait)
+        return _meeting(_group_prefix(whole, self.number), self.number)
 
     def note_formed(self) -> None:
         """Count the group, so that the next group gets another prefix in all processes."""
+        counter = _counter(self.worker.rank)
         with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
-            self.whole.add(self.counter, self.number + 1 - self.counted)
+            self.whole.add(counter, self.number + 1 - self.whole.add(counter, 0))
+            if not self.served:
+                self.store.add("joined", 1)
+
+    def await_joined(self) -> None:
+        """On a rank 0 that serves the store, wait up to 5 s until all ranks have the group."""
+        if self.served or self.worker.rank:
+            return
+        end = time.monotonic() + _PARTING
+        with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
+            while self.store.add("joined", 0) < self.worker.world_size and time.monotonic() < end:
+                time.sleep(_JOINING_PAUSE)
 
 
-def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> GroupStore:
+def open_store(worker: Worker, timeout: float, group_timeout: float | None) -> GroupStore:
     """Return the store in which the processes exchange their addresses.
 
     Args:
         worker: this process's rank assignment.
-        options: options of the process group that will be made.
         timeout: seconds to wait for rank 0.
+        group_timeout: timeout of the group that will be made, in seconds; None for torch's default.
 
     Raises:
         PlacementError: the environment has no port of rank 0.
@@ -82,52 +188,39 @@ def open_store(worker: Worker, options: dict[str, Any], timeout: float) -> Group
             f"the environment ({worker.topology.source}) has no port of rank 0: set MASTER_PORT"
         )
     served = _is_served(worker)
-    store = (
-        _launcher_store(worker, {"timeout": options["timeout"]} if "timeout" in options else {})
-        if served
-        else _open(worker, timeout)
-    )
+    wait = timedelta(seconds=timeout)
+    if served:
+        store = _launcher_store(worker, wait if group_timeout is not None else None)
+    elif worker.rank:
+        _await_listener(worker, timeout)
+        store = _client(worker, wait)
+    else:
+        store = _serve(worker, wait)
     # The store counts the groups, because a process may be newer than the first group, such as the
     # children of one trial of a sweep. Rank 0 is in every group; other ranks use its count.
-    counter, of_rank_0 = (f"clusterjob/next/{rank}" for rank in (worker.rank, 0))
-    counted = store.add(counter, 0)
-    number = max(counted, store.add(of_rank_0, 0))
-    return GroupStore(
-        _group_prefix(store, number),
-        served,
-        number=number,
-        whole=store,
-        counter=counter,
-        counted=counted,
-    )
+    number = max(store.add(_counter(rank), 0) for rank in (worker.rank, 0))
+    return GroupStore(_group_prefix(store, number), worker, served, number=number, whole=store)
 
 
-def _open(worker: Worker, timeout: float) -> Any:
-    """Return a TCPStore that rank 0 serves; rank 0 binds the socket first.
+def _counter(rank: int) -> str:
+    """Return the key of the store that holds the number of a rank's next group."""
+    return f"clusterjob/next/{rank}"
 
-    Args:
-        worker: this process's rank assignment.
-        timeout: seconds to wait for rank 0, and for each request to the store.
 
-    Raises:
-        RendezvousError: the address does not resolve, there is no route to it, its port is taken,
-            or rank 0 does not listen in time.
-    """
+def _client(worker: Worker, wait: timedelta) -> Any:
     import torch.distributed as dist
 
     host, port = worker.topology.master_addr, worker.topology.master_port
-    assert port is not None
-    wait = timedelta(seconds=timeout)
-    if worker.rank:
-        _await_listener(worker, host, port=port, timeout=timeout)
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
-    address = os.getpid(), host, port
-    if address in _own:
-        _own[address].set_timeout(wait)
-        return _own[address]
-    found = siblings.take_listener(port)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+
+
+def _serve(worker: Worker, wait: timedelta) -> Any:
+    """Return rank 0's store; its socket is bound before, because torch's own errors are pages."""
+    import torch.distributed as dist
+
+    host, port = worker.topology.master_addr, worker.topology.master_port or 0
     try:
-        listener = found or network.listen_at(host, port, backlog=_BACKLOG)
+        listener = network.listen_at(host, port, backlog=_BACKLOG)
     except OSError as error:
         why = (
             f"rank 0 on {socket.gethostname()} (pid {os.getpid()}) "
@@ -139,7 +232,7 @@ def _open(worker: Worker, timeout: float) -> Any:
             else "set MASTER_ADDR to rank 0's machine"
         )
         raise RendezvousError(why, hint) from error
-    store = dist.TCPStore(
+    return dist.TCPStore(
         host,
         port,
         is_master=True,
@@ -147,57 +240,31 @@ def _open(worker: Worker, timeout: float) -> Any:
         timeout=wait,
         master_listen_fd=listener.detach(),
     )
-    if found is None and torch_patches.has_agent_variables():
-        # Under clusterjob's agents a destroyed group keeps its store, so the port stays in use:
-        # reuse the store.
-        _own[address] = store
-    return store
-
-
-def another_connection(worker: Worker, number: int) -> Any:
-    """Return the prefix store that `open_store` returned, over a separate connection.
-
-    Args:
-        worker: this process's rank assignment.
-        number: index of the group among the groups over this store, from 0.
-
-    Raises:
-        OSError: the store cannot be reached any more.
-        RuntimeError: torch's error.
-    """
-    import torch.distributed as dist
-
-    host, port = worker.topology.master_addr, worker.topology.master_port
-    assert port is not None
-    with network.connect(host, port, timeout=_ANSWER) as link:
-        _check_store(link)
-    wait = timedelta(seconds=_ANSWER)
-    if _is_served(worker):
-        return _group_prefix(_launcher_store(worker, {"timeout": wait}), number)
-    return _group_prefix(
-        dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait), number
-    )
 
 
 def _is_served(worker: Worker) -> bool:
     """Return whether a launcher's agents serve a store at the master's port."""
-    master = worker.topology.master_addr, str(worker.topology.master_port)
-    at_master = (
-        os.environ.get("MASTER_ADDR", "").strip(" []"),
-        os.environ.get("MASTER_PORT"),
-    ) == master
-    served = (
-        not torch_patches.has_agent_variables()
-        or torch_patches.served_at(master[0], int(master[1])) is not None
-    )  # a script may set another master
-    return at_master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and served
+    host, port = worker.topology.master_addr, worker.topology.master_port or 0
+    environ = os.environ
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    if (environ.get("MASTER_ADDR", "").strip(" []"), environ.get("MASTER_PORT")) != (
+        host,
+        str(port),
+    ):
+        return False
+    # A script may set another master.
+    return (
+        not torch_patches.has_agent_variables() or torch_patches.served_at(host, port) is not None
+    )
 
 
-def _launcher_store(worker: Worker, wait: dict[str, Any]) -> Any:
+def _launcher_store(worker: Worker, wait: timedelta | None) -> Any:
     """Return a connection to the launcher's store, with the prefix that an older torch adds."""
     import torch.distributed as dist
 
-    return next(dist.rendezvous("env://", worker.rank, worker.world_size, **wait))[0]
+    options = {} if wait is None else {"timeout": wait}
+    return next(dist.rendezvous("env://", worker.rank, worker.world_size, **options))[0]
 
 
 def _group_prefix(store: Any, number: int) -> Any:
@@ -208,63 +275,60 @@ def _group_prefix(store: Any, number: int) -> Any:
     return dist.PrefixStore(f"clusterjob/{number}", store)
 
 
-def _await_listener(worker: Worker, host: str, port: int, timeout: float) -> None:
-    """Wait until rank 0 listens at its port; meanwhile print the error once per host.
+def _meeting(store: Any, number: int) -> SignedStore:
+    import torch.distributed as dist
+
+    return SignedStore(dist.PrefixStore("rendezvous", store), number)
+
+
+def _await_listener(worker: Worker, timeout: float) -> None:
+    """Wait until rank 0 listens at its port; one rank of each node prints the error meanwhile.
 
     Raises:
         RendezvousError: rank 0 cannot be reached.
     """
-    notices = once_per_host.notice_times()
+    host, port = worker.topology.master_addr, worker.topology.master_port or 0
+    # Local rank 0 prints; beside rank 0, for which all wait, it is local rank 1.
+    prints = worker.local_rank == (1 if worker.rank == worker.local_rank else 0)
     begin = time.monotonic()
-    due, pause = next(notices), _MIN_PAUSE
-    turn = None
-    try:
-        while True:
-            try:
-                with network.connect(host, port, timeout=_ANSWER) as link:
-                    _check_store(link)
-                return
-            except OSError as error:
-                reason = error.strerror or str(error)
-                # The resolver has waited for its own timeout.
-                silent = isinstance(error, network.NoNameServerError)
-                lost = (
-                    isinstance(error, (socket.gaierror, _ForeignListenerError))
-                    or error.errno in _NO_ROUTE
-                )
-            waited = time.monotonic() - begin
-            text = (
-                f"rank {worker.rank} on {socket.gethostname()} "
-                f"cannot reach rank 0 at {network.with_port(host, port)}: {reason}"
+    notices, pause = 0, _MIN_PAUSE
+    while True:
+        try:
+            with network.connect(host, port, timeout=_ANSWER) as link:
+                _check_store(link)
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+            # The resolver has waited for its own timeout.
+            silent = isinstance(error, network.NoNameServerError)
+            lost = isinstance(error, socket.gaierror) or error.errno in (*_NO_ROUTE, errno.EPROTO)
+        waited = time.monotonic() - begin
+        text = (
+            f"rank {worker.rank} on {socket.gethostname()} "
+            f"cannot reach rank 0 at {network.with_port(host, port)}: {reason}"
+        )
+        if waited > timeout or silent or (lost and waited > _NO_ROUTE_GRACE):
+            raise RendezvousError(
+                f"{text}; gave up after {waited:.0f} s",
+                "check MASTER_ADDR and MASTER_PORT: they must be rank 0's",
             )
-            if waited > timeout or silent or (lost and waited > _NO_ROUTE_GRACE):
-                raise RendezvousError(
-                    f"{text}; gave up after {waited:.0f} s",
-                    "check MASTER_ADDR and MASTER_PORT: they must be rank 0's",
-                )
-            if waited > due:
-                due = next(notices)
-                turn = turn or once_per_host.lock_subject(f"reach {network.with_port(host, port)}")
-                if turn:
-                    once_per_host.print_line(f"{text}; {waited:.0f} s so far")
-            time.sleep(pause)
-            pause = min(_MAX_PAUSE, pause * 1.5)
-    finally:
-        if turn:
-            turn.close()
+        if waited > notice_time(notices):
+            notices += 1
+            if prints:
+                print_notice(f"{text}; {waited:.0f} s so far")
+        time.sleep(pause)
+        pause = min(_MAX_PAUSE, pause * 1.5)
 
 
 def _check_store(link: socket.socket) -> None:
     """Refuse a listener that is not torch's store.
 
     torch's client would print pages of C++ frames at each try. This sends the client's first
-    messages (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, torch 2.3 and newer): VALIDATE and a
-    magic number, then PING and a number, which the store sends back. An older store closes the
-    connection at the PING, and counts as valid.
+    messages (torch/csrc/distributed/c10d/TCPStoreBackend.hpp): VALIDATE and a magic number, then
+    PING and a number, which the store sends back.
 
     Raises:
-        _ForeignListenerError: the answer is not that of torch's store.
-        OSError: no answer arrived.
+        OSError: the answer is not that of torch's store (EPROTO), or none arrived.
     """
     number = os.getpid() & 0xFFFFFFFF
     link.settimeout(_ANSWER)
@@ -275,23 +339,8 @@ def _check_store(link: socket.socket) -> None:
         raise OSError(
             errno.ETIMEDOUT, "something listens there that does not answer as torch's store does"
         ) from None
-    except ConnectionError:
-        return
-    if answer and answer != struct.pack("=I", number):
-        raise _ForeignListenerError(
+    if answer != struct.pack("=I", number):
+        raise OSError(
             errno.EPROTO,
             f"something listens there that is not torch's store: it answers {answer!r}",
         )
-
-
-def note_joined(store: Any) -> None:
-    """Count this process as one that has the group and no longer needs the store."""
-    store.add("joined", 1)
-
-
-def await_joined(store: Any, world_size: int) -> None:
-    """Wait up to 5 s until all ranks have the group: the store ends with rank 0."""
-    end = time.monotonic() + _PARTING
-    with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
-        while store.add("joined", 0) < world_size and time.monotonic() < end:
-            time.sleep(_JOINING_PAUSE)

@@ -44,15 +44,9 @@ WARNING = ("--warning", "60")
 FAKE_CONTEXT = """
     import os, pathlib, signal, sys, time
     from types import SimpleNamespace
-    from clusterjob.worker.preemption import Preemptible
-    class Place(Preemptible):
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = SimpleNamespace(type="cpu")
-        def __init__(self):
-            self._pid = os.getpid()
-        def _leave(self, failed):
-            assert not failed
-    ctx = Place()
+    from clusterjob.worker.context import Context
+    local_rank = int(os.environ["LOCAL_RANK"])
+    ctx = Context(source="test", device=SimpleNamespace(type="cpu"), local_rank=local_rank)
     rank = os.environ["RANK"]
     def tell(name, text=""):
         pathlib.Path(f"{name}{rank}.new").write_text(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +16,11 @@ from procs import WITH_TORCH, Job, wait_until
 from clusterjob.errors import RendezvousError
 from clusterjob.node import contract
 from clusterjob.node.system import network
-from clusterjob.worker.rank_facts import Facts
-from clusterjob.worker.signed_values import SignedStore
+from clusterjob.worker.rendezvous import Facts
+from clusterjob.worker.store import SignedStore
 
 MakeJob = Callable[..., Job]
-ANSWER = json.dumps(
-    {"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else", "time": 0.0, "nodes": []}
-)
+ANSWER = json.dumps({"refused": "\x1b]0;x\x07send money to mallory", "hint": "or else"})
 
 # Rank 1 joins after the other user has written the forged answer.
 INIT = """
@@ -90,11 +87,12 @@ class MemoryStore:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def set(self, name: str, value: str) -> None:
-        self.values[name] = value.encode()
+    def compare_set(self, name: str, expected: str, value: str) -> bytes:
+        assert not expected
+        return self.values.setdefault(name, value.encode())
 
-    def get(self, name: str) -> bytes:
-        return self.values[name]
+    def multi_get(self, names: list[str]) -> list[bytes]:
+        return [self.values[name] for name in names]
 
 
 def test_signed_value_is_refused_under_another_key_group_or_restart(
@@ -105,18 +103,18 @@ def test_signed_value_is_refused_under_another_key_group_or_restart(
     )
     memory = MemoryStore()
     store = SignedStore(memory, 0)
-    store.set("rank0", "hello")
-    assert store.get("rank0") == b"hello"
+    assert store.offer("rank0", "hello") == store.offer("rank0", "other") == b"hello"
+    assert store.read("rank0") == [b"hello"]
     memory.values["rank1"] = memory.values["rank0"]
     with pytest.raises(RendezvousError, match="'rank1' in torch's store was written by no process"):
-        store.get("rank1")
+        store.read("rank1")
     with pytest.raises(RendezvousError):
-        SignedStore(memory, 1).get("rank0")
+        SignedStore(memory, 1).read("rank0")
     monkeypatch.setenv(
         contract.STORE_KEY, contract.store_key(b"secret", "job", attempt=0, restart=1)
     )
     with pytest.raises(RendezvousError):
-        SignedStore(memory, 0).get("rank0")
+        SignedStore(memory, 0).read("rank0")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"rank": "x"}', b"\xff", b"9" * 5000])
@@ -130,12 +128,10 @@ def test_control_characters_in_host_name_of_facts_are_escaped() -> None:
         0,
         "h\x1b[2J\n" + "x" * 1000,
         pid=1,
-        boot="b",
         world_size=1,
         job="j",
         versions="v",
         gpu="",
-        time=time.time(),
     )
     assert Facts.of(facts.data().encode()).host.startswith("h\\x1b[2J\\n")
     assert len(Facts.of(facts.data().encode()).host) == 300

@@ -143,7 +143,7 @@ def test_backends_page_lists_every_template_variable(
 
 
 def test_scripts_page_lists_init_arguments_and_context_members() -> None:
-    for_bootstrap_alone = {"join_group", "holds_group", "close", "_leave"}
+    for_bootstrap_alone = {"join_group", "holds_group", "close"}
     members = {name for name in vars(Context) if not name.startswith("_")} | {
         *inspect.signature(Context).parameters,
         "backend",

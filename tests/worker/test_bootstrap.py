@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from clusterjob import bootstrap
 from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments.topology import Topology, Worker
 from clusterjob.node.logs import failure_texts
-from clusterjob.worker import device
+from clusterjob.worker import group
 from clusterjob.worker.process import report_pipe
 
 # -- the import ------------------------------------------------------------------------------------
@@ -291,10 +292,10 @@ def test_second_init_returns_same_context_or_refuses_other_options(launched: Lau
     for rank in launched.ranks:
         assert rank["again"] is True
         assert rank["inner"] is True
-        backend, group, timeout, operation, kind, size = rank["refused"]
+        backend, process_group, timeout, operation, kind, size = rank["refused"]
         assert "'gloo'" in backend
         assert "'nccl'" in backend
-        assert "process_group" in group
+        assert "process_group" in process_group
         assert "timeout=60" in timeout
         assert "'median'" in operation
         assert "mean, sum, min, max, product" in operation
@@ -537,15 +538,15 @@ def test_init_without_rank_0_fails_after_timeout(tmp_path: Path, preloaded: Prel
     ],
 )
 def test_device_is_chosen_by_local_rank(local_rank: int, gpus: int, name: str) -> None:
-    assert device.choose_device(local_rank, gpus) == name
+    assert group.choose_device(local_rank, gpus) == name
 
 
 def test_backend_is_nccl_with_gpus_and_gloo_without() -> None:
-    assert device.choose_backend(None, 0) == "gloo"
-    assert device.choose_backend(None, 4) == "nccl"
-    assert device.choose_backend("gloo", 4) == "gloo"
+    assert group.choose_backend(None, 0) == "gloo"
+    assert group.choose_backend(None, 4) == "nccl"
+    assert group.choose_backend("gloo", 4) == "gloo"
     with pytest.raises(UsageError, match="needs a GPU"):
-        device.choose_backend("nccl", 0)
+        group.choose_backend("nccl", 0)
 
 
 # -- process groups and ranks of the script --------------------------------------------------------
@@ -714,6 +715,15 @@ def test_first_failure_in_time_is_root_cause(launcher: str, tmp_path: Path) -> N
     assert (failure["rank"], failure["message"], failure["exit_code"]) == (1, "ValueError: boom", 1)
 
 
+def test_on_preempt_outside_of_main_thread_is_refused() -> None:
+    context = bootstrap.init(process_group=False)
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="main thread"):
+            pool.submit(context.on_preempt, print).result()
+    finally:
+        bootstrap.shutdown()
+
+
 def test_report_pipe_is_only_for_worker_process_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -815,8 +825,8 @@ def test_slurm_task_with_several_gpus_is_refused(
     )
     if nproc is None and gpus == 8 and process_group is None:
         with pytest.raises(PlacementError) as caught:
-            device.check_gpus(worker, gpus, process_group=process_group)
+            group.check_gpus(worker, gpus, process_group=process_group)
         assert "sees 8 GPUs" in caught.value.message
         assert all(word in caught.value.hint for word in ("clusterjob launch", "--ntasks-per-node"))
     else:
-        device.check_gpus(worker, gpus, process_group=process_group)
+        group.check_gpus(worker, gpus, process_group=process_group)

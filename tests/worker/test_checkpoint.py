@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 from pathlib import Path
@@ -56,18 +55,17 @@ def test_same_step_can_be_saved_twice(saved: Checkpoint) -> None:
     assert saved.load() == {"step": 2, "again": True}
 
 
-@pytest.mark.parametrize("file", ["state.pt", "files.json"])
 @pytest.mark.parametrize("how", ["truncated", "missing", "overwritten"])
 def test_torn_checkpoint_is_skipped_and_then_removed(
-    saved: Checkpoint, tmp_path: Path, file: str, how: str
+    saved: Checkpoint, tmp_path: Path, how: str
 ) -> None:
-    torn = paths(tmp_path)[-1]
+    state_file = paths(tmp_path)[-1] / "state.pt"
     if how == "truncated":
-        (torn / file).write_bytes((torn / file).read_bytes()[:-10])
+        state_file.write_bytes(state_file.read_bytes()[:-10])
     elif how == "missing":
-        (torn / file).unlink()
+        state_file.unlink()
     else:
-        (torn / file).write_bytes(b"x" * (torn / file).stat().st_size)
+        state_file.write_bytes(b"x" * state_file.stat().st_size)
     state = saved.load()
     assert state["step"] == saved.step == 1
     assert state["weights"].eq(1).all()
@@ -79,7 +77,7 @@ def test_torn_checkpoint_is_skipped_and_then_removed(
 def test_load_fails_if_all_checkpoints_are_torn(saved: Checkpoint, tmp_path: Path) -> None:
     for path in paths(tmp_path):
         (path / "state.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded: .*state\.pt"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded: EOFError"):
         saved.load()
 
 
@@ -123,11 +121,7 @@ def test_sharded_load_executes_no_pickle(tmp_path: Path, where: str) -> None:
     checkpoint.save({"a": torch.ones(4), "b": harmful if where == "value" else 1}, step=1)
     if where == "metadata":
         [path] = paths(tmp_path)
-        data = pickle.dumps(harmful)
-        (path / ".metadata").write_bytes(data)
-        listed = json.loads((path / "files.json").read_text())
-        listed["files"][".metadata"] = len(data)
-        (path / "files.json").write_text(json.dumps(listed))
+        (path / ".metadata").write_bytes(pickle.dumps(harmful))
     with pytest.raises(CheckpointError):
         checkpoint.load({"a": torch.zeros(4), "b": 0})
     assert not (tmp_path / "harm").exists()
