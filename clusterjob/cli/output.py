@@ -16,8 +16,7 @@ from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs import ends, rounds
-from clusterjob.node.logs.folding import Folded, Folder, as_text, label
-from clusterjob.node.logs.log_reader import LONGEST, LogLine
+from clusterjob.node.logs.log_files import LONGEST, Folded, Folder, LogLine, as_text, label
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 

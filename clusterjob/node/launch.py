@@ -23,8 +23,8 @@ from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, environment_log, log_files
 from clusterjob.node.logs.job_dir import STDIN_SCRIPT
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.logs.log_protocol import refusal
-from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.rendezvous import ports

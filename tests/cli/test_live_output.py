@@ -18,8 +18,7 @@ from clusterjob.cli.watch import Watch
 from clusterjob.core.live import Live
 from clusterjob.core.records import Record
 from clusterjob.node.logs.live_lines import LiveLines
-from clusterjob.node.logs.log_files import Timeline, node_directory
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, node_directory
 from clusterjob.node.verdict import JobState, Verdict
 
 LAUNCH = [sys.executable, "-S", "-m", "clusterjob", "launch"]

@@ -19,7 +19,7 @@ CONSOLE_SCRIPT = """
 import sys, time
 from pathlib import Path
 from clusterjob.node.logs.log_files import Timeline
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.logs.console import Console
 directory = Path("logs/node0")
@@ -77,7 +77,7 @@ def test_equal_lines_of_ranks_in_one_poll_are_folded(tmp_path: Path) -> None:
     program = """
 from pathlib import Path
 from clusterjob.node.logs.log_files import Timeline
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.logs.console import Console
 directory = Path("logs/node0")
 directory.mkdir(parents=True)

@@ -8,8 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.logs.folding import Folded, Folder, fold
-from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.logs.log_files import Folded, Folder, LogLine, fold
 
 
 def log_line(seconds: float, rank: int, text: str) -> LogLine:

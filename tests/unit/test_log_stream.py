@@ -24,8 +24,7 @@ from launching import finish, start
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.errors import ClusterJobError
 from clusterjob.node.logs import ends, log_protocol
-from clusterjob.node.logs.folding import Folded
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.log_files import Folded, LogLine, LogReader
 from clusterjob.node.system import files
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.verdict import Failure, JobState, RoundEnd, Verdict

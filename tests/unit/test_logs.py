@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.folding import Folded, fold
-from clusterjob.node.logs.log_files import Timeline, last_lines
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.log_files import Folded, LogLine, LogReader, Timeline, fold, last_lines
 from clusterjob.node.system.ranges import ranges
 
 

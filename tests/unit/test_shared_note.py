@@ -7,9 +7,8 @@ import os
 import signal
 from pathlib import Path
 
-from clusterjob.node.logs.log_files import Timeline, node_directory
+from clusterjob.node.logs.log_files import LogReader, Timeline, node_directory
 from clusterjob.node.logs.log_protocol import Writer
-from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, WorkerSample
 from clusterjob.node.metrics.usage import Usage
 from clusterjob.node.system.shared_note import SharedNote

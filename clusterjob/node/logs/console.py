@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from clusterjob.node.logs.folding import Folded, Folder, as_text, label
 from clusterjob.node.logs.live_lines import LiveLines, write_text
+from clusterjob.node.logs.log_files import Folded, Folder, LogReader, as_text, label
 from clusterjob.node.logs.log_protocol import Writer
-from clusterjob.node.logs.log_reader import LogReader
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import Verdict

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterjob.node.logs.folding import Folded
+from clusterjob.node.logs.log_files import Folded
 
 LONGEST = 8000  # bytes of text on one line
 _LINE = re.compile(
