@@ -21,7 +21,7 @@ from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.environments import scheduler, show, this_node, worker_defaults
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.logs import ends, environment_log, log_files
+from clusterjob.node.logs import ends, events, log_files
 from clusterjob.node.logs.job_dir import STDIN_SCRIPT
 from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.logs.log_protocol import refusal
@@ -114,7 +114,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     processes.adopt_orphans()
     is_first = parent is None or not parent.starts  # not after an agent that was killed
     if is_first:
-        environment_log.add(
+        events.add_environment(
             job_dir, topology.node_rank, show.describe(finding), attempt=job.attempt
         )
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from procs import WITH_TORCH, Job
 
-from clusterjob.node.logs.events import EventLog, read_events
-from clusterjob.node.logs.phases import PhaseBegin, read_phases
+from clusterjob.node.logs.events import EventLog, PhaseBegin, read_events, read_phases
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.rank_counter import RankCounter

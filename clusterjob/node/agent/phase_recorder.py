@@ -17,7 +17,7 @@ from typing import Any
 
 from clusterjob.node.contract import World
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.system import files, processes
 from clusterjob.node.workers import forkserver_messages

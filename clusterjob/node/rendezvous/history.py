@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from clusterjob.node.logs import ends, rounds
-from clusterjob.node.logs.events import EventLog
+from clusterjob.node.logs import ends
+from clusterjob.node.logs.events import ROUND_ENDED, EventLog, ended_rounds
 from clusterjob.node.rendezvous import outcome
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.outcome import Outcome
@@ -34,7 +34,7 @@ class History:
         self._events = events
         self._node = node
         self.started_at: str | None = None
-        self.resume(rounds.ended(node.directory, running=False) if self.attempt else ())
+        self.resume(ended_rounds(node.directory, running=False) if self.attempt else ())
         self.most = self._policy.most
 
     def resume(self, earlier: Sequence[RoundEnd]) -> None:
@@ -77,4 +77,4 @@ class History:
         self.rounds.append(ended)
         # The time of the event is `ended_at`.
         fields = {name: value for name, value in vars(ended).items() if name != "ended_at"}
-        self._events.add(rounds.ENDED, **fields)
+        self._events.add(ROUND_ENDED, **fields)
