@@ -61,10 +61,7 @@ def node_directory(job_dir: Path, node_rank: int) -> Path:
 
 def nodes(job_dir: Path) -> list[int]:
     """Return the ranks of the nodes that have a log directory in a job's directory."""
-    try:
-        matches = map(_NODE.fullmatch, os.listdir(job_dir / LOGS))
-    except OSError:
-        return []
+    matches = map(_NODE.fullmatch, file_names(job_dir / LOGS))
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -186,8 +183,8 @@ class Timeline:
         self._directory = directory
         self._file = Appender(directory / TIMELINE)
         self._sizes: dict[str, int] = {}  # by name
-        self._listed = False
         self.grown_at = time.monotonic()
+        self.follow(directory / name for name in file_names(directory))
 
     def follow(self, files: Iterable[Path]) -> None:
         """Record the sizes of those files that are log files of workers, once they exist."""
@@ -204,9 +201,6 @@ class Timeline:
         """
         moment = f"{time.time():.3f}"
         grown: dict[str, str] = {}
-        if not self._listed:
-            self._listed = True
-            self.follow(self._directory / name for name in file_names(self._directory))
         for name, old in sorted(self._sizes.items()):
             size = size_of(self._directory / name)
             if size > old:
