@@ -45,6 +45,8 @@ _PIECE = 1 << 16  # bytes to read at once
 _MAX_OPEN = 4096  # maximum bytes to show of a line without a newline
 _MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum lines and bytes to hold back
 _MAX_AHEAD = 32  # maximum lines of one rank to look at for an equal line
+# One line of a timeline: seconds, node, order and size of a file; see `by_start`.
+_Note = tuple[float, int, tuple[int, int, int, str], int]
 _NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
 _NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
@@ -317,19 +319,6 @@ def _without_overwritten(part: bytes) -> bytes:
     return bare[bare.rfind(b"\r") + 1 :] + part[len(bare) :][:1]
 
 
-class _Note(NamedTuple):
-    """One line of a timeline: the size of a node's file at one time."""
-
-    seconds: float
-    node_rank: int
-    order: tuple[int, int, int, str]
-    size: int
-
-    @property
-    def name(self) -> str:
-        return self.order[3]
-
-
 class LogReader:
     """Read a job's logs as one stream in the order of time, also while they grow.
 
@@ -387,18 +376,16 @@ class LogReader:
 
         A batch is empty if only a line without a newline has grown.
         """
-        for note in heapq.merge(
-            *(self._notes(node_rank) for node_rank in self._nodes()),
-            self._unnoted(),
-            key=lambda note: note.seconds,
+        notes = map(self._notes, self._nodes())
+        for seconds, node_rank, (*_, name), size in heapq.merge(
+            *notes, self._unnoted(), key=operator.itemgetter(0)
         ):
-            self._moment = max(self._moment, note.seconds)
-            file = self._file(note.node_rank, note.name)
-            if file is None:
-                continue
-            file.late = note.seconds >= self._begin(note.node_rank)
-            lines = file.lines_up_to(note.size, note.seconds)
-            yield from lines if file.late else ([] for _ in lines)
+            self._moment = max(self._moment, seconds)
+            file = self._file(node_rank, name)
+            if file is not None:
+                file.late = seconds >= self._begin(node_rank)
+                lines = file.lines_up_to(size, seconds)
+                yield from lines if file.late else ([] for _ in lines)
         if not end:
             return
         for node_rank in self._nodes():
@@ -442,17 +429,14 @@ class LogReader:
     def continue_at(self, positions: Mapping[str, int]) -> None:
         """Continue where another reader of the same node has stopped: at its `positions`."""
         for node_rank in self._nodes():
-            for name, offset in positions.items():
-                file = self._file(node_rank, name)
-                if file is not None:
-                    file.offset = offset
+            for file in self._files_of(node_rank):
+                file.offset = positions.get(file.path.name, 0)
 
     def open_lines(self) -> list[LogLine]:
         """Return lines without a newline, such as progress bars, of each worker's newest files."""
-        newest: dict[tuple[int, int, str], _File] = {}
-        for file in sorted(self._files.values(), key=lambda file: by_start(file.path.name)):
-            newest[file.node_rank, -1 if file.rank is None else file.rank, file.stream] = file
-        return [
+        by_age = sorted(self._files.values(), key=lambda file: by_start(file.path.name))
+        newest = {(file.node_rank, file.rank, file.stream): file for file in by_age}
+        lines = [
             LogLine(
                 file.node_rank,
                 file.rank,
@@ -460,9 +444,10 @@ class LogReader:
                 text=shown(file.rest[-_MAX_OPEN:]),
                 ended=False,
             )
-            for _, file in sorted(newest.items(), key=lambda item: item[0])
+            for file in newest.values()
             if file.rest.strip()
         ]
+        return sorted(lines, key=lambda line: (line.node_rank, _who(line.node_rank, line.rank)))
 
     def _notes(self, node_rank: int) -> Iterator[_Note]:
         """Yield the new records of a node's timeline; sort those of one time by `by_start`."""
@@ -474,10 +459,9 @@ class LogReader:
         # A full disk may cut a line short.
         matches = (match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None)
         notes = (
-            _Note(float(match[1]), node_rank, order=by_start(match[2]), size=int(match[3]))
-            for match in matches
+            (float(match[1]), node_rank, by_start(match[2]), int(match[3])) for match in matches
         )
-        for _, together in itertools.groupby(notes, key=lambda note: note.seconds):
+        for _, together in itertools.groupby(notes, key=operator.itemgetter(0)):
             yield from sorted(together)
 
     def _unnoted(self) -> list[_Note]:
@@ -494,8 +478,7 @@ class LogReader:
                 with contextlib.suppress(OSError):
                     size = file.path.stat().st_size
                     if size > file.offset:
-                        order = by_start(file.path.name)
-                        found.append(_Note(time.time(), node_rank, order=order, size=size))
+                        found.append((time.time(), node_rank, by_start(file.path.name), size))
         return sorted(found)
 
     def _files_of(self, node_rank: int) -> Iterator[_File]:
