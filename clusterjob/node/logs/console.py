@@ -194,11 +194,10 @@ class LiveLines:
 
     def show(self, lines: Sequence[str]) -> None:
         """Replace the shown lines with these lines."""
-        if not self.has_terminal or not (lines or self._shown):
+        if not self.has_terminal or not (lines or self._shown) or (size := self._size()) is None:
             return
-        columns, rows = _terminal_size()
-        most = max(1, min(_MAX_LINES, rows - 1))
-        wanted = [_cut(sanitize(line), columns - 1) for line in lines[:most]]
+        most = max(1, min(_MAX_LINES, size.lines - 1))
+        wanted = [_cut(sanitize(line), (size.columns or 80) - 1) for line in lines[:most]]
         if len(lines) > most:
             wanted[-1] = f"... and {len(lines) - most + 1} more ranks"
         if wanted == self._shown:
@@ -210,26 +209,24 @@ class LiveLines:
 
     def clear(self) -> None:
         """Erase the lines; call it before other output is printed."""
-        if self._shown:
-            columns, _ = _terminal_size()  # a terminal that became narrower wraps the lines
-            rows = sum(max(1, -(-_width(line) // columns)) for line in self._shown)
+        shown, self._shown = self._shown, []
+        if shown and (size := self._size()) is not None:
+            columns = size.columns or 80  # a terminal that became narrower wraps the lines
+            rows = sum(max(1, -(-_width(line) // columns)) for line in shown)
             self._write((_UP.format(rows - 1) if rows > 1 else "") + _ERASE)
-            self._shown = []
+
+    def _size(self) -> os.terminal_size | None:
+        try:
+            return os.get_terminal_size(sys.stderr.fileno())
+        except OSError:
+            self.has_terminal = False  # the terminal was closed
+            return None
 
     def _write(self, text: str) -> None:
         try:
             _write_text(sys.stderr, text)
         except OSError:
             self.has_terminal = False  # the terminal was closed
-
-
-def _terminal_size() -> tuple[int, int]:
-    """Return the columns and rows of stderr; of a closed terminal, the usual ones."""
-    try:
-        size = os.get_terminal_size(sys.stderr.fileno())
-    except OSError:
-        return 80, 24
-    return size.columns or 80, size.lines
 
 
 def _width(text: str) -> int:
