@@ -12,8 +12,7 @@ from clusterjob.api import results, waiting
 from clusterjob.core import job_parts, jobs, polling
 from clusterjob.core.records import SEPARATOR, Record, Records
 from clusterjob.errors import UsageError
-from clusterjob.node.logs.folding import Folded, Folder, fold
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import Folded, Folder, LogReader, fold
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 

@@ -20,9 +20,8 @@ from typing import Any
 from clusterjob.api import failures
 from clusterjob.errors import ClusterJobError, JobFailed, UsageError
 from clusterjob.node import contract
-from clusterjob.node.logs.folding import fold
 from clusterjob.node.logs.job_dir import AGENT_LOG, RESULT
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader, fold
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.system import devices, files, linux

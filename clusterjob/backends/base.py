@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from clusterjob.core.records import Handle, Record
     from clusterjob.core.spec import JobSpec
     from clusterjob.doctor.engine import Check
-    from clusterjob.node.logs.straggler_events import Straggler
+    from clusterjob.node.logs.events import Straggler
     from clusterjob.node.verdict import JobState, Verdict
     from clusterjob.remote.fetch import Fetched
 

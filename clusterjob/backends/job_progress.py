@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.core.records import Handle
-from clusterjob.node.logs.events import now, read_job_events
+from clusterjob.node.logs.events import Straggler, StragglersNow, now, read_job_events
 from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, SLURM_LOG
 from clusterjob.node.logs.log_files import last_lines, node_directory
-from clusterjob.node.logs.straggler_events import Straggler, StragglersNow
 from clusterjob.node.verdict import JobState
 
 # A line of templates/python-env.sh.j2.

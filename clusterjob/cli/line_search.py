@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from clusterjob.errors import UsageError
-from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.logs.log_files import LogLine
 from clusterjob.node.system.sanitize import sanitize
 
 _TIMEOUT = 2.0  # seconds of CPU time for the lines of one batch

@@ -48,7 +48,7 @@ def status(
     from clusterjob.core.listing import row_of
     from clusterjob.core.records import Records
     from clusterjob.insight import silence, stragglers
-    from clusterjob.node.logs import straggler_events
+    from clusterjob.node.logs import events
 
     if as_json and watch:
         raise UsageError("--json and --watch are both given", "--json prints all fields once")
@@ -79,7 +79,7 @@ def status(
         for record, now in pairs:
             if text := silence.hint(record, now):
                 output.print_message(f"job {record.job_id}: {text}")
-            if text := straggler_events.text(now.stragglers):
+            if text := events.straggler_text(now.stragglers):
                 output.print_message(f"job {record.job_id}: {text}")
         if ids:
             output.print_verdicts(pairs)

@@ -15,9 +15,8 @@ from clusterjob.core.options import as_in_file
 from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
-from clusterjob.node.logs import ends, rounds
-from clusterjob.node.logs.folding import Folded, Folder, as_text, label
-from clusterjob.node.logs.log_reader import LONGEST, LogLine
+from clusterjob.node.logs import ends, events
+from clusterjob.node.logs.log_files import LONGEST, Folded, Folder, LogLine, as_text, label
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -61,7 +60,7 @@ def job_json(
     verdict = status.verdict
     ended = verdict.attempts if verdict else ()
     if not ended:  # the job runs, or no coordinator wrote its verdict
-        ended = rounds.ended(record.job_dir, running=verdict is None)
+        ended = events.ended_rounds(record.job_dir, running=verdict is None)
     failure = (
         verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
     )

@@ -14,8 +14,7 @@ from textual.message import Message
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Footer, Label, RichLog, Static
 
-from clusterjob.node.logs.folding import label
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader, label
 from clusterjob.node.system.sanitize import sanitize
 
 _POLL = 0.5  # seconds between two readings of a log

@@ -26,7 +26,7 @@ from clusterjob.core.record_index import ListRow
 from clusterjob.core.records import Record
 from clusterjob.insight.live_jobs import JobNow, JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeNow, RankNow
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 
 _OF_MAIN_SCREEN = {
     "keys", "filter", "sort", "reverse", "log", "stacks", "cancel", "pause", "open", "end_filter",

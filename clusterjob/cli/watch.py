@@ -17,7 +17,7 @@ from clusterjob.core import job_parts, jobs, polling
 from clusterjob.core.live import live
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import UsageError
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -34,7 +34,7 @@ class Filters:
         nodes: the nodes.
         attempt: the attempt of the job, from 0.
         stream: ``out`` or ``err``.
-        since, last: see `clusterjob.node.logs.log_reader.LogReader`.
+        since, last: see `clusterjob.node.logs.log_files.LogReader`.
         grep: regular expression that matches in each line.
     """
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from clusterjob.node.logs.live_lines import LiveLines
+from clusterjob.node.logs.console import LiveLines
 from clusterjob.node.system.sanitize import sanitize
 
 

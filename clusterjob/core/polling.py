@@ -15,7 +15,7 @@ from clusterjob.core.record_index import place_in_list
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.selection import Selection
 from clusterjob.errors import AmbiguousId, ClusterJobError
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader
 from clusterjob.node.verdict import JobState, Verdict
 
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 0.25  # first and maximum seconds between two polls of one job

@@ -180,7 +180,7 @@ def _over_nodes(nodes: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]
 
 def _usages(record: Record, *, live: bool, elapsed: float = 0.0) -> dict[int, _NodeUsage]:
     """Return the usage of each node, from its end record, else from its samples."""
-    written = ends.of_all_attempts(record.job_dir)
+    written = ends.written(record.job_dir, None)
     attempts = [end["attempt"] for end in written]  # a verdict of Slurm's has no attempt
     if record.verdict is not None:
         attempts.append(record.verdict.attempt)

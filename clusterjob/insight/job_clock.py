@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
+from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
 
 _GAP = 0.02  # between two attempts, as a part of the first one's duration
 _SMALLEST_GAP = 1.0  # seconds

@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
 from clusterjob.node.logs import events
-from clusterjob.node.logs.phases import Phase, PhaseBegin
+from clusterjob.node.logs.events import Phase, PhaseBegin
 from clusterjob.node.system.sanitize import sanitize
 
 _MAX_MARKS = 200

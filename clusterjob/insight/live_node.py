@@ -11,9 +11,9 @@ from pathlib import Path
 
 from clusterjob.insight import sample_files
 from clusterjob.insight.live_output import LiveOutput
+from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
 from clusterjob.node.logs.job_dir import PHASES
 from clusterjob.node.logs.log_files import node_directory, open_regular
-from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.samples import NodeFacts, Sample
 from clusterjob.node.system.files import size_of
 from clusterjob.node.system.sanitize import sanitize

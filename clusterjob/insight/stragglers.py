@@ -8,7 +8,7 @@ from pathlib import Path
 from clusterjob.backends.base import Status
 from clusterjob.insight import sample_files
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.straggler_events import Straggler
+from clusterjob.node.logs.events import Straggler
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.stragglers import Wait
 

@@ -32,7 +32,7 @@ CODE_DIR = "CLUSTERJOB_CODE_DIR"  # the submitted code of the working directory
 CODE_TREE = "CLUSTERJOB_CODE_TREE"  # the submitted code; empty if there is none
 CODE_ORIGIN = "CLUSTERJOB_CODE_ORIGIN"  # the directory of which CODE_TREE is the copy
 WAITS = "CLUSTERJOB_WAITS"  # "1": a worker measures how long it waits in collectives
-STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `log_protocol`
+STREAM = "CLUSTERJOB_STREAM"  # "1": the submitter sees only this node's stdout; see `console`
 
 _TOKEN_BYTES = 16  # minimum length of a token
 

@@ -14,8 +14,8 @@ from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.environments import scheduler, slurm_env
-from clusterjob.node.logs import ends, rounds
-from clusterjob.node.logs.events import EventLog, now
+from clusterjob.node.logs import ends
+from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.preflight import checked, differing
 from clusterjob.node.preflight_table import HeatTable
@@ -158,7 +158,7 @@ class Coordinator:
     def _begin(self) -> None:
         """Go on with the ledger of an earlier coordinator, or of earlier attempts."""
         if self._earlier is None:
-            earlier = rounds.ended(self._job_dir, running=False) if self._identity.attempt else ()
+            earlier = ended_rounds(self._job_dir, running=False) if self._identity.attempt else ()
             self._ledger = replace(self._ledger, rounds=tuple(earlier))
             return
         earlier_, state = self._earlier, self._earlier.state

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterjob.node.contract import World
-from clusterjob.node.logs import failure_texts, rounds
+from clusterjob.node.logs import failure_texts
+from clusterjob.node.logs.events import ROUND_ENDED
 from clusterjob.node.options import GRACE, LaunchOptions
 from clusterjob.node.rendezvous import hang_verdict, outcome, root_cause
 from clusterjob.node.rendezvous.evidence import MOST_NODES
@@ -1311,7 +1312,7 @@ class _Step:
             ended_at=self.view.time,
         )
         self.change(rounds=(*self.ledger.rounds, ended))
-        self.add(rounds.ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
+        self.add(ROUND_ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
 
     def policy(self, earlier: Sequence[RoundEnd]) -> Policy:
         free = self.job.options.machine_restarts(self.job.nnodes)

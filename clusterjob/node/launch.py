@@ -21,10 +21,10 @@ from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.environments import scheduler, show, this_node, worker_defaults
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.logs import ends, environment_log, log_files
+from clusterjob.node.logs import ends, events, log_files
+from clusterjob.node.logs.console import Console, refusal_line
 from clusterjob.node.logs.job_dir import STDIN_SCRIPT
-from clusterjob.node.logs.log_protocol import refusal
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.rendezvous import ports
@@ -37,7 +37,6 @@ from clusterjob.node.workers.forkserver import Forkserver
 from clusterjob.node.workers.report import report
 
 if TYPE_CHECKING:
-    from clusterjob.node.logs.console import Console
     from clusterjob.node.notifications.notifier import Notifier
 
 _OPEN_FILES = 32  # of an agent and its forkserver; node 0 has one connection for each node
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ClusterJobError as error:
         if os.environ.get(contract.STREAM) == "1":
             print(
-                refusal(error.exit_code, scheduler.node_name(), why=error.message),
+                refusal_line(error.exit_code, scheduler.node_name(), why=error.message),
                 end="",
                 flush=True,
             )
@@ -114,7 +113,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     processes.adopt_orphans()
     is_first = parent is None or not parent.starts  # not after an agent that was killed
     if is_first:
-        environment_log.add(
+        events.add_environment(
             job_dir, topology.node_rank, show.describe(finding), attempt=job.attempt
         )
 
@@ -123,7 +122,6 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     import asyncio
 
     from clusterjob.node.agent.agent import Agent
-    from clusterjob.node.logs.console import Console
     from clusterjob.node.workers.forkserver_client import ForkserverClient
 
     shown = options.echo or numbered

@@ -27,8 +27,7 @@ from clusterjob.cli.tables import cut, width_of
 from clusterjob.core.records import Handle, Record, Records, home
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, UsageError
-from clusterjob.node.logs.log_files import Timeline
-from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.logs.log_files import LogLine, Timeline
 from clusterjob.node.program import Program
 from clusterjob.node.system.processes import ProcessIdentity
 from clusterjob.node.verdict import JobState, Verdict

@@ -17,9 +17,8 @@ from clusterjob.cli import output
 from clusterjob.cli.watch import Watch
 from clusterjob.core.live import Live
 from clusterjob.core.records import Record
-from clusterjob.node.logs.live_lines import LiveLines
-from clusterjob.node.logs.log_files import Timeline, node_directory
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.console import LiveLines
+from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, node_directory
 from clusterjob.node.verdict import JobState, Verdict
 
 LAUNCH = [sys.executable, "-S", "-m", "clusterjob", "launch"]
@@ -98,7 +97,7 @@ def test_prompt_without_newline_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [10, 40])
 def test_live_lines_fit_terminal_and_extra_lines_are_counted(columns: int) -> None:
     program = """
-from clusterjob.node.logs.live_lines import LiveLines
+from clusterjob.node.logs.console import LiveLines
 live = LiveLines()
 live.show([f"{number} \\x1b]0;title\\x07" + "\\u4e2d" * 50 for number in range(30)])
 print("=", flush=True)

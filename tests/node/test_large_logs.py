@@ -18,7 +18,7 @@ from procs import TEST_TIMEOUT
 from clusterjob.cli.output import LogPrinter
 from clusterjob.core.records import Handle, Record, Records
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.verdict import JobState, Verdict
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import pytest
 from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.log_files import Timeline, node_directory
-from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob

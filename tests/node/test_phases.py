@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from procs import WITH_TORCH, Job
 
-from clusterjob.node.logs.phases import PhaseBegin, read_phases
+from clusterjob.node.logs.events import PhaseBegin, read_phases
 
 MakeJob = Callable[..., Job]
 BOOTSTRAP = """

@@ -26,7 +26,7 @@ from clusterjob.core import node_zip
 from clusterjob.core.plans import PlannedFile
 from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 

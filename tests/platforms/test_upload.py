@@ -25,7 +25,7 @@ from clusterjob.core.render import render
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import SubmitError
 from clusterjob.node.logs import ends
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.program import Program
 
 FILES = [

@@ -25,10 +25,9 @@ from clusterjob.core.records import Handle, Record, Records
 from clusterjob.core.selection import Selection
 from clusterjob.errors import SpecError
 from clusterjob.node.logs import ends, log_files
-from clusterjob.node.logs.events import read_events
+from clusterjob.node.logs.events import Phase, read_events, read_phases
 from clusterjob.node.logs.job_dir import PHASES
-from clusterjob.node.logs.log_reader import LogReader
-from clusterjob.node.logs.phases import Phase, read_phases
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.program import Program
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict

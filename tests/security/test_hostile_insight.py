@@ -32,9 +32,9 @@ from clusterjob.insight.report.gather import gather
 from clusterjob.insight.report.make import stacks_of
 from clusterjob.insight.report.measured import Measured
 from clusterjob.node.logs import ends
+from clusterjob.node.logs.events import read_phases
 from clusterjob.node.logs.job_dir import METRICS, PHASES, TIMELINE
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.logs.phases import read_phases
 from clusterjob.node.verdict import JobState
 
 RUNNING = Status(JobState.RUNNING, "")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.core.records import Record
-from clusterjob.node.logs import ends, environment_log
+from clusterjob.node.logs import ends, events
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog, Straggler
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
-from clusterjob.node.logs.straggler_events import Straggler
 from clusterjob.node.metrics.sampler import SampleWriter
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -70,7 +69,7 @@ class WrittenJob:
             }  # fmt: skip
             if self.ended:
                 ends.write(self.job_dir, node, {"attempt": 0, "usage": self._usage(node)})
-            environment_log.add(self.job_dir, node, detected, attempt=0)
+            events.add_environment(self.job_dir, node, detected, attempt=0)
         self._events()
         self._stacks()
         (self.job_dir / "slurm.sh").write_text(f"#!/bin/bash\n# {HOSTILE}\nexec python\n")

@@ -20,7 +20,7 @@ from clusterjob.core.config import Settings
 from clusterjob.core.plans import Plan
 from clusterjob.core.records import Record, Records
 from clusterjob.errors import SubmitError
-from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.logs.log_files import LogLine
 from clusterjob.node.program import Program
 
 TEST_TIMEOUT = 90.0  # seconds; all of these jobs need much less

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.core.records import Handle, Record, Records, home, secure_home
-from clusterjob.node.logs.events import EventLog
+from clusterjob.node.logs.events import EventLog, Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import Timeline, node_directory
-from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.metrics.sampler import SampleWriter
 from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
 from clusterjob.node.system import processes

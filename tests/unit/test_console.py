@@ -13,13 +13,13 @@ import pytest
 from launching import finish, start
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.logs import log_protocol
+from clusterjob.node.logs import console
 
 CONSOLE_SCRIPT = """
 import sys, time
 from pathlib import Path
 from clusterjob.node.logs.log_files import Timeline
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.logs.console import Console
 directory = Path("logs/node0")
@@ -77,7 +77,7 @@ def test_equal_lines_of_ranks_in_one_poll_are_folded(tmp_path: Path) -> None:
     program = """
 from pathlib import Path
 from clusterjob.node.logs.log_files import Timeline
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.logs.console import Console
 directory = Path("logs/node0")
 directory.mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_numbered_lines_go_to_stdout_with_verdict_last(tmp_path: Path, locale: s
         start([sys.executable, "-c", CONSOLE_SCRIPT, "3", "show", "numbered"], tmp_path, extra_env)
     )
     assert (result.code, result.err) == (7, "")
-    lines = [log_protocol.parse(line) for line in result.out.splitlines()]
+    lines = [console.parse_line(line) for line in result.out.splitlines()]
     assert [line and line.number for line in lines] == list(range(1, len(lines) + 1))
     found = [(line.kind, line.label, line.text.partition(" x")[0]) for line in lines if line]
     assert [text for kind, _, text in found if kind == "agent"] == [

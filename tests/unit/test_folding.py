@@ -8,8 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.logs.folding import Folded, Folder, fold
-from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.logs.log_files import Folded, Folder, LogLine, fold
 
 
 def log_line(seconds: float, rank: int, text: str) -> LogLine:
@@ -96,21 +95,71 @@ def test_folder_delays_lines_by_two_seconds() -> None:
     assert list(folder.flush()) == [Folded("0", "out", text="b"), Folded("0", "out", text="c")]
 
 
+def test_equal_lines_of_ranks_and_nodes_are_folded_in_each_stream() -> None:
+    ranks = [LogLine(0, rank, stream="out", text="x") for rank in (0, 1, 2, 5)]
+    other = [LogLine(0, 3, stream="err", text="x"), LogLine(0, 3, stream="out", text="other")]
+    launchers = [LogLine(node, None, stream="out", text="x") for node in (1, 0)]
+    assert fold([*ranks, *other, *launchers]) == [
+        Folded("node0,node1,0-2,5", "out", text="x"),
+        Folded("3", "err", text="x"),
+        Folded("3", "out", text="other"),
+    ]
+
+
+def test_lines_beyond_the_limit_are_shown_at_once() -> None:
+    folder, count = Folder(), 12_000
+    shown = list(folder.add(log_line(0, number % 2, str(number)) for number in range(count)))
+    assert count - len(shown) <= 5000
+    assert len(list(folder.flush())) == count - len(shown)
+    long = "x" * (1 << 20)
+    assert len(list(folder.add(log_line(1, 0, f"{number}{long}") for number in range(10)))) > 5
+
+
+def writers(label: str) -> list[object]:
+    """Return the ranks (numbers) and torchrun launchers (texts) that a label names."""
+    found: list[object] = []
+    for part in label.split(","):
+        if part.startswith("node"):
+            found.append(part)
+        else:
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
 some_lines = st.lists(
-    st.builds(log_line, st.floats(0, 9), st.integers(0, 3), st.sampled_from("abcdefg")), max_size=60
+    st.builds(
+        LogLine,
+        node_rank=st.integers(0, 1),
+        rank=st.none() | st.integers(0, 4),
+        stream=st.sampled_from(["out", "err"]),
+        text=st.sampled_from("abcdefg"),
+        seconds=st.floats(0, 9),
+    ),
+    max_size=60,
 )
 
 
-@given(some_lines)
-def test_folding_keeps_all_lines_of_each_rank_in_order(lines: list[LogLine]) -> None:
-    lines.sort(key=lambda line: line.seconds)
-    lines_of_rank: dict[int, list[str]] = {}
-    for line in fold(lines):
-        for part in line.label.split(","):
-            first, _, last = part.partition("-")
-            for rank in range(int(first), int(last or first) + 1):
-                lines_of_rank.setdefault(rank, []).append(line.text)
-    assert lines_of_rank == {
-        rank: [line.text for line in lines if line.rank == rank]
-        for rank in {line.rank for line in lines}
-    }
+@given(some_lines, st.booleans())
+def test_folding_keeps_all_lines_of_each_rank_in_order(lines: list[LogLine], in_time: bool) -> None:
+    if in_time:
+        lines.sort(key=lambda line: line.seconds)
+    written: dict[tuple[object, str], list[str]] = {}
+    for line in lines:
+        writer = f"node{line.node_rank}" if line.rank is None else line.rank
+        written.setdefault((writer, line.stream), []).append(line.text)
+    shown: dict[tuple[object, str], list[str]] = {}
+    for one in fold(lines):
+        for writer in writers(one.label):
+            shown.setdefault((writer, one.stream), []).append(one.text)
+    assert shown == written
+
+
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=10),
+    st.integers(1, 20),
+)
+def test_equal_output_of_all_ranks_is_shown_once(output: list[str], ranks: int) -> None:
+    lines = [LogLine(0, rank, stream="out", text=text) for rank in range(ranks) for text in output]
+    label = "0" if ranks == 1 else f"0-{ranks - 1}"
+    assert fold(lines) == [Folded(label, "out", text=text) for text in output]

@@ -285,7 +285,7 @@ def test_variables_of_the_flight_recorder_have_the_names_of_the_installed_torch(
 ) -> None:
     dumps = Dumps(tmp_path, tmp_path, 0, attempt=0, restart=0)
     assert OLD_DUMP_FILE not in dumps.variables({})  # torch would warn on each rank
-    monkeypatch.setattr("clusterjob.node.logs.environment_log.versions", lambda: {"torch": "2.4.1"})
+    monkeypatch.setattr("clusterjob.node.logs.events.versions", lambda: {"torch": "2.4.1"})
     old = dumps.variables({})
     assert (old[OLD_DUMP_FILE], old[OLD_SIZE]) == (dumps.variables({})[OLD_DUMP_FILE], "2000")
     assert DUMP_FILE not in old

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.insight.job_clock import JobClock, read_phases_of, with_attempts
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.job_dir import PHASES
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
 
 
 def begin(

@@ -35,7 +35,7 @@ from clusterjob.errors import (
     SubmitInDoubtError,
     UnknownCluster,
 )
-from clusterjob.node.logs.log_reader import LogLine
+from clusterjob.node.logs.log_files import LogLine
 from clusterjob.node.program import Program
 from clusterjob.node.verdict import JobState
 

@@ -26,9 +26,9 @@ from clusterjob.insight import live_jobs, live_node, live_output
 from clusterjob.insight.live_jobs import JobPoller, Snapshot
 from clusterjob.insight.live_node import NodeReader, gpu_of_ranks
 from clusterjob.node.logs import log_files
+from clusterjob.node.logs.events import Phase
 from clusterjob.node.logs.job_dir import PHASES
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.logs.phases import Phase
 from clusterjob.node.verdict import JobState, Verdict
 
 TIMEOUT = 20.0

@@ -23,9 +23,8 @@ from launching import finish, start
 
 from clusterjob.backends.batch_command.log_stream import LogStream
 from clusterjob.errors import ClusterJobError
-from clusterjob.node.logs import ends, log_protocol
-from clusterjob.node.logs.folding import Folded
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs import console, ends
+from clusterjob.node.logs.log_files import Folded, LogLine, LogReader
 from clusterjob.node.system import files
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.verdict import Failure, JobState, RoundEnd, Verdict
@@ -74,7 +73,7 @@ PROTOCOL_LOOKALIKES = [
 TEXT = st.one_of(
     st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\r"), max_size=40),
     st.sampled_from(PROTOCOL_LOOKALIKES),
-    st.integers(1, 3).map(lambda count: "é☃" * (count * log_protocol.LONGEST // 4)),
+    st.integers(1, 3).map(lambda count: "é☃" * (count * console.MAX_TEXT // 4)),
 )
 
 
@@ -85,7 +84,7 @@ class Printed:
         self.lines: list[str] = []
         self.files: dict[str, str] = {}
         self.verdict: dict[str, Any] | None = None
-        self._writer = log_protocol.Writer()
+        self._writer = console.LineWriter()
         self._mark = f".attempt{attempt}" if attempt else ""
         self._seconds = 1000.0
 
@@ -180,7 +179,7 @@ def test_files_are_same_for_any_overlapping_pieces_of_log(data: st.DataObject, i
         assert log_contents(job_dir) == it.files
         assert stream.gaps == []
         assert stream.next_number == 1 + sum(
-            log_protocol.parse(line) is not None for line in it.lines
+            console.parse_line(line) is not None for line in it.lines
         )
         assert (verdict_of(stream) is None) == (it.verdict is None)
 
@@ -238,7 +237,7 @@ def test_reader_returns_lines_of_each_rank_as_written(it: Printed) -> None:
 
 
 def test_lines_of_several_nodes_are_read_in_time_order(tmp_path: Path) -> None:
-    one, other = log_protocol.Writer(), log_protocol.Writer()
+    one, other = console.LineWriter(), console.LineWriter()
     first = one.output(
         [Folded("0", "out", text="a"), Folded("0", "out", text="b")], 10.0
     ) + one.output([Folded("0", "out", text="e")], 12.0)
@@ -288,9 +287,9 @@ def test_gap_is_reported_and_filled_by_late_lines(tmp_path: Path) -> None:
 
 def test_long_line_with_lost_middle_keeps_next_line(tmp_path: Path) -> None:
     it = Printed()
-    it.output([([0], "out", "x" * (2 * log_protocol.LONGEST + 10)), ([0], "out", "next")])
+    it.output([([0], "out", "x" * (2 * console.MAX_TEXT + 10)), ([0], "out", "next")])
     LogStream(tmp_path, 0).take([it.lines[0], *it.lines[3:]])
-    assert log_contents(tmp_path)["rank0.out"] == "x" * log_protocol.LONGEST + "\nnext\n"
+    assert log_contents(tmp_path)["rank0.out"] == "x" * console.MAX_TEXT + "\nnext\n"
 
 
 def test_forged_line_with_high_number_loses_no_real_line(tmp_path: Path) -> None:
@@ -378,8 +377,8 @@ def test_verdict_with_2000_consequences_is_read_completely(tmp_path: Path) -> No
             for rank in range(2000)
         ),
     )
-    lines = log_protocol.Writer().verdict(many.to_json()).split("\n")[:-1]
-    assert max(map(len, lines)) < log_protocol.LONGEST + 100
+    lines = console.LineWriter().verdict(many.to_json()).split("\n")[:-1]
+    assert max(map(len, lines)) < console.MAX_TEXT + 100
     stream = LogStream(tmp_path, 0)
     for begin in range(0, len(lines), 7):
         stream.take(lines[max(0, begin - 3) : begin + 7])
@@ -402,7 +401,7 @@ def test_attempts_have_separate_files(tmp_path: Path) -> None:
 def test_refusal_of_node_is_recorded_for_each_attempt(tmp_path: Path) -> None:
     lines = [
         "installing",
-        log_protocol.refusal(7, "host", why="a setup line\nfailed: x").rstrip("\n"),
+        console.refusal_line(7, "host", why="a setup line\nfailed: x").rstrip("\n"),
         "clusterjob: a setup line failed: x",
     ]
     for attempt in (0, 1):
@@ -478,15 +477,15 @@ def test_concurrent_processes_write_each_line_once(tmp_path: Path) -> None:
 
 @given(st.text(max_size=60))
 def test_any_line_is_parsed_without_error(line: str) -> None:
-    found = log_protocol.parse(line)
+    found = console.parse_line(line)
     if found is not None:
-        assert len(log_protocol.ranks(found.label or "0")) < 5000
-    log_protocol.parse_refusal(line)
+        assert len(console.label_ranks(found.label or "0")) < 5000
+    console.parse_refusal(line)
 
 
 @pytest.mark.parametrize("line", ["5 [0]", "5 [0] ", "5 [0]\r", "5@1.0 [0]"])
 def test_lines_trimmed_by_platform_are_parsed(line: str) -> None:
-    found = log_protocol.parse(line)
+    found = console.parse_line(line)
     assert found is not None
     assert (found.number, found.kind, found.label, found.text, found.more) == (
         5,

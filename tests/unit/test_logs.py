@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.folding import Folded, fold
-from clusterjob.node.logs.log_files import Timeline, last_lines
-from clusterjob.node.logs.log_reader import LogLine, LogReader
+from clusterjob.node.logs.log_files import LogLine, LogReader, Timeline, last_lines
 from clusterjob.node.system.ranges import ranges
 
 
@@ -47,37 +44,20 @@ def texts(lines: list[LogLine]) -> list[str]:
 # -- names -----------------------------------------------------------------------------------------
 
 
-def test_log_file_names_contain_rank_restart_and_attempt(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("restart", "attempt", "suffix"),
+    [(0, 0, ""), (2, 0, ".restart2"), (0, 1, ".attempt1"), (2, 3, ".attempt3.restart2")],
+)
+def test_log_file_names_contain_rank_restart_and_attempt(
+    tmp_path: Path, restart: int, attempt: int, suffix: str
+) -> None:
     directory = log_files.node_directory(tmp_path, 3)
     assert directory == tmp_path / "logs" / "node3"
-    assert log_files.rank_files(directory, 5, restart=0) == (
-        directory / "rank5.out",
-        directory / "rank5.err",
-    )
-    assert log_files.rank_files(directory, 5, restart=2) == (
-        directory / "rank5.restart2.out",
-        directory / "rank5.restart2.err",
-    )
-    assert log_files.torchrun_files(directory, 0) == (
-        directory / "torchrun.out",
-        directory / "torchrun.err",
-    )
-    assert log_files.torchrun_files(directory, 1) == (
-        directory / "torchrun.restart1.out",
-        directory / "torchrun.restart1.err",
-    )
-    assert log_files.rank_files(directory, 5, restart=0, attempt=1) == (
-        directory / "rank5.attempt1.out",
-        directory / "rank5.attempt1.err",
-    )
-    assert (
-        log_files.rank_files(directory, 5, restart=2, attempt=3)[0]
-        == directory / "rank5.attempt3.restart2.out"
-    )
-    assert (
-        log_files.torchrun_files(directory, 1, attempt=2)[1]
-        == directory / "torchrun.attempt2.restart1.err"
-    )
+    for stem, pair in (
+        ("rank5", log_files.rank_files(directory, 5, restart=restart, attempt=attempt)),
+        ("torchrun", log_files.torchrun_files(directory, restart, attempt=attempt)),
+    ):
+        assert pair == tuple(directory / f"{stem}{suffix}.{stream}" for stream in ("out", "err"))
 
 
 def test_logs_without_timeline_are_read_while_workers_write(tmp_path: Path) -> None:
@@ -146,40 +126,10 @@ def test_finish_returns_lines_without_line_break(tmp_path: Path) -> None:
     assert reader.finish() == []
 
 
-@pytest.mark.usefixtures("clock")
-def test_file_ending_in_line_break_has_no_empty_last_line(tmp_path: Path) -> None:
-    node = Node(tmp_path, 0)
-    node.write("rank0.out", "\none\n\n")
-    assert texts(LogReader(tmp_path).finish()) == ["", "one", ""]
-
-
-@pytest.mark.usefixtures("clock")
-def test_restarts_are_read_in_order(tmp_path: Path) -> None:
-    node = Node(tmp_path, 0)
-    node.write("rank0.out", "first start\n")
-    node.write("rank0.restart1.out", "second start\n")
-    node.write("rank0.restart10.out", "eleventh start\n")
-    assert LogReader(tmp_path).read() == [
-        LogLine(0, 0, stream="out", text=f"{word} start")
-        for word in ("first", "second", "eleventh")
-    ]
-
-
-@pytest.mark.usefixtures("clock")
-def test_restarts_without_timeline_are_read_in_order(tmp_path: Path) -> None:
-    node = Node(tmp_path, 0)
-    for name in ("rank0.restart10.out", "rank0.out", "rank0.restart2.out"):
-        node.write(name, f"{name}\n", note=False)
-    assert texts(LogReader(tmp_path).finish()) == [
-        "rank0.out",
-        "rank0.restart2.out",
-        "rank0.restart10.out",
-    ]
-
-
 STARTS = (
     "rank0.out",
     "rank0.restart2.out",
+    "rank0.restart10.out",
     "rank0.attempt2.out",
     "rank0.attempt2.restart1.out",
     "rank0.attempt10.out",
@@ -197,8 +147,8 @@ def test_attempts_are_read_in_order(tmp_path: Path, noted: bool) -> None:
         node.timeline.note()
         assert texts(LogReader(tmp_path).read()) == list(STARTS)
     assert texts(LogReader(tmp_path).finish()) == list(STARTS)
-    assert texts(LogReader(tmp_path, attempt=2).finish()) == list(STARTS[2:4])
-    assert texts(LogReader(tmp_path, attempt=0, rank=0).finish()) == list(STARTS[:2])
+    assert texts(LogReader(tmp_path, attempt=2).finish()) == list(STARTS[3:5])
+    assert texts(LogReader(tmp_path, attempt=0, rank=0).finish()) == list(STARTS[:3])
 
 
 @pytest.mark.usefixtures("clock")
@@ -246,10 +196,18 @@ def test_files_with_other_names_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_progress_bar_is_read_as_its_last_state(tmp_path: Path) -> None:
-    node = Node(tmp_path, 0)
-    node.write("rank0.err", b"10%\r50%\r100%\nnext\r\n\r\n7%\r")
-    assert texts(LogReader(tmp_path).finish()) == ["100%", "next", "", "7%"]
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (b"\none\n\n", ["", "one", ""]),  # no empty line after the last newline
+        (b"10%\r50%\r100%\nnext\r\n\r\n7%\r", ["100%", "next", "", "7%"]),
+    ],
+)
+def test_lines_are_read_as_a_terminal_shows_them(
+    tmp_path: Path, data: bytes, wanted: list[str]
+) -> None:
+    Node(tmp_path, 0).write("rank0.out", data)
+    assert texts(LogReader(tmp_path).finish()) == wanted
 
 
 @pytest.mark.usefixtures("clock")
@@ -422,7 +380,7 @@ def test_last_lines_keep_only_last_state_of_progress_bar(tmp_path: Path) -> None
     assert last_lines(path, 3) == ("Traceback", "100%", "ValueError: boom")
 
 
-# -- folding ---------------------------------------------------------------------------------------
+# -- ranges of ranks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -446,98 +404,3 @@ def test_ranges_contain_each_number_once(numbers: set[int]) -> None:
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(numbers)
-
-
-def test_equal_lines_of_ranks_are_folded() -> None:
-    lines = [LogLine(0, rank, stream="out", text="loading") for rank in (0, 1, 2, 5)] + [
-        LogLine(0, 3, stream="out", text="other")
-    ]
-    assert fold(lines) == [Folded("0-2,5", "out", text="loading"), Folded("3", "out", text="other")]
-
-
-def test_equal_lines_of_different_streams_are_not_folded() -> None:
-    assert fold([LogLine(0, 0, stream="out", text="x"), LogLine(0, 1, stream="err", text="x")]) == [
-        Folded("0", "out", text="x"),
-        Folded("1", "err", text="x"),
-    ]
-
-
-def test_repeated_lines_of_one_rank_are_kept() -> None:
-    assert fold([LogLine(0, 0, stream="out", text="x")] * 3) == [Folded("0", "out", text="x")] * 3
-
-
-def test_folded_lines_of_torchrun_are_labelled_by_node() -> None:
-    lines = [
-        LogLine(1, None, stream="out", text="x"),
-        LogLine(0, None, stream="out", text="x"),
-        LogLine(0, 4, stream="out", text="x"),
-    ]
-    assert fold(lines) == [Folded("node0,node1,4", "out", text="x")]
-
-
-def test_lines_of_ranks_in_different_order_are_all_kept() -> None:
-    lines = [
-        LogLine(0, 0, stream="out", text="a"),
-        LogLine(0, 1, stream="out", text="b"),
-        LogLine(0, 0, stream="out", text="b"),
-        LogLine(0, 1, stream="out", text="a"),
-    ]
-    shown = fold(lines)
-    assert [item.text for item in shown if "0" in item.label.replace("-", "0")][:1] == ["a"]
-    assert Counter(rank for item in shown for rank in writers(item.label)) == {0: 2, 1: 2}
-
-
-def writers(label: str) -> list[object]:
-    """Return the ranks (numbers) and torchrun launchers (texts) that a label names."""
-    found: list[object] = []
-    for part in label.split(","):
-        if part.startswith("node"):
-            found.append(part)
-        else:
-            first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
-    return found
-
-
-some_lines = st.lists(
-    st.builds(
-        LogLine,
-        node_rank=st.integers(0, 1),
-        rank=st.none() | st.integers(0, 4),
-        stream=st.sampled_from(["out", "err"]),
-        text=st.sampled_from(["a", "b", "c"]),
-    ),
-    max_size=40,
-)
-
-
-@given(some_lines)
-def test_folding_keeps_line_order_of_each_rank(lines: list[LogLine]) -> None:
-    def by_writer(pairs: list[tuple[object, str, str]]) -> dict[tuple[object, str], list[str]]:
-        found: dict[tuple[object, str], list[str]] = {}
-        for writer, stream, text in pairs:
-            found.setdefault((writer, stream), []).append(text)
-        return found
-
-    shown = fold(lines)
-    expected = by_writer(
-        [
-            (f"node{line.node_rank}" if line.rank is None else line.rank, line.stream, line.text)
-            for line in lines
-        ]
-    )
-    folded = by_writer(
-        [(writer, item.stream, item.text) for item in shown for writer in writers(item.label)]
-    )
-    assert folded == expected
-    assert len(shown) <= len(lines)
-
-
-@given(
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=10),
-    st.integers(1, 20),
-)
-def test_equal_output_of_all_ranks_is_shown_once(output: list[str], ranks: int) -> None:
-    lines = [LogLine(0, rank, stream="out", text=text) for rank in range(ranks) for text in output]
-    label = "0" if ranks == 1 else f"0-{ranks - 1}"
-    assert fold(lines) == [Folded(label, "out", text=text) for text in output]

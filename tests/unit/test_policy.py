@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clusterjob.errors import SpecError
-from clusterjob.node.logs import rounds
+from clusterjob.node.logs import events
 from clusterjob.node.logs.events import EventLog, read_job_events
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.options import LaunchOptions, parse
@@ -289,8 +289,8 @@ def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
     for end in ends:
         log.add("started", attempt=0, restart=end.restart)
         fields = {key: value for key, value in vars(end).items() if key != "ended_at"}
-        log.add(rounds.ENDED, **fields)
-    found = rounds.ended(tmp_path, running=False)
+        log.add(events.ROUND_ENDED, **fields)
+    found = events.ended_rounds(tmp_path, running=False)
     assert [replace(each, ended_at=None) for each in found] == [
         replace(each, ended_at=None) for each in ends
     ]
@@ -299,11 +299,11 @@ def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
 def test_round_without_end_was_lost_when_another_attempt_begins(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS)
     log.add("started", attempt=0, restart=0)
-    assert rounds.ended(tmp_path, running=True) == ()
-    (lost,) = rounds.ended(tmp_path, running=False)
+    assert events.ended_rounds(tmp_path, running=True) == ()
+    (lost,) = events.ended_rounds(tmp_path, running=False)
     assert (lost.attempt, lost.kind, lost.node, lost.ended_at) == (0, "node_lost", 0, None)
     log.add("listening", nnodes=1)
-    assert rounds.ended(tmp_path, running=True) == (lost,)
+    assert events.ended_rounds(tmp_path, running=True) == (lost,)
 
 
 def test_round_that_two_coordinators_end_counts_once(tmp_path: Path) -> None:
@@ -312,9 +312,9 @@ def test_round_that_two_coordinators_end_counts_once(tmp_path: Path) -> None:
         log.add("listening")  # the agent of the coordinator was killed
         if restart:
             lost = outcome.round_end(failed(FailureKind.NODE_LOST), 0, restart - 1, started_at="t")
-            log.add(rounds.ENDED, **vars(lost))
+            log.add(events.ROUND_ENDED, **vars(lost))
         log.add("started", attempt=0, restart=restart)
-    ended = rounds.ended(tmp_path, running=True)
+    ended = events.ended_rounds(tmp_path, running=True)
     assert [(each.restart, each.kind) for each in ended] == [(0, "node_lost")]
 
 
@@ -322,7 +322,7 @@ def test_coordinator_that_was_cut_off_leaves_no_events_of_the_job(tmp_path: Path
     EventLog(tmp_path / EVENTS).add("started", attempt=0, restart=0)
     cut_off = EventLog(tmp_path / moved_events(1, 2))
     cut_off.add("listening")
-    cut_off.add(rounds.ENDED, attempt=0, restart=0, kind="node_lost")
+    cut_off.add(events.ROUND_ENDED, attempt=0, restart=0, kind="node_lost")
     assert [event["event"] for event in read_job_events(tmp_path)] == ["started"]
     cut_off.add("started", attempt=0, restart=1)
     assert len(list(read_job_events(tmp_path))) == 4
@@ -331,8 +331,8 @@ def test_coordinator_that_was_cut_off_leaves_no_events_of_the_job(tmp_path: Path
 def test_forged_events_are_no_rounds(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS)
     log.add("started", attempt="x", restart=None)
-    log.add(rounds.ENDED, attempt=0, restart=[], kind=3)
-    assert rounds.ended(tmp_path, running=False) == ()
+    log.add(events.ROUND_ENDED, attempt=0, restart=[], kind=3)
+    assert events.ended_rounds(tmp_path, running=False) == ()
 
 
 def test_many_rounds_are_shortened_to_first_and_latest() -> None:

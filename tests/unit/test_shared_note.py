@@ -7,9 +7,8 @@ import os
 import signal
 from pathlib import Path
 
-from clusterjob.node.logs.log_files import Timeline, node_directory
-from clusterjob.node.logs.log_protocol import Writer
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.console import LineWriter
+from clusterjob.node.logs.log_files import LogReader, Timeline, node_directory
 from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, Usage, WorkerSample
 from clusterjob.node.system.shared_note import SharedNote
 
@@ -65,9 +64,9 @@ def test_reader_continues_at_the_positions_of_another(tmp_path: Path) -> None:
 
 
 def test_numbers_of_lines_go_on() -> None:
-    first = Writer()
+    first = LineWriter()
     first.message("a\nb")
-    assert Writer(first.next).message("c") == "3 clusterjob: c\n"
+    assert LineWriter(first.next).message("c") == "3 clusterjob: c\n"
 
 
 def test_sums_of_samples_go_on_in_another_process() -> None:

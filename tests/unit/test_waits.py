@@ -20,10 +20,9 @@ from clusterjob.insight import stragglers as insight
 from clusterjob.insight.live_node import RankNow
 from clusterjob.node.agent.node_waits import NodeWaits
 from clusterjob.node.contract import World
-from clusterjob.node.logs import straggler_events
-from clusterjob.node.logs.events import EventLog, read_events
+from clusterjob.node.logs import events
+from clusterjob.node.logs.events import EventLog, Straggler, read_events
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.logs.straggler_events import Straggler
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.sampler import SampleWriter
 from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
@@ -258,7 +257,7 @@ def test_all_ranks_of_a_slow_node_are_stragglers(watched: Watched) -> None:
     watched.measure(5, 0.4, 0.4, 0.0, 0.0)
     assert watched.events() == [("straggling", 2), ("straggling", 3)]
     now = progress(watched.directory).stragglers
-    assert straggler_events.text(now) == (
+    assert events.straggler_text(now) == (
         "ranks 2-3 (node 1, gpu1): the others wait 0.40 s of each 0.50 s step for them"
     )
 
@@ -358,14 +357,14 @@ def straggler(rank: int, node: int, waited: float = 0.42, host: str = "gpu1") ->
 
 
 def test_line_names_rank_and_how_long_the_others_wait() -> None:
-    assert straggler_events.text([straggler(3, 0)]) == (
+    assert events.straggler_text([straggler(3, 0)]) == (
         "rank 3 (node 0, gpu1): the others wait 0.42 s of each 0.55 s step for it"
     )
     several = [straggler(1, 0, 0.05), *(straggler(rank, rank, 0.5) for rank in range(2, 7))]
-    text = straggler_events.text(several)
+    text = events.straggler_text(several)
     assert text.startswith("rank 6 (node 6, gpu1): the others wait 0.50 s of each 0.55 s step")
     assert text.endswith("; 3 more nodes")
-    assert straggler_events.text([]) == ""
+    assert events.straggler_text([]) == ""
 
 
 def test_status_has_stragglers_until_they_have_caught_up_or_the_round_ends(tmp_path: Path) -> None:
@@ -382,9 +381,9 @@ def test_status_has_stragglers_until_they_have_caught_up_or_the_round_ends(tmp_p
     assert progress(tmp_path).stragglers == (straggler(3, 1),)
     log.add("stop", why="boom")
     assert progress(tmp_path).stragglers == ()
-    assert straggler_events.of_job(tmp_path) == (straggler(1, 0), straggler(3, 1))
+    assert events.job_stragglers(tmp_path) == (straggler(1, 0), straggler(3, 1))
     log.add("started", world_size=4, restart=1)
-    assert straggler_events.of_job(tmp_path) == ()
+    assert events.job_stragglers(tmp_path) == ()
 
 
 def test_status_shows_newest_numbers_of_samples_and_keeps_those_of_the_event_without_samples(
@@ -422,15 +421,15 @@ def test_samples_of_older_versions_have_no_waits() -> None:
     )
 )
 def test_any_event_gives_a_harmless_line_or_none(event: dict[str, Any]) -> None:
-    found = straggler_events.read(event)
+    found = events.read_straggler(event)
     if found is not None:
-        assert straggler_events.text([found]).isprintable()
+        assert events.straggler_text([found]).isprintable()
         assert 0 <= found.to_json()["share"] <= 1
 
 
 def test_host_with_control_characters_is_harmless_in_the_line() -> None:
     event = straggler(3, 0, host="\x1b[2Jx\n" * 200).to_event()
-    found = straggler_events.read(event)
+    found = events.read_straggler(event)
     assert found is not None
-    assert straggler_events.text([found]).isprintable()
+    assert events.straggler_text([found]).isprintable()
     assert len(found.host) < 1000

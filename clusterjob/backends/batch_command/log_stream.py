@@ -1,6 +1,6 @@
 """Sort the lines of a node's log on the platform into the log files of the job's directory.
 
-The agent numbers its lines (`clusterjob.node.logs.log_protocol`), so that the log may be fetched
+The agent numbers its lines (`clusterjob.node.logs.console`), so that the log may be fetched
 repeatedly and in any pieces. Lines without a number are output of setup lines or of the image. They
 are written to ``agent.log``; a line that was fetched before is recognised by its neighbours.
 
@@ -25,7 +25,7 @@ import msgspec
 from clusterjob.backends.batch_command.platform import Instance, Platform, in_parallel
 from clusterjob.backends.batch_command.taken_lines import Count, TakenLines
 from clusterjob.errors import ClusterJobError
-from clusterjob.node.logs import ends, log_files, log_protocol
+from clusterjob.node.logs import console, ends, log_files
 from clusterjob.node.logs.job_dir import AGENT_LOG, TIMELINE
 from clusterjob.node.system import files, private_dirs
 from clusterjob.node.verdict import Verdict, bounded
@@ -148,7 +148,7 @@ class LogStream:
         taken = self._taken()
         first = len(lines)
         for index, line in enumerate(lines):
-            item = log_protocol.parse(line)
+            item = console.parse_line(line)
             if item is not None and item.number < taken.next:
                 return True
             if item is not None:
@@ -211,7 +211,7 @@ class LogStream:
                 self._put(item, taken, pages=pages)
         pages.note(taken.seconds)
 
-    def _put(self, item: log_protocol.NumberedLine, taken: TakenLines, pages: _Pages) -> None:
+    def _put(self, item: console.NumberedLine, taken: TakenLines, pages: _Pages) -> None:
         if item.seconds is not None and item.seconds > taken.seconds:
             pages.note(taken.seconds)
             taken.seconds = item.seconds
@@ -233,7 +233,7 @@ class LogStream:
                 log_files.torchrun_files(self._directory, 0, attempt=self._attempt)
                 if rank is None
                 else log_files.rank_files(self._directory, rank, restart=0, attempt=self._attempt)
-                for rank in log_protocol.ranks(label)
+                for rank in console.label_ranks(label)
             ]
             names = {pair[kind == "err"].name: None for pair in pairs}
             known = {name for one in self._names.values() for name in one}
@@ -244,7 +244,7 @@ class LogStream:
 
     def _put_bare(self, line: str, taken: TakenLines, pages: _Pages) -> None:
         taken.remember(line)
-        refused = log_protocol.parse_refusal(line)
+        refused = console.parse_refusal(line)
         if refused is None:
             pages.add(AGENT_LOG, line.rstrip("\r\n") + "\n")
         else:
@@ -283,9 +283,9 @@ class LogStream:
             yield
 
 
-def _in_order(lines: Sequence[str]) -> list[tuple[str, log_protocol.NumberedLine | None]]:
+def _in_order(lines: Sequence[str]) -> list[tuple[str, console.NumberedLine | None]]:
     """Parse lines and sort the numbered lines; a log may show lines of one moment in any order."""
-    items = [(line, log_protocol.parse(line)) for line in lines]
+    items = [(line, console.parse_line(line)) for line in lines]
     numbered = iter(
         sorted((pair for pair in items if pair[1]), key=lambda pair: pair[1].number)  # type: ignore[union-attr]
     )
@@ -293,7 +293,7 @@ def _in_order(lines: Sequence[str]) -> list[tuple[str, log_protocol.NumberedLine
 
 
 def _first_new_bare(
-    items: Sequence[tuple[str, log_protocol.NumberedLine | None]], first: int, taken: TakenLines
+    items: Sequence[tuple[str, console.NumberedLine | None]], first: int, taken: TakenLines
 ) -> int:
     """Return the index from which lines without a number are new.
 

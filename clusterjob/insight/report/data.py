@@ -12,7 +12,7 @@ from clusterjob.insight.preflight import PreflightFound
 from clusterjob.insight.report.measured import Key
 from clusterjob.insight.report.series import Series
 from clusterjob.insight.stacks import JobStacks
-from clusterjob.node.logs.straggler_events import Straggler
+from clusterjob.node.logs.events import Straggler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.verdict import Verdict
 

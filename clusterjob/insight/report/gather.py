@@ -14,7 +14,7 @@ from clusterjob.insight.preflight import read_preflight
 from clusterjob.insight.report import measured, texts, workers
 from clusterjob.insight.report.data import Node, ReportData
 from clusterjob.insight.stacks import JobStacks
-from clusterjob.node.logs import ends, events, log_files, straggler_events
+from clusterjob.node.logs import ends, events, log_files
 from clusterjob.node.system.sanitize import sanitize
 
 _MAX_NODES = 4096
@@ -70,7 +70,7 @@ def gather(record: Record, status: Status, stacks: JobStacks | None) -> ReportDa
         attempts={attempt: times.clock.begin(attempt) for attempt in times.clock.attempts},
         preflight=read_preflight(job_dir),
         stacks=stacks,
-        stragglers=straggler_events.of_job(job_dir),
+        stragglers=events.job_stragglers(job_dir),
         environments=texts.environments(job_dir, nodes),
         script=texts.scripts(dict.fromkeys((job_dir, record.whole_dir))),
         diff=texts.diff(record.whole_dir),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.logs import environment_log
+from clusterjob.node.logs import events
 from clusterjob.node.logs.job_dir import DIFF
 from clusterjob.node.logs.log_files import (
     FILE_NAME,
@@ -117,7 +117,7 @@ def environments(job_dir: Path, nodes: Iterable[int]) -> list[dict[str, Any]]:
     """Return the texts of the latest environment of each node, equal ones once."""
     groups: dict[str, dict[str, Any]] = {}
     for node in nodes:
-        recorded = deque(environment_log.read(job_dir, node), maxlen=1)
+        recorded = deque(events.read_environments(job_dir, node), maxlen=1)
         if not recorded:
             continue
         line = recorded[0]

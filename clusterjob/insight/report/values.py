@@ -22,7 +22,7 @@ from clusterjob.insight.report import (
     wait_plot,
 )
 from clusterjob.insight.report.data import ReportData
-from clusterjob.node.logs import events, straggler_events
+from clusterjob.node.logs import events
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict, count_text, names_text
 
@@ -182,7 +182,7 @@ def of_job(data: ReportData, detail: float) -> dict[str, Any]:
         "node_metrics": metrics,
         "node_rows": node_rows,
         "wait_plot": wait_plot.draw(data),
-        "stragglers": straggler_events.lines(data.stragglers),
+        "stragglers": events.straggler_lines(data.stragglers),
         "preflight": preflight_table.rows(data.preflight),
         "stacks": stack_groups.groups(stacks, int(_STACKS * detail)),
         "stacks_note": sanitize(data.stacks.saved)[:600] if data.stacks is not None else "",

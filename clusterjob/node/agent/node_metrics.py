@@ -11,8 +11,8 @@ from typing import Any
 from clusterjob.node import job_processes
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler
+from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
 from clusterjob.node.logs.log_files import Timeline
-from clusterjob.node.logs.phases import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.metrics.stragglers import Wait

@@ -17,7 +17,7 @@ from pathlib import Path
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.contract import World
 from clusterjob.node.logs import log_files
-from clusterjob.node.logs.phases import Phase, PhaseBegin, PhaseLog
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.system import files, processes
 from clusterjob.node.workers import forkserver_messages
 

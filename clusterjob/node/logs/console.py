@@ -1,31 +1,242 @@
-"""Write the agent's stdout and stderr from a separate thread.
+"""Write what an agent prints: numbered lines, or text with live lines on a terminal.
 
 The reader of a pipe may pause (``| less``) or exit (``| head``). The agent's heartbeat must not
-wait for a full pipe, and a closed pipe must not end the job.
+wait for a full pipe, and a closed pipe must not end the job: `Console` writes from a thread.
 
 `run` folds the tracebacks that follow from the root cause, and names the command that shows them.
 An agent shows all of them: its output is often a platform's log, the only copy.
+
+A submitter who sees only the platform's log of each node gets numbered lines (`LineWriter`,
+`parse_line`):
+
+- ``<n>[@<seconds>] [<label>] <text>``: a worker's stdout. The label lists ranks, such as 0-3,5, or
+  is node0 for a torchrun.
+- ``<n>[@<seconds>] [<label>]! <text>``: a worker's stderr.
+- ``<n> clusterjob: <text>``: an agent's message.
+- ``<n> clusterjob-verdict <json>``: the verdict, once, as the last line of node 0.
+- ``clusterjob-refused <code> <host>: <why>``: without a number, from a node that could not start
+  its agent.
+
+The numbers count a node's lines from 1. A reader uses them to detect lines that arrive twice, late
+or not at all. The seconds since the epoch apply until the next line with seconds. They order the
+lines of several nodes. A ``+`` after the bracket, the colon or ``verdict`` means that the text
+continues on the next line: a container runtime cuts lines of more than 16 KiB.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
+import json
 import os
 import queue
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TextIO
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
 
-from clusterjob.node.logs.folding import Folded, Folder, as_text, label
-from clusterjob.node.logs.live_lines import LiveLines, write_text
-from clusterjob.node.logs.log_protocol import Writer
-from clusterjob.node.logs.log_reader import LogReader
+from clusterjob.node.logs.log_files import Folded, Folder, LogReader, as_text, label
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import Verdict
+
+MAX_TEXT = 8000  # bytes of text on one numbered line
+_LINE = re.compile(
+    r"(?P<number>[1-9]\d{0,11})(?:@(?P<seconds>\d{1,12}\.\d))? "
+    r"(?:\[(?P<label>(?:\d{1,9}(?:-\d{1,9})?|node\d{1,9})"
+    r"(?:,\d{1,9}(?:-\d{1,9})?|,node\d{1,9})*)\](?P<err>!?)|clusterjob(?P<own>:|-verdict))"
+    r"(?P<more>\+?)(?: (?P<text>.*))?",
+    re.ASCII | re.DOTALL,
+)
+_REFUSED = re.compile(r"clusterjob-refused (?P<code>\d{1,3}) (?P<why>.*)", re.ASCII | re.DOTALL)
+_MAX_RANKS_OF_LABEL = 1025  # ranks; no node has more workers
+_MAX_LINES = 16  # maximum live lines to show; later lines are left out
+_UP, _ERASE = "\x1b[{}A", "\r\x1b[J"  # ECMA-48: cursor up; erase to the end of the screen
+
+
+@dataclass(frozen=True)
+class NumberedLine:
+    """A numbered line.
+
+    Attributes:
+        number: the position among this node's lines, from 1.
+        kind: ``out`` or ``err`` of workers, ``agent`` or ``verdict``.
+        label: the ranks that wrote a worker's line; see `label_ranks`.
+        text: the text after the label.
+        more: whether the text continues on the next line.
+        seconds: time since the epoch at which it was shown; None for the previous line's time.
+    """
+
+    number: int
+    kind: str
+    label: str
+    text: str
+    more: bool = False
+    seconds: float | None = None
+
+
+class LineWriter:
+    """Number a node's lines.
+
+    Args:
+        first: the number of the first line.
+
+    Attributes:
+        next: the number of the next line.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self.next = first
+
+    def output(self, lines: list[Folded], seconds: float) -> str:
+        """Return workers' lines with their numbers.
+
+        Args:
+            lines: lines that were read at the same time.
+            seconds: that time, since the epoch.
+        """
+        return "".join(
+            self._line(
+                f"[{line.label}]" + "!" * (line.stream == "err"),
+                line.text,
+                stamp="" if index else f"@{seconds:.1f}",
+            )
+            for index, line in enumerate(lines)
+        )
+
+    def message(self, text: str) -> str:
+        """Return the lines of an agent's message with their numbers."""
+        return "".join(self._line("clusterjob:", line) for line in text.split("\n"))
+
+    def verdict(self, verdict: Mapping[str, Any]) -> str:
+        """Return the numbered line of the verdict.
+
+        It omits the last lines of workers that failed as a consequence; their logs contain them.
+        """
+        consequences = [failure | {"last_lines": []} for failure in verdict["consequences"]]
+        return self._line(
+            "clusterjob-verdict",
+            json.dumps({**verdict, "consequences": consequences}, separators=(",", ":")),
+        )
+
+    def _line(self, mark: str, text: str, stamp: str = "") -> str:
+        data, found = text.encode(errors="backslashreplace"), []
+        while True:
+            end = MAX_TEXT
+            while end < len(data) and data[end] & 0xC0 == 0x80:  # do not split a character
+                end -= 1
+            piece, data = data[:end].decode(), data[end:]
+            found.append(f"{self.next}{stamp} {mark}{'+' if data else ''} {piece}\n")
+            self.next, stamp = self.next + 1, ""
+            if not data:
+                return "".join(found)
+
+
+def parse_line(line: str) -> NumberedLine | None:
+    """Parse a numbered line; return None for any other line, such as the output of a setup line."""
+    match = _LINE.fullmatch(line.rstrip("\r\n"))
+    if match is None:
+        return None
+    kinds = {":": "agent", "-verdict": "verdict", None: "err" if match["err"] else "out"}
+    return NumberedLine(
+        int(match["number"]),
+        kinds[match["own"]],
+        label=match["label"] or "",
+        text=match["text"] or "",
+        more=bool(match["more"]),
+        seconds=float(match["seconds"]) if match["seconds"] else None,
+    )
+
+
+def label_ranks(label: str) -> list[int | None]:
+    """Return the ranks of a label; None stands for a node's torchrun."""
+    found: list[int | None] = []
+    for part in label.split(","):
+        if part.startswith("node"):
+            found.append(None)
+            continue
+        first, _, last = part.partition("-")
+        found += range(int(first), min(int(last or first), int(first) + _MAX_RANKS_OF_LABEL) + 1)
+        if len(found) > _MAX_RANKS_OF_LABEL:
+            return found[:_MAX_RANKS_OF_LABEL]
+    return found
+
+
+def refusal_line(exit_code: int, host: str, why: str) -> str:
+    """Return the line of a node that cannot start its agent; it has no number."""
+    return f"clusterjob-refused {exit_code} {host}: {' '.join(why.split())}\n"
+
+
+def parse_refusal(line: str) -> tuple[int, str] | None:
+    """Return the exit code and ``host: why`` of a `refusal_line`; None for any other line."""
+    match = _REFUSED.fullmatch(line.rstrip("\r\n"))
+    return None if match is None else (int(match["code"]), match["why"])
+
+
+class LiveLines:
+    """Show lines without a newline, such as progress bars, below the printed output.
+
+    Nothing is shown if stderr is no terminal. Changed lines replace the earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._shown: list[str] = []
+
+    @functools.cached_property
+    def has_terminal(self) -> bool:
+        """Whether stderr is a terminal that can move its cursor; otherwise no lines are shown."""
+        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Replace the shown lines with these lines."""
+        if not self.has_terminal or not (lines or self._shown) or (size := self._size()) is None:
+            return
+        most = max(1, min(_MAX_LINES, size.lines - 1))
+        wanted = [_cut(sanitize(line), (size.columns or 80) - 1) for line in lines[:most]]
+        if len(lines) > most:
+            wanted[-1] = f"... and {len(lines) - most + 1} more ranks"
+        if wanted == self._shown:
+            return
+        self.clear()
+        if wanted:
+            self._write("\n".join(wanted))
+        self._shown = wanted
+
+    def clear(self) -> None:
+        """Erase the lines; call it before other output is printed."""
+        shown, self._shown = self._shown, []
+        if shown and (size := self._size()) is not None:
+            columns = size.columns or 80  # a terminal that became narrower wraps the lines
+            rows = sum(max(1, -(-_width(line) // columns)) for line in shown)
+            self._write((_UP.format(rows - 1) if rows > 1 else "") + _ERASE)
+
+    def _size(self) -> os.terminal_size | None:
+        try:
+            return os.get_terminal_size(sys.stderr.fileno())
+        except OSError:
+            self.has_terminal = False  # the terminal was closed
+            return None
+
+    def _write(self, text: str) -> None:
+        try:
+            _write_text(sys.stderr, text)
+        except OSError:
+            self.has_terminal = False  # the terminal was closed
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return the part of a text that fits into the columns; a wrapped line cannot be replaced."""
+    used = itertools.accumulate(map(_width, text))
+    return "".join(letter for letter, width in zip(text, used, strict=True) if width <= columns)
 
 
 class Console:
@@ -34,7 +245,7 @@ class Console:
     Args:
         reader: reads the output of this node's workers; None leaves the output in its files.
         numbered: write everything to stdout in numbered lines, for a submitter who sees only this
-            log; see `clusterjob.node.logs.log_protocol`.
+            log; see the module.
         note: keeps what was written, so that the next agent continues there; None for no next one.
     """
 
@@ -45,12 +256,11 @@ class Console:
         numbered: bool = False,
         note: SharedNote | None = None,
     ) -> None:
-        self._reader = reader
-        self._note = note
+        self._reader, self._numbered, self._note = reader, numbered, note
         kept = {} if note is None else note.read()
         if reader is not None:
             reader.continue_at(kept.get("positions", {}))
-        self._writer = Writer(kept.get("next", 1)) if numbered else None
+        self._lines = LineWriter(kept.get("next", 1))
         if numbered and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # the image's locale may be different
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -65,9 +275,9 @@ class Console:
 
     def print_verdict(self, verdict: Verdict) -> None:
         """Write the verdict as JSON if lines are numbered; otherwise do nothing."""
-        if self._writer is not None:
-            text = self._writer.verdict
-            self._actions.put(lambda: _write(sys.stdout, text(verdict.to_json())))
+        if self._numbered:
+            json_ = verdict.to_json()
+            self._actions.put(lambda: _write(sys.stdout, self._lines.verdict(json_)))
 
     def show(self) -> None:
         """Show the workers' output since the last call."""
@@ -87,20 +297,13 @@ class Console:
     def _run(self) -> None:
         while (action := self._actions.get()) is not None:
             action()
-            self._keep()
-
-    def _keep(self) -> None:
-        if self._note is not None and (self._writer is not None or self._reader is not None):
-            self._note.write(
-                {
-                    "next": self._writer.next if self._writer is not None else 1,
-                    "positions": self._reader.positions() if self._reader is not None else {},
-                }
-            )
+            if self._note is not None:
+                positions = {} if self._reader is None else self._reader.positions()
+                self._note.write({"next": self._lines.next, "positions": positions})
 
     def _print_message(self, text: str) -> None:
-        if self._writer is not None:
-            _write(sys.stdout, self._writer.message(text))
+        if self._numbered:
+            _write(sys.stdout, self._lines.message(text))
             return
         self._live.clear()
         _write(sys.stderr, sanitize(f"clusterjob: {text}\n", lines=True))
@@ -119,8 +322,8 @@ class Console:
             self._live.show([f"[{label(line)}] {line.text}" for line in self._reader.open_lines()])
 
     def _print_lines(self, lines: Iterable[Folded]) -> None:
-        if self._writer is not None:
-            _write(sys.stdout, self._writer.output(list(lines), time.time()))
+        if self._numbered:
+            _write(sys.stdout, self._lines.output(list(lines), time.time()))
             return
         for name, text in as_text(lines, _shown):
             self._live.clear()
@@ -131,9 +334,15 @@ def _shown(line: Folded) -> str:
     return f"[{line.label}] {sanitize(line.text, colours=True)}\n"
 
 
+def _write_text(stream: TextIO, text: str) -> None:
+    """Write text; escape characters that the stream's encoding does not have."""
+    stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+    stream.flush()
+
+
 def _write(stream: TextIO, text: str) -> None:
     try:
-        write_text(stream, text)
+        _write_text(stream, text)
     except OSError:
         # The pipe is closed or the disk is full. Discard later output, so that the exit code
         # stays that of the job.

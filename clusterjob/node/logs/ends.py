@@ -52,7 +52,6 @@ from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 # Directory for verdicts that cannot be written to the job's directory. It is used only if it
 # belongs to this user and no other user has access.
 _ASIDE = Path(f"/tmp/clusterjob-ends-{os.geteuid()}")  # noqa: S108
-_KEPT_ASIDE = 30 * 86400.0  # seconds until a verdict in `_ASIDE` is removed
 REQUEST_SECONDS = 2.0  # node 0's agent looks for a cancel request this often
 STACKS_SECONDS = 2.0  # maximum seconds in which the stacks are saved before a stop
 _INTERRUPT = b"interrupt\n"  # the content of ``cancelled`` after Ctrl-C
@@ -161,11 +160,8 @@ def next_job(job_dir: Path) -> tuple[str, float] | None:
 
     None if the job has the id of its first attempt.
     """
-    found = {}
-    for path in _glob(directory(job_dir), "next.*"):
-        if _NUMBER.fullmatch(path.suffix[1:]):
-            found[int(path.suffix[1:])] = path
-    for _, path in sorted(found.items(), reverse=True):
+    found = [path for path in _glob(job_dir, "next.*") if _NUMBER.fullmatch(path.suffix[1:])]
+    for path in sorted(found, key=lambda path: int(path.suffix[1:]), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             number = files.read_regular(path, 64).decode(errors="replace").strip()
             if _JOB_NUMBER.fullmatch(number):
@@ -204,9 +200,27 @@ def write_lost(job_dir: Path, node_rank: int, attempt: int, why: str) -> None:
             write(job_dir, node_rank, end=lost)
 
 
-def written(job_dir: Path, attempt: int = 0) -> list[dict[str, Any]]:
-    """Return the ends that agents wrote for one attempt of the job, in the order of nodes."""
-    return [end for name, end in _all(job_dir) if end["attempt"] == attempt and "." not in name]
+def written(job_dir: Path, attempt: int | None = 0) -> list[dict[str, Any]]:
+    """Return the ends that agents wrote, in the order of nodes and attempts.
+
+    Args:
+        job_dir: the job's directory.
+        attempt: only the ends of this attempt after which no later one ended; None for all ends.
+    """
+    found = []
+    for path in _glob(job_dir, "node*.json"):
+        end = files.read_json(path)
+        if not isinstance(end, dict):
+            continue
+        node, own = end.get("node_rank"), end.get("attempt", 0)
+        names = (
+            [f"node{node}"] if attempt is not None else [f"node{node}", f"node{node}.attempt{own}"]
+        )
+        # A host may write the end of another node's rank.
+        if path.stem in names and type(node) is type(own) is int and attempt in (None, own):
+            reason = str(end.get("reason") or "")[:_SHORT_TEXT]
+            found.append(end | {"attempt": own, "reason": reason})
+    return sorted(found, key=lambda end: (end["node_rank"], end["attempt"]))
 
 
 def files_in_code() -> str:
@@ -216,10 +230,10 @@ def files_in_code() -> str:
     """
     environ = os.environ
     tree = environ.get(contract.CODE_TREE) or environ.get(contract.CODE_DIR, "")
-    listed = Path(tree).with_name(CODE_LIST) if os.path.basename(tree) == CODE else Path()
     found: list[str] = []
     begin = time.monotonic()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, zlib.error):
+        listed = Path(tree).with_name(CODE_LIST) if os.path.basename(tree) == CODE else Path()
         since = listed.stat().st_mtime_ns  # it is newer than the copy
         rows = json.loads(zlib.decompress(listed.read_bytes()))
         known = {path: (kind, size) for path, kind, _, size, _ in rows}
@@ -244,27 +258,6 @@ def written_beside_code(job_dir: Path, verdict: Verdict) -> list[str]:
     return list(dict.fromkeys(filter(None, (verdict.in_code, *texts))))[:_MAX_NAMED]
 
 
-def of_all_attempts(job_dir: Path) -> list[dict[str, Any]]:
-    """Return the ends that agents wrote for all attempts, in the order of nodes and attempts."""
-    return [end for _, end in _all(job_dir)]
-
-
-def _all(job_dir: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return all ends with the stems of their files, in the order of nodes and attempts."""
-    found = []
-    for path in _glob(directory(job_dir), "node*.json"):
-        end = files.read_json(path)
-        if not isinstance(end, dict):
-            continue
-        node, attempt = end.get("node_rank"), end.get("attempt", 0)
-        # Ignore an end of another node's rank.
-        if path.stem in (f"node{node}", f"node{node}.attempt{attempt}") and type(node) is int:
-            reason = str(end.get("reason") or "")[:_SHORT_TEXT]
-            if type(attempt) is int:
-                found.append((path.stem, end | {"attempt": attempt, "reason": reason}))
-    return sorted(found, key=lambda item: (item[1]["node_rank"], item[1]["attempt"]))
-
-
 def write_result(job_dir: Path, verdict: Verdict) -> None:
     """Write the job's verdict.
 
@@ -278,9 +271,10 @@ def write_result(job_dir: Path, verdict: Verdict) -> None:
         files.write_reserved(job_dir / RESULT, _fitting(verdict.to_json()))
     except OSError as error:
         why = f"its directory cannot be written: {error.strerror}"
-        _write_aside(
-            job_dir, replace(verdict, reason=f"{verdict.reason} ({why})" if verdict.reason else why)
-        )
+        reason = f"{verdict.reason} ({why})" if verdict.reason else why
+        with contextlib.suppress(OSError):  # else only processes that are connected now get it
+            _ASIDE.mkdir(mode=0o700, exist_ok=True)
+            files.write_json(_aside(job_dir), replace(verdict, reason=reason).to_json())
         raise
 
 
@@ -302,15 +296,13 @@ def _fitting(end: dict[str, Any]) -> bytes:
     end = end | {"reason": str(end.get("reason", ""))[:_SHORT_TEXT], "consequences": []}
     if "attempts" in end:
         end["attempts"] = end["attempts"][-_MAX_ATTEMPTS:]
-    failure = end.get("failure")
-    if failure:
+    if failure := end.get("failure"):
         last_lines = [line[:200] for line in failure["last_lines"][-20:]]
         short = {"message": failure["message"][:_SHORT_TEXT], "last_lines": last_lines}
         end["failure"] = failure | short
     data = files.json_bytes(end)
     if len(data) > files.RESERVED and "usage" in end:  # of hundreds of ranks
-        end["usage"] = end["usage"] | {"ranks": {}, "ran": {}}
-        data = files.json_bytes(end)
+        data = files.json_bytes(end | {"usage": end["usage"] | {"ranks": {}, "ran": {}}})
     return data
 
 
@@ -322,33 +314,17 @@ def read_result(job_dir: Path) -> Verdict | None:
     return None
 
 
-def _write_aside(job_dir: Path, verdict: Verdict) -> None:
-    # If this fails too, only processes that are connected now get the verdict.
-    with contextlib.suppress(OSError):
-        _ASIDE.mkdir(mode=0o700, exist_ok=True)
-        if _is_ours(_ASIDE):
-            files.write_json(_aside(job_dir), verdict.to_json())
-            for old in _ASIDE.iterdir():
-                with contextlib.suppress(FileNotFoundError):  # another process removed it
-                    if time.time() - old.stat().st_mtime > _KEPT_ASIDE:
-                        old.unlink()
-
-
 def _aside(job_dir: Path) -> Path:
     """Return the file for a verdict that cannot be written to the job's directory.
 
     If another user created the directory in /tmp, the path is one that cannot exist.
     """
-    name = hashlib.sha256(os.fsencode(job_dir)).hexdigest()
-    return _ASIDE / f"{name}.json" if _is_ours(_ASIDE) else Path(os.devnull, "none")
-
-
-def _is_ours(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        found = path.lstat()
+        found = _ASIDE.lstat()
         owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        return owned and not found.st_mode & 0o077
-    return False
+        if owned and not found.st_mode & 0o077:
+            return _ASIDE / f"{hashlib.sha256(os.fsencode(job_dir)).hexdigest()}.json"
+    return Path(os.devnull, "none")
 
 
 def has_result(job_dir: Path, attempt: int) -> bool:
@@ -413,33 +389,30 @@ def refusals(job_dir: Path, attempt: int = 0) -> list[Failure]:
     """
     found = []
     suffix = _refusal_suffix(attempt)
-    for path in _glob(directory(job_dir), f"node*{suffix}"):
-        try:
-            text = files.read_regular(path, _MAX_REFUSAL).decode(errors="replace").strip()
-        except (OSError, ValueError):
-            continue  # the file was removed meanwhile, or another program wrote it
-        code, _, message = text.partition("\n")
-        host, _, why = message.partition(": ")
+    for path in _glob(job_dir, f"node*{suffix}"):
         number = path.name.removeprefix("node").removesuffix(suffix)
-        if _NUMBER.fullmatch(number):
-            exit_code = int(code) if _NUMBER.fullmatch(code) and 0 < int(code) <= 255 else 1
-            last = last_lines(node_directory(job_dir, int(number)) / AGENT_LOG)
-            found.append(
-                Failure.of_node(
-                    int(number),
-                    host[:_SHORT_TEXT],
-                    message=why[:_SHORT_TEXT],
-                    kind=FailureKind.LAUNCH,
-                    exit_code=exit_code,
-                    last_lines=last,
-                )
+        if not _NUMBER.fullmatch(number):
+            continue
+        # Another program may write the file or remove it meanwhile.
+        with contextlib.suppress(OSError, ValueError):
+            text = files.read_regular(path, _MAX_REFUSAL).decode(errors="replace").strip()
+            code, _, message = text.partition("\n")
+            host, _, why = message.partition(": ")
+            failure = Failure.of_node(
+                int(number),
+                host[:_SHORT_TEXT],
+                message=why[:_SHORT_TEXT],
+                kind=FailureKind.LAUNCH,
+                exit_code=int(code) if _NUMBER.fullmatch(code) and 0 < int(code) <= 255 else 1,
+                last_lines=last_lines(node_directory(job_dir, int(number)) / AGENT_LOG),
             )
+            found.append(failure)
     return sorted(found, key=lambda failure: failure.node_rank)
 
 
-def _glob(folder: Path, pattern: str) -> list[Path]:
+def _glob(job_dir: Path, pattern: str) -> list[Path]:
     try:
-        return list(folder.glob(pattern))
+        return list(directory(job_dir).glob(pattern))
     except OSError:
         return []
 

@@ -1,19 +1,50 @@
-"""Write and read a job's events as lines of JSON, each with wall-clock and monotonic time."""
+"""Write and read what a job records while it runs: files with one JSON object per line.
+
+- ``events.jsonl``: the events of the job, each with wall-clock and monotonic time. The coordinator
+  writes them. `ended_rounds` and `StragglersNow` are read from them.
+- ``logs/node<k>/phases.jsonl``: the begins of the phases of a node and of its ranks. A line without
+  a rank belongs to the node.
+- ``logs/node<k>/environment.jsonl``: for each attempt what ``clusterjob env`` shows, and the
+  versions of the programs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import itertools
 import json
+import os
+import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.logs.job_dir import event_files
-from clusterjob.node.logs.log_files import open_regular
+from clusterjob.node.logs.job_dir import ENVIRONMENT, PHASES, event_files
+from clusterjob.node.logs.log_files import node_directory, open_regular
 from clusterjob.node.system import files
+from clusterjob.node.system.files import Appender
+from clusterjob.node.system.ranges import ranges
+from clusterjob.node.system.sanitize import sanitize
+from clusterjob.node.verdict import FailureKind, RoundEnd, bounded
 
+ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEnd`
+# The coordinator adds these events when a rank has been late for three measurements, and again
+# every 10 minutes; and when the rank is no longer late.
+STRAGGLING, CAUGHT_UP = "straggling", "caught_up"
+_MAX_ROUNDS = 1000  # rounds that are collected before the middle ones are dropped
+_MAX_RANK, _MAX_SECONDS, _MAX_HOST = 1 << 24, 1e9, 200
+_MAX_NAMED = 3  # nodes that a text names
+_MAX_STRAGGLERS = 64  # that are kept of a job; a host may forge events
+_MAX_PHASES = 16 << 20  # bytes to read of a file: the phases of hundreds of rounds
+_TORCH = re.compile(r"^(?:__version__|(cuda|hip))\b[^=\n]*= '([^'\n]{1,60})'", re.MULTILINE)
+_DRIVER = Path("/sys/module/nvidia/version")
 # Maximum bytes to read of a line, of a file. A short line counts as `_MIN_LINE` bytes, because its
 # time does not depend on its length.
 _MAX_LINE, _MAX_FILE = 1 << 20, 64 << 20
@@ -39,7 +70,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path, shift: float = 0.0) -> None:
-        self._file = files.Appender(path)
+        self._file = Appender(path)
         self._shift = shift
 
     def add(self, event: str, **details: Any) -> str:
@@ -73,11 +104,8 @@ def counted_files(job_dir: Path) -> list[Path]:
     A coordinator that has moved counts from its first round: without one, it was cut off.
     """
     first, *moved = event_files(job_dir)
-    return [first, *(path for path in moved if any(map(_is_start, read_events(path))))]
-
-
-def _is_start(event: dict[str, Any]) -> bool:
-    return event.get("event") == "started"
+    started = (any(each.get("event") == "started" for each in read_events(path)) for path in moved)
+    return [first, *itertools.compress(moved, started)]
 
 
 def read_events(path: Path, limit: int = _MAX_FILE) -> Iterator[dict[str, Any]]:
@@ -99,3 +127,276 @@ def read_events(path: Path, limit: int = _MAX_FILE) -> Iterator[dict[str, Any]]:
                 continue  # the writer died before it finished the line, or the line is too long
             if isinstance(event, dict):
                 yield event
+
+
+def ended_rounds(job_dir: Path, *, running: bool) -> tuple[RoundEnd, ...]:
+    """Return the rounds of workers of a job that have ended; of many, the first and the latest.
+
+    A round without an end was lost: the agent of node 0 was killed, and a scheduler queued the job
+    again. A later coordinator may record the end of the same round again.
+
+    Args:
+        job_dir: the job's directory; a host may have forged its events.
+        running: whether the newest round may still run; if not, it was lost.
+    """
+    found: dict[tuple[int, int], RoundEnd] = {}
+    open_: RoundEnd | None = None
+    for event in read_job_events(job_dir):
+        kind, at = event.get("event"), event.get("time")
+        if kind not in ("listening", "started", ROUND_ENDED):
+            continue
+        end, open_ = open_, None
+        with contextlib.suppress(ValueError):  # another program wrote the event
+            if kind == ROUND_ENDED:
+                end = RoundEnd.from_json({**event, "ended_at": at})
+            elif kind == "started":
+                place = {"attempt": event.get("attempt"), "restart": event.get("restart")}
+                lost = {"kind": FailureKind.NODE_LOST.value, "node": 0, "started_at": at}
+                open_ = RoundEnd.from_json({**lost, **place})
+        if end is not None:
+            found[end.attempt, end.restart] = end
+        if len(found) > _MAX_ROUNDS:
+            found = {(each.attempt, each.restart): each for each in bounded([*found.values()])}
+    if open_ is not None and not running:
+        found[open_.attempt, open_.restart] = open_
+    return bounded([*found.values()])
+
+
+class Phase(str, Enum):
+    """A phase of a node, or of a rank. The next phase ends it."""
+
+    SETUP = "setup"  # node: the script's setup lines run
+    IMPORT = "import"  # node: the forkserver imports torch; rank: the program runs, before init
+    RENDEZVOUS = "rendezvous"  # node: the agent joins the others; rank: it waits for others
+    INIT = "init"  # rank: torch forms the process group
+    RUNNING = "running"  # node: all workers run; rank: its group is formed, or it needs none
+    STOP = "stop"  # the workers are being stopped
+    ENDED = "ended"  # rank: the process has ended; node: all have
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class PhaseBegin:
+    """The begin of a phase.
+
+    Attributes:
+        phase: the phase.
+        rank: the rank; None for the node.
+        restart, attempt: the round and the attempt.
+        time: seconds since the epoch, by the node's clock; for display only.
+        monotonic: seconds of the node's monotonic clock.
+        detail: one short text, such as the exit code; empty without one.
+    """
+
+    phase: Phase
+    rank: int | None
+    restart: int
+    attempt: int
+    time: float
+    monotonic: float
+    detail: str = ""
+
+
+class PhaseLog:
+    """Append the begins of phases to a node's file; a full disk loses them."""
+
+    def __init__(self, job_dir: Path, node_rank: int) -> None:
+        self._file = Appender(node_directory(job_dir, node_rank) / PHASES)
+
+    def add(self, *begins: PhaseBegin) -> None:
+        """Append begins of phases in one write.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        lines = (
+            {name: value for name, value in vars(begin).items() if value not in (None, "")}
+            for begin in begins
+        )
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if text:
+            self._file.write(text.encode())
+
+
+def read_phases(job_dir: Path, node_rank: int) -> Iterator[PhaseBegin]:
+    """Yield the begins of phases of a node, in the order of the file; skip malformed lines."""
+    for event in read_events(node_directory(job_dir, node_rank) / PHASES, _MAX_PHASES):
+        try:
+            rank = event.get("rank")
+            yield PhaseBegin(
+                Phase(event["phase"]),
+                None if rank is None else int(rank),
+                restart=int(event["restart"]),
+                attempt=int(event["attempt"]),
+                time=float(event["time"]),
+                monotonic=float(event["monotonic"]),
+                detail=str(event.get("detail", ""))[:200],
+            )
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+
+
+def add_environment(
+    job_dir: Path, node_rank: int, detected: dict[str, Any], *, attempt: int
+) -> None:
+    """Append the environment of one attempt; a full disk loses it.
+
+    Args:
+        job_dir: the job's directory.
+        node_rank: the node.
+        detected: the result of `clusterjob.node.environments.show.describe`.
+        attempt: the number of the job's attempt, from 0.
+    """
+    line = {
+        "attempt": attempt,
+        "host": os.uname().nodename,
+        "detected": detected,
+        "versions": versions(),
+    }
+    with contextlib.suppress(OSError):
+        Appender(node_directory(job_dir, node_rank) / ENVIRONMENT).write(
+            (json.dumps(line) + "\n").encode()
+        )
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of this node's programs, without an import of torch."""
+    found = {
+        "clusterjob": sys.modules["clusterjob"].__version__,
+        "Python": f"{sys.version.split()[0]} ({sys.executable})",
+        "kernel": f"{os.uname().sysname} {os.uname().release} {os.uname().machine}",
+    }
+    with contextlib.suppress(OSError, ValueError, ImportError):
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin is not None:
+            text = Path(spec.origin).with_name("version.py").read_text()
+            found |= {match[1] or "torch": match[2] for match in _TORCH.finditer(text)}
+    with contextlib.suppress(OSError):
+        found["NVIDIA driver"] = _DRIVER.read_text().strip()
+    return found
+
+
+def read_environments(job_dir: Path, node_rank: int) -> Iterator[dict[str, Any]]:
+    """Yield the recorded environments of a node, the oldest first; skip malformed lines."""
+    for line in read_events(node_directory(job_dir, node_rank) / ENVIRONMENT):
+        if isinstance(line.get("detected"), dict) and isinstance(line.get("versions"), dict):
+            yield line
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """One straggler.
+
+    Attributes:
+        rank, node_rank, host: the rank.
+        waited: seconds for which the others wait for it in each step.
+        step: the length of a step in seconds.
+    """
+
+    rank: int
+    node_rank: int
+    host: str
+    waited: float
+    step: float
+
+    def to_event(self) -> dict[str, Any]:
+        """Return the details of the event `STRAGGLING`."""
+        return {
+            "rank": self.rank,
+            "node_rank": self.node_rank,
+            "host": self.host,
+            "waited_s": round(self.waited, 4),
+            "step_s": round(self.step, 4),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the straggler for a user's program."""
+        return {
+            "rank": self.rank,
+            "node": self.node_rank,
+            "host": self.host,
+            "waited_s": round(self.waited, 4),
+            "step_s": round(self.step, 4),
+            "share": round(self.waited / self.step, 3),
+        }
+
+
+class StragglersNow:
+    """The stragglers of a job after the events so far."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Straggler] = {}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take the next event."""
+        kind, rank = event.get("event"), event.get("rank")
+        if kind == STRAGGLING:
+            found = read_straggler(event)
+            if found is not None and len(self._by_rank) < _MAX_STRAGGLERS:
+                self._by_rank[found.rank] = found
+        elif kind == CAUGHT_UP and type(rank) is int:
+            self._by_rank.pop(rank, None)
+        elif kind in ("started", "stop", "ended"):
+            self._by_rank.clear()
+
+    @property
+    def found(self) -> tuple[Straggler, ...]:
+        """The stragglers by rank."""
+        return tuple(self._by_rank[rank] for rank in sorted(self._by_rank))
+
+
+def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
+    """Return all stragglers of the newest round of a job, as they were told the last time."""
+    told = StragglersNow()
+    for event in read_job_events(job_dir):
+        if event.get("event") in ("started", STRAGGLING):
+            told.take(event)
+    return told.found
+
+
+def read_straggler(event: Mapping[str, Any]) -> Straggler | None:
+    """Return the straggler of an event `STRAGGLING`; None if the event is malformed."""
+    rank, node, host = event.get("rank"), event.get("node_rank"), event.get("host")
+    waited, step = event.get("waited_s"), event.get("step_s")
+    counts = all(type(each) is int and 0 <= each < _MAX_RANK for each in (rank, node))
+    seconds = all(type(each) in (int, float) for each in (waited, step))
+    if not counts or not seconds or not isinstance(host, str):
+        return None
+    if not 0 < step < _MAX_SECONDS or not 0 <= waited <= step:  # type: ignore[operator]
+        return None
+    return Straggler(rank, node, sanitize(host[:_MAX_HOST]), waited, step)  # type: ignore[arg-type]
+
+
+def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:
+    """Return one line for each node with stragglers, the worst one first."""
+    by_node: dict[int, list[Straggler]] = {}
+    for each in stragglers:
+        by_node.setdefault(each.node_rank, []).append(each)
+    found = []
+    for own in by_node.values():
+        worst = max(own, key=lambda each: each.waited)
+        several = len(own) > 1
+        numbers = ", ".join(ranges(sorted(each.rank for each in own)))
+        of_node = f"(node {worst.node_rank}{f', {worst.host}' if worst.host else ''})"
+        waits = f"the others wait {_seconds(worst.waited)} of each {_seconds(worst.step)} step"
+        them = "them" if several else "it"
+        line = f"rank{'s' if several else ''} {numbers} {of_node}: {waits} for {them}"
+        found.append((worst.waited, line))
+    return [line for _, line in sorted(found, reverse=True)]
+
+
+def straggler_text(stragglers: Iterable[Straggler]) -> str:
+    """Return the stragglers as one line; empty without one."""
+    found = straggler_lines(stragglers)
+    more = [f"{len(found) - _MAX_NAMED} more nodes"] if len(found) > _MAX_NAMED else []
+    return "; ".join([*found[:_MAX_NAMED], *more])
+
+
+def _seconds(value: float) -> str:
+    """Format seconds with two digits or more: 12 ms, 0.42 s, 1.3 s, 15 s."""
+    if value < 0.1:
+        return f"{value * 1000:.0f} ms"
+    return f"{value:.{2 if value < 1 else 1 if value < 10 else 0}f} s"

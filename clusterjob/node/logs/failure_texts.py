@@ -7,6 +7,7 @@ report a `FailureKind` as data.
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -300,13 +301,9 @@ def ending_at_error(lines: Sequence[str], count: int) -> tuple[str, ...]:
 
 def place(lines: Sequence[str]) -> str:
     """Return the file and line of the last Python traceback, as ``train.py:12``, or ""."""
-    found = ""
-    for line in _last_traceback(lines):
-        if _EXCEPTION.fullmatch(line):
-            break
-        if frame := _FRAME.match(line):
-            found = f"{frame['name']}:{frame['line']}"
-    return found
+    own = itertools.takewhile(lambda line: not _EXCEPTION.fullmatch(line), _last_traceback(lines))
+    frames = [frame for frame in map(_FRAME.match, own) if frame is not None]
+    return f"{frames[-1]['name']}:{frames[-1]['line']}" if frames else ""
 
 
 def _last_traceback(lines: Sequence[str]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Name the files of the workers' output and record how they grow.
+"""Name the files of the workers' output, record how they grow, read them, fold equal lines.
 
 `workers.output_drain` writes the workers' output into these files. The agent records the size of
 each log file of its node ten times a second in the file ``timeline``. With it, a reader can later
-show the lines of all ranks in the order of time.
+show the lines of all ranks and nodes in the order of time: see `LogReader`. `Folder` folds equal
+lines of several ranks into one: ``[0-15] loading``.
 
 The files of node 0 in ``logs/node0/``:
 
@@ -16,21 +17,37 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import heapq
+import itertools
+import operator
 import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from clusterjob.node.logs.job_dir import LOGS, TIMELINE
+from clusterjob.node.logs.job_dir import AGENT_LOG, LOGS, TIMELINE
 from clusterjob.node.system.files import Appender, size_of
+from clusterjob.node.system.ranges import ranges
 
 if TYPE_CHECKING:
     from clusterjob.node.contract import World
 
 INTERVAL = 0.1  # seconds between two polls of the files
+LONGEST = 1 << 20  # maximum bytes of a line; a longer line is returned in parts
+WINDOW = 2.0  # seconds within which equal lines of several ranks are folded
+_PIECE = 1 << 16  # bytes to read at once
+_MAX_OPEN = 4096  # maximum bytes to show of a line without a newline
+_MAX_HELD, _MAX_HELD_BYTES = 5_000, 4 << 20  # maximum lines and bytes to hold back
+_MAX_AHEAD = 32  # maximum lines of one rank to look at for an equal line
+# One line of a timeline: seconds, node, order and size of a file; see `by_start`.
+_Note = tuple[float, int, tuple[int, int, int, str], int]
+_NOTE = re.compile(r"(\d+\.\d{3}) (\S+) (\d{1,18})", re.ASCII)
 _NODE = re.compile(r"node(\d{1,9})", re.ASCII)
 FILE_NAME = re.compile(
     r"(?:rank(?P<rank>\d{1,9})|torchrun)(?:\.attempt(?P<attempt>\d{1,9}))?"
@@ -46,10 +63,7 @@ def node_directory(job_dir: Path, node_rank: int) -> Path:
 
 def nodes(job_dir: Path) -> list[int]:
     """Return the ranks of the nodes that have a log directory in a job's directory."""
-    try:
-        matches = map(_NODE.fullmatch, os.listdir(job_dir / LOGS))
-    except OSError:
-        return []
+    matches = map(_NODE.fullmatch, file_names(job_dir / LOGS))
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -171,8 +185,8 @@ class Timeline:
         self._directory = directory
         self._file = Appender(directory / TIMELINE)
         self._sizes: dict[str, int] = {}  # by name
-        self._listed = False
         self.grown_at = time.monotonic()
+        self.follow(directory / name for name in file_names(directory))
 
     def follow(self, files: Iterable[Path]) -> None:
         """Record the sizes of those files that are log files of workers, once they exist."""
@@ -189,9 +203,6 @@ class Timeline:
         """
         moment = f"{time.time():.3f}"
         grown: dict[str, str] = {}
-        if not self._listed:
-            self._listed = True
-            self.follow(self._directory / name for name in file_names(self._directory))
         for name, old in sorted(self._sizes.items()):
             size = size_of(self._directory / name)
             if size > old:
@@ -202,3 +213,467 @@ class Timeline:
             with contextlib.suppress(OSError):
                 self._file.write("".join(grown.values()).encode())
         return list(grown)
+
+
+@dataclass(slots=True)  # not frozen: a large output has millions of them
+class LogLine:
+    """One line of output.
+
+    Attributes:
+        node_rank: the node that wrote it.
+        rank: the worker's rank; None for a torchrun, which merges its workers' lines.
+        stream: ``out`` or ``err``.
+        text: the line without its newline; bytes that are not UTF-8 are replaced by U+FFFD.
+        seconds: time since the epoch at which the timeline recorded it; 0 without a record.
+        ended: whether it has a newline; False for the last line of a file without one, and for
+            parts of a line longer than `LONGEST`.
+    """
+
+    node_rank: int
+    rank: int | None
+    stream: str
+    text: str
+    seconds: float = field(default=0.0, compare=False)
+    ended: bool = field(default=True, compare=False)
+
+
+@dataclass
+class _File:
+    """The reading state of one file; `rest` is the beginning of a line that has no newline yet."""
+
+    node_rank: int
+    rank: int | None
+    stream: str
+    path: Path
+    raw: bool = False
+    offset: int = 0
+    rest: bytes = b""
+    late: bool = True  # whether `rest` was recorded late enough for the reader
+
+    def lines_up_to(self, size: int | None, seconds: float = 0.0) -> Iterator[list[LogLine]]:
+        """Yield the lines up to this file size, in batches that need little memory.
+
+        Args:
+            size: the size in bytes; None for the whole file.
+            seconds: the time of the lines.
+        """
+        try:
+            stream = open_regular(self.path, buffering=0)
+        except OSError:
+            return
+        with stream:
+            end = os.fstat(stream.fileno()).st_size
+            end = end if size is None else min(size, end)
+            stream.seek(self.offset)
+            while self.offset < end and (data := stream.read(min(_PIECE, end - self.offset))):
+                self.offset += len(data)
+                whole, found, rest = (self.rest + data).rpartition(b"\n")
+                lines = self._lines(whole, seconds) if found else []
+                self.rest = rest if self.raw else _without_overwritten(rest)
+                if len(self.rest) >= LONGEST:
+                    lines += self.last_line(seconds)
+                yield lines
+
+    def last_line(self, seconds: float) -> list[LogLine]:
+        rest, self.rest = self.rest, b""
+        return self._lines(rest, seconds, ended=False) if rest else []
+
+    def skip_to_tail(self, count: int) -> None:
+        """Continue at the last `count` lines, without reading the lines before them."""
+        try:
+            stream = open_regular(self.path, buffering=0)
+        except OSError:
+            return
+        with stream:
+            begin = os.fstat(stream.fileno()).st_size
+            left = count + 1  # the last line may have a newline
+            while begin > 0:
+                end, begin = begin, max(0, begin - _PIECE)
+                stream.seek(begin)
+                newlines = list(re.finditer(b"\n", stream.read(end - begin)))
+                if len(newlines) >= left:
+                    begin += newlines[-left].end()
+                    break
+                left -= len(newlines)
+            self.offset = begin
+
+    def _lines(self, data: bytes, seconds: float, *, ended: bool = True) -> list[LogLine]:
+        """Return the lines of `data`, which lacks the last newline."""
+        # Decode all lines at once: decoding line by line takes much longer.
+        texts = data.decode(errors="surrogateescape" if self.raw else "replace").split("\n")
+        if not self.raw and b"\r" in data:
+            texts = [last_state(text) for text in texts]
+        node_rank, rank, stream = self.node_rank, self.rank, self.stream
+        return [
+            LogLine(node_rank, rank, stream=stream, text=text, seconds=seconds, ended=ended)
+            for text in texts
+        ]
+
+
+def _without_overwritten(part: bytes) -> bytes:
+    """Return an incomplete line without the parts that a terminal would have overwritten.
+
+    `shown` returns the same text for the shorter line, which needs less memory.
+    """
+    bare = part.rstrip(b"\r")
+    return bare[bare.rfind(b"\r") + 1 :] + part[len(bare) :][:1]
+
+
+class LogReader:
+    """Read a job's logs as one stream in the order of time, also while they grow.
+
+    Args:
+        job_dir: the job's directory.
+        rank: return only the lines of this worker, or of these workers.
+        node: return only the lines of this node, or of these nodes.
+        attempt: return only the lines of this attempt of the job.
+        stream: return only the lines of this stream, ``out`` or ``err``.
+        since: return only lines that were recorded at this time or later, in seconds since the
+            epoch by the clock of the line's node.
+        last: return only the lines of the last seconds before the newest record of their node.
+        raw: return each line's bytes unchanged (decoded with ``surrogateescape``), including
+            carriage returns.
+    """
+
+    def __init__(
+        self,
+        job_dir: Path,
+        rank: int | Collection[int] | None = None,
+        node: int | Collection[int] | None = None,
+        attempt: int | None = None,
+        *,
+        stream: str | None = None,
+        since: float | None = None,
+        last: float | None = None,
+        raw: bool = False,
+    ) -> None:
+        self._job_dir = job_dir
+        self._ranks = (rank,) if isinstance(rank, int) else rank
+        self._wanted_nodes = (node,) if isinstance(node, int) else node
+        self._attempt = attempt
+        self._stream = stream
+        self._since = since
+        self._last = last
+        self._begins: dict[int, float] = {}
+        self._raw = raw
+        self._files: dict[tuple[int, str], _File] = {}
+        self._timelines: dict[int, _File] = {}
+        self._moment = 0.0
+
+    def read(self) -> list[LogLine]:
+        """Return the complete lines that the timelines recorded since the last call."""
+        return [line for lines in self.batches(end=False) for line in lines]
+
+    def finish(self) -> list[LogLine]:
+        """Return all remaining lines, including those without a newline.
+
+        Call it for a job that has ended, or to stop reading.
+        """
+        return [line for lines in self.batches(end=True) for line in lines]
+
+    def batches(self, *, end: bool) -> Iterator[list[LogLine]]:
+        """Yield the lines of `read`, or of `finish` if `end` is set, in small batches.
+
+        A batch is empty if only a line without a newline has grown.
+        """
+        notes = map(self._notes, self._nodes())
+        for seconds, node_rank, (*_, name), size in heapq.merge(
+            *notes, self._unnoted(), key=operator.itemgetter(0)
+        ):
+            self._moment = max(self._moment, seconds)
+            file = self._file(node_rank, name)
+            if file is not None:
+                file.late = seconds >= self._begin(node_rank)
+                lines = file.lines_up_to(size, seconds)
+                yield from lines if file.late else ([] for _ in lines)
+        if not end:
+            return
+        for node_rank in self._nodes():
+            for file in self._files_of(node_rank):
+                noted = file.offset
+                yield from file.lines_up_to(None, self._moment)
+                last_line = file.last_line(self._moment)
+                yield last_line if file.late or file.offset > noted else []
+
+    def attempts(self) -> set[int]:
+        """Return the attempts of the job whose workers have log files."""
+        return {
+            int(match["attempt"] or 0)
+            for node_rank in self._nodes()
+            for name in file_names(node_directory(self._job_dir, node_rank))
+            if (match := FILE_NAME.fullmatch(name)) is not None
+        }
+
+    def _begin(self, node_rank: int) -> float:
+        """Return the earliest time of a node's lines, by the node's own clock."""
+        if node_rank not in self._begins:
+            begin = self._since or 0.0
+            if self._last is not None:
+                timeline = node_directory(self._job_dir, node_rank) / TIMELINE
+                notes = [_NOTE.fullmatch(line) for line in last_lines(timeline)]
+                newest = max((float(note[1]) for note in notes if note is not None), default=0.0)
+                begin = max(begin, newest - self._last)
+            self._begins[node_rank] = begin
+        return self._begins[node_rank]
+
+    def skip_to_tail(self, count: int) -> None:
+        """Continue at the last `count` lines of each file, or shortly before them."""
+        for node_rank in self._nodes():
+            for file in self._files_of(node_rank):
+                file.skip_to_tail(count)
+
+    def positions(self) -> dict[str, int]:
+        """Return how many bytes of each file were returned as lines; only for one node."""
+        return {file.path.name: file.offset - len(file.rest) for file in self._files.values()}
+
+    def continue_at(self, positions: Mapping[str, int]) -> None:
+        """Continue where another reader of the same node has stopped: at its `positions`."""
+        for node_rank in self._nodes():
+            for file in self._files_of(node_rank):
+                file.offset = positions.get(file.path.name, 0)
+
+    def open_lines(self) -> list[LogLine]:
+        """Return lines without a newline, such as progress bars, of each worker's newest files."""
+        by_age = sorted(self._files.values(), key=lambda file: by_start(file.path.name))
+        newest = {(file.node_rank, file.rank, file.stream): file for file in by_age}
+        lines = [
+            LogLine(
+                file.node_rank,
+                file.rank,
+                stream=file.stream,
+                text=shown(file.rest[-_MAX_OPEN:]),
+                ended=False,
+            )
+            for file in newest.values()
+            if file.rest.strip()
+        ]
+        return sorted(lines, key=lambda line: (line.node_rank, _who(line.node_rank, line.rank)))
+
+    def _notes(self, node_rank: int) -> Iterator[_Note]:
+        """Yield the new records of a node's timeline; sort those of one time by `by_start`."""
+        path = node_directory(self._job_dir, node_rank) / TIMELINE
+        timeline = self._timelines.setdefault(
+            node_rank, _File(node_rank, None, stream="out", path=path)
+        )
+        lines = (line for piece in timeline.lines_up_to(None) for line in piece)
+        # A full disk may cut a line short.
+        matches = (match for line in lines if (match := _NOTE.fullmatch(line.text)) is not None)
+        notes = (
+            (float(match[1]), node_rank, by_start(match[2]), int(match[3])) for match in matches
+        )
+        for _, together in itertools.groupby(notes, key=operator.itemgetter(0)):
+            yield from sorted(together)
+
+    def _unnoted(self) -> list[_Note]:
+        """Return the current file sizes of nodes without an agent (``--launcher srun``).
+
+        These nodes have no timeline.
+        """
+        found = []
+        for node_rank in self._nodes():
+            directory = node_directory(self._job_dir, node_rank)
+            if (directory / TIMELINE).exists() or (directory / AGENT_LOG).exists():
+                continue
+            for file in self._files_of(node_rank):
+                with contextlib.suppress(OSError):
+                    size = file.path.stat().st_size
+                    if size > file.offset:
+                        found.append((time.time(), node_rank, by_start(file.path.name), size))
+        return sorted(found)
+
+    def _files_of(self, node_rank: int) -> Iterator[_File]:
+        """Yield the files of a node that the reader returns, in the order of starts."""
+        for name in file_names(node_directory(self._job_dir, node_rank)):
+            file = self._file(node_rank, name)
+            if file is not None:
+                yield file
+
+    def _nodes(self) -> list[int]:
+        wanted = self._wanted_nodes
+        return [node for node in nodes(self._job_dir) if wanted is None or node in wanted]
+
+    def _file(self, node_rank: int, name: str) -> _File | None:
+        match = FILE_NAME.fullmatch(name)
+        if match is None:
+            return None
+        rank = int(match["rank"]) if match["rank"] else None
+        attempt = int(match["attempt"] or 0)
+        if (
+            (self._ranks is not None and rank not in self._ranks)
+            or self._attempt not in (None, attempt)
+            or self._stream not in (None, match["stream"])
+        ):
+            return None
+        path = node_directory(self._job_dir, node_rank) / name
+        return self._files.setdefault(
+            (node_rank, name),
+            _File(node_rank, rank, stream=match["stream"], path=path, raw=self._raw),
+        )
+
+
+class Folded(NamedTuple):
+    """A line to show, with the ranks that wrote it.
+
+    Attributes:
+        label: the ranks that wrote it, or the nodes whose torchrun did.
+        stream: ``out`` or ``err``.
+        text: the line without its newline.
+        ended: whether it has a newline; see `LogLine`.
+    """
+
+    label: str
+    stream: str
+    text: str
+    ended: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Writer:
+    """A stream of one rank: its lines that are held back.
+
+    `early` lines were shown with another rank, before their own turn.
+    """
+
+    who: int
+    stream: str
+    label: str
+    lines: deque[LogLine] = field(default_factory=deque)
+    early: int = 0
+
+
+def fold(lines: Iterable[LogLine]) -> list[Folded]:
+    """Fold equal lines of several ranks; each rank's own lines keep their order."""
+    folder = Folder()
+    return [*folder.add(lines), *folder.flush()]
+
+
+class Folder:
+    """Fold a stream of lines; hold a line back until no equal line within `WINDOW` can follow.
+
+    The oldest line is shown once, for all ranks whose next line is equal. A rank that writes the
+    line a little later is included: its lines before it are shown first, unless the first rank
+    writes them too. In a large output most lines occur once, so such a line must cost little time.
+    """
+
+    def __init__(self) -> None:
+        self._writers: dict[tuple[int, str], _Writer] = {}
+        self._order: deque[_Writer] = deque()  # the writer of each held line, in order of time
+        self._counts: dict[str, int] = {}  # how often a text is held back
+        self._newest = 0.0
+        self._bytes = 0
+
+    def add(self, lines: Iterable[LogLine]) -> Iterator[Folded]:
+        """Add lines; yield the lines that are no longer held back."""
+        for (node_rank, rank, stream), run in itertools.groupby(lines, key=_source):
+            who, counts = _who(node_rank, rank), self._counts
+            writer = self._writers.setdefault(
+                (who, stream), _Writer(who, stream, label=_label((who,)))
+            )
+            for line in run:
+                if line.seconds > self._newest:
+                    self._newest = line.seconds
+                    yield from self._release(before=line.seconds - WINDOW)
+                self._order.append(writer)
+                writer.lines.append(line)
+                counts[line.text] = counts.get(line.text, 0) + 1
+                self._bytes += len(line.text)
+                if len(self._order) > _MAX_HELD or self._bytes > _MAX_HELD_BYTES:
+                    yield from self._release(before=self._newest - WINDOW)
+
+    def flush(self) -> Iterator[Folded]:
+        """Yield all lines that are still held back."""
+        return self._release(before=float("inf"))
+
+    def _release(self, before: float) -> Iterator[Folded]:
+        """Yield the lines from before this time, and the oldest ones beyond the limits."""
+        while self._order:
+            writer = self._order[0]
+            if writer.early:
+                writer.early -= 1
+                self._order.popleft()
+                continue
+            line = writer.lines[0]
+            if (
+                line.seconds >= before
+                and len(self._order) <= _MAX_HELD
+                and self._bytes <= _MAX_HELD_BYTES
+            ):
+                return
+            if self._counts[line.text] > 1:
+                yield from self._earlier_lines(writer)
+            yield self._show(writer)
+
+    def _earlier_lines(self, writer: _Writer) -> Iterator[Folded]:
+        """Show the lines of other ranks that come before their line equal to the writer's next."""
+        line = writer.lines[0]
+        own = {each.text for each in itertools.islice(writer.lines, _MAX_AHEAD)}
+        for other in self._of_stream(writer.stream):
+            if _comes(line, other, own):
+                while other.lines[0].text != line.text:
+                    yield self._show(other)
+
+    def _show(self, writer: _Writer) -> Folded:
+        """Take the next line of a rank, and of all ranks whose next line is equal."""
+        line = writer.lines[0]
+        text, count, label = line.text, self._counts[line.text], writer.label
+        same = [writer]
+        if count > 1:
+            until = line.seconds + WINDOW
+            same = [
+                each
+                for each in self._of_stream(writer.stream)
+                if each.lines[0].text == text and each.lines[0].seconds <= until
+            ]
+            label = _label(tuple([each.who for each in same]))
+        for each in same:
+            each.lines.popleft()
+            each.early += 1
+        self._bytes -= len(same) * len(text)
+        if count == len(same):
+            del self._counts[text]
+        else:
+            self._counts[text] = count - len(same)
+        return Folded(label, line.stream, text=text, ended=line.ended)
+
+    def _of_stream(self, stream: str) -> list[_Writer]:
+        return [each for each in self._writers.values() if each.lines and each.stream == stream]
+
+
+def _comes(line: LogLine, other: _Writer, own: Collection[str]) -> bool:
+    """Return whether another rank soon writes an equal line, and before it none of `own`."""
+    for each in itertools.islice(other.lines, _MAX_AHEAD):
+        if each.seconds > line.seconds + WINDOW:
+            return False
+        if each.text == line.text or each.text in own:
+            return each.text == line.text
+    return False
+
+
+def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator[tuple[str, str]]:
+    """Join consecutive lines of one stream for one write; yield the stream's name and the text.
+
+    Args:
+        lines: the lines.
+        shown: returns the text of a line, with its newline.
+    """
+    for stream, together in itertools.groupby(lines, key=operator.attrgetter("stream")):
+        yield stream, "".join(map(shown, together))
+
+
+def label(line: LogLine) -> str:
+    """Return the label of a line's writer."""
+    return _label((_who(line.node_rank, line.rank),))
+
+
+_source = operator.attrgetter("node_rank", "rank", "stream")
+
+
+def _who(node_rank: int, rank: int | None) -> int:
+    """Return a number for the writer of a line: its rank; below 0, the node of a torchrun."""
+    return -1 - node_rank if rank is None else rank
+
+
+@functools.lru_cache(maxsize=256)
+def _label(writers: tuple[int, ...]) -> str:
+    nodes = [f"node{-1 - who}" for who in sorted(writers, reverse=True) if who < 0]
+    return ",".join(nodes + ranges(sorted(who for who in writers if who >= 0)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from clusterjob.node.logs.events import EventLog
-from clusterjob.node.logs.straggler_events import CAUGHT_UP, STRAGGLING, Straggler
+from clusterjob.node.logs.events import CAUGHT_UP, STRAGGLING, EventLog, Straggler
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.stragglers import Lateness, Wait
 from clusterjob.node.rendezvous import messages

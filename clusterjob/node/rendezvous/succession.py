@@ -19,7 +19,7 @@ from pathlib import Path
 
 from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.slurm_commands import slurm_environment
-from clusterjob.node.logs import ends, rounds
+from clusterjob.node.logs import ends, events
 from clusterjob.node.rendezvous import coordinator_state
 from clusterjob.node.rendezvous.coordinator_state import MAX_SUCCESSORS, CoordinatorState, Successor
 from clusterjob.node.rendezvous.identity import NodeJob
@@ -164,5 +164,5 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
     state = coordinator_state.read(job_dir, attempt)
     if state is None or ends.has_result(job_dir, attempt):
         return None
-    ended = rounds.ended(job_dir, running=True)
+    ended = events.ended_rounds(job_dir, running=True)
     return Earlier(state, ended, why=why, ended=True, moved=False, received_at=state.made_at)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from clusterjob.node.logs import environment_log, log_files
+from clusterjob.node.logs import events, log_files
 
 PIPE_FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch appends the rank and ".pipe"
 DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"  # torch appends the rank
@@ -111,7 +111,7 @@ class Dumps:
 
 
 def _has_new_names() -> bool:
-    version = environment_log.versions().get("torch", "")
+    version = events.versions().get("torch", "")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     return not numbers or numbers >= _FIRST_WITH_NEW_NAMES
 

@@ -132,7 +132,7 @@ class WorkerPhase:
     """A phase of a worker begins; `rank_phases.tell` writes this message.
 
     Attributes:
-        phase: a value of `clusterjob.node.logs.phases.Phase`; ``import`` and ``imported`` are the
+        phase: a value of `clusterjob.node.logs.events.Phase`; ``import`` and ``imported`` are the
             begin and the end of the import of torch.
         monotonic: the time of its begin, by the monotonic clock of the node.
     """

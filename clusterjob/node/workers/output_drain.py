@@ -78,8 +78,7 @@ def flush(control: socket.socket) -> None:
 class _Stream:
     """Pipes and their file.
 
-    `waiting` is at least the number of bytes in the second pipe, which an earlier process may have
-    filled; `full_since` is when the disk became full, and `lost` what was dropped since.
+    `full_since` is when the disk became full, and `lost` what was dropped since.
     """
 
     name: str
@@ -87,7 +86,6 @@ class _Stream:
     buffer_read: int
     buffer_write: int
     log: int
-    waiting: int = PIPE_BYTES
     full_since: float = 0.0
     lost: int = 0
 
@@ -95,9 +93,7 @@ class _Stream:
         """Move what is in the pipes; return whether a process can still write into the first."""
         is_open = True
         with contextlib.suppress(BlockingIOError):  # the first is empty, or the second full
-            moved = _splice(self.pipe, self.buffer_write)
-            self.waiting += moved
-            is_open = moved > 0
+            is_open = _splice(self.pipe, self.buffer_write) > 0
         try:
             self._write()
             self.full_since = 0.0
@@ -112,7 +108,6 @@ class _Stream:
                     os.write(2, text.encode())
             with contextlib.suppress(BlockingIOError):
                 self.lost += len(os.read(self.buffer_read, PIPE_BYTES))
-            self.waiting = 0
         return is_open
 
     def _write(self) -> None:
@@ -120,22 +115,16 @@ class _Stream:
             note = f"\nclusterjob: {self.lost} bytes of output were lost: the disk was full\n"
             self._append(note.encode())
             self.lost = 0
-        while self.waiting > 0:
-            os.lseek(self.log, 0, os.SEEK_END)  # the agent appends lines too
-            try:
-                self.waiting -= self._write_some()
-            except BlockingIOError:  # nothing is there
-                self.waiting = 0
-
-    def _write_some(self) -> int:
-        try:
-            return _splice(self.buffer_read, self.log)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        data = os.read(self.buffer_read, PIPE_BYTES)  # a file system without splice
-        self._append(data)
-        return len(data)
+        with contextlib.suppress(BlockingIOError):  # until the second pipe is empty
+            while True:
+                os.lseek(self.log, 0, os.SEEK_END)  # the agent appends lines too
+                try:
+                    _splice(self.buffer_read, self.log)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    # A file system without splice.
+                    self._append(os.read(self.buffer_read, PIPE_BYTES))
 
     def _append(self, data: bytes) -> None:
         os.lseek(self.log, 0, os.SEEK_END)

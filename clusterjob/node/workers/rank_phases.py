@@ -46,7 +46,7 @@ def tell(phase: str) -> None:
     """Write the begin of a phase into the agents' report pipe; do nothing outside of a worker.
 
     Args:
-        phase: a value of `clusterjob.node.logs.phases.Phase`, or ``imported``.
+        phase: a value of `clusterjob.node.logs.events.Phase`, or ``imported``.
     """
     # `forkserver_messages.WorkerPhase`
     send("WorkerPhase", phase=phase, monotonic=time.monotonic())
