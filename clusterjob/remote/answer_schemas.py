@@ -101,7 +101,7 @@ _ANSWERS = {
             {
                 "errors": _Texts,
                 "identity": _Text,
-                "reached_at": _Text,
+                "addresses": _list(_Address, 1000),
                 "host": _Text,
                 "home": _Path,
                 "time": Annotated[float, Meta(gt=-1e11, lt=1e11)],
@@ -158,22 +158,6 @@ _ANSWERS = {
     "Get": AnswerSchema(
         _object({"lengths": _list(_Part, results.MAX_PARTS)}),
         results.MAX_BYTES,
-    ),
-    "Listen": AnswerSchema(
-        _object(
-            {
-                "port": Annotated[int, Meta(ge=1, le=65535)],
-                "addresses": _list(_Address, 1000),
-            }
-        )
-    ),
-    "ProbeAddresses": AnswerSchema(
-        _object(
-            {
-                "reached": _list(Annotated[str, Meta(max_length=64)], 1000),
-                "why": Annotated[dict[str, _Text], Meta(max_length=1000)],
-            }
-        )
     ),
     "RunCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
     "ReapCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from typing import Any
 
 from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 from clusterjob.node.host_server import gpus, requests
-from clusterjob.node.system import processes
+from clusterjob.node.system import files, processes
 
 _SETUP_TIMEOUT = 300.0  # seconds for setup lines and the start of the interpreter
 
@@ -81,11 +83,10 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
             has_torch=has_torch,
             needs_torch=request.torch,
         )
-    server = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "errors": errors,
         "identity": _identity(),
-        "reached_at": server[2] if len(server) == 4 else "",
+        "addresses": _addresses(),
         "host": os.uname().nodename,
         "home": str(home),
         "time": time.time(),
@@ -257,6 +258,26 @@ def work_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")
     }
+
+
+def _addresses() -> list[str]:
+    """Return this machine's addresses without loopback and link-local ones.
+
+    The address of this connection comes first, then IPv4.
+    """
+    found = []
+    lines = files.read_text("/proc/net/fib_trie").splitlines()
+    for line, following in itertools.pairwise(lines):
+        if following.strip() == "/32 host LOCAL" and "|-- " in line:
+            found.append(line.partition("|-- ")[2].strip())
+    for row in files.read_text("/proc/net/if_inet6").splitlines():
+        digits, _, _, scope, flags, _ = row.split()
+        # Global scope, neither deprecated nor tentative.
+        if scope == "00" and not int(flags, 16) & 0x60:
+            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    distinct = [each for each in dict.fromkeys(found) if not each.startswith(("127.", "169.254."))]
+    server = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # absent without sshd
+    return sorted(distinct, key=lambda address: address not in server)
 
 
 def _identity() -> str:

@@ -18,7 +18,6 @@ from clusterjob.node.host_server import (
     commands,
     host_check,
     poll,
-    reachability,
     remote_process,
     requests,
     results,
@@ -74,7 +73,6 @@ class RequestHandler:
     def __init__(self, home: Path, node_zip: str) -> None:
         self._home = home
         self.then: Callable[[], None] | None = None
-        self._listener: reachability.Listener | None = None
         self._body = RequestBody(io.BytesIO(), 0)
         work = remote_process.RemoteProcesses(home)
         scheduler = commands.Commands(home)
@@ -97,11 +95,6 @@ class RequestHandler:
             requests.Tree: lambda request: results.tree(self._workdir(request), request),
             requests.Digests: lambda request: results.digests(self._workdir(request), request),
             requests.Get: lambda request: results.get(self._workdir(request), request),
-            requests.Listen: self._listen,
-            requests.StopListening: self._stop_listening,
-            requests.ProbeAddresses: lambda request: reachability.probe(
-                request.addresses, request.port, nonce=request.nonce, timeout=request.wait
-            ),
             requests.RunCommand: scheduler.run,
             requests.ReapCommand: scheduler.reap,
             requests.DropCommand: scheduler.drop,
@@ -132,15 +125,6 @@ class RequestHandler:
 
     def _hand_over(self, then: Callable[[], None]) -> dict[str, Any]:
         self.then = then
-        return {}
-
-    def _listen(self, request: requests.Listen) -> dict[str, Any]:
-        self._listener = reachability.Listener(request.ports, request.nonce)
-        return {"port": self._listener.port, "addresses": reachability.own_addresses()}
-
-    def _stop_listening(self, _: requests.StopListening) -> dict[str, Any]:
-        if self._listener is not None:
-            self._listener.close()
         return {}
 
 

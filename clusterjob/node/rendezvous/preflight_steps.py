@@ -17,6 +17,7 @@ from clusterjob.node.rendezvous import ports
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.preflight_findings import Clocks
+from clusterjob.node.rendezvous.round_plan import store_address
 from clusterjob.node.system.sanitize import sanitize
 
 _STEP_SECONDS = 4.5  # for the answer of a node
@@ -87,8 +88,8 @@ class PreflightSteps:
         self.broken.clear()
         self.lost.clear()
         self._stuck.clear()
-        address, alone = self._topology.master_addr, self._topology.nnodes == 1
-        store = ports.listen(address, [0], alone=alone)
+        address = store_address(self._topology, self._membership.peers.values())
+        store = ports.listen(address, [0], alone=self._topology.nnodes == 1)
         port = int(store.getsockname()[1])
         if self._topology.node_rank not in nodes:
             store.close()  # nobody would serve it
