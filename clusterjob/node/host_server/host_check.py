@@ -102,17 +102,13 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
     }
 
 
-def interpreter(job_dir: Path, request: requests.Fit) -> dict[str, Any]:
+def interpreter(home: Path, request: requests.Fit) -> dict[str, Any]:
     """Check the interpreter that the job's script will find after its setup lines.
-
-    Args:
-        job_dir: the job's directory on this host.
-        request: the interpreter and its setup lines.
 
     Returns:
         ``errors``: why the interpreter is unfit; empty if it is fit.
     """
-    directory = str(job_dir / request.workdir)
+    directory = str(home / "jobs" / request.job / request.workdir)
     answer = _ask(directory, request.python, setup=request.setup, question=_INTERPRETER_CODE)
     found = answer.lines.get("interpreter")
     if found is None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 import tempfile
@@ -264,6 +265,70 @@ def read_text(path: Path | str, limit: int = -1) -> str:
             return file.read(limit)
     except (OSError, ValueError):  # ValueError: the path contains a zero byte
         return ""
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether a path is a directory itself, not a link to one; False if it is absent.
+
+    Raises:
+        OSError: the path cannot be examined.
+    """
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def tree_size(path: Path) -> int:
+    """Return the bytes on disk of a directory tree; 0 if it does not exist.
+
+    Links are not followed, other file systems are not entered, and a file with several names in the
+    tree counts once.
+    """
+    total, seen = 0, set()
+    for folder, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            try:
+                status = os.lstat(os.path.join(folder, name))
+            except OSError:  # it was removed meanwhile
+                continue
+            if (status.st_dev, status.st_ino) not in seen:
+                seen.add((status.st_dev, status.st_ino))
+                total += status.st_blocks * 512
+        folders[:] = [each for each in folders if not os.path.ismount(os.path.join(folder, each))]
+    return total
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory tree, also directories that their owner cannot write.
+
+    Nothing happens if it does not exist, or if another process removes it meanwhile.
+
+    Raises:
+        OSError: it is no directory, cannot be removed, or another file system is mounted in it.
+    """
+
+    def retry(function: Callable[..., Any], name: str, error: Any) -> None:
+        folder = name if function is os.scandir or function is os.open else os.path.dirname(name)
+        if isinstance(error[1], FileNotFoundError):
+            return
+        if not isinstance(error[1], PermissionError) or not is_directory(Path(folder)):
+            raise error[1]
+        os.chmod(folder, 0o700)
+        if folder == name:
+            shutil.rmtree(name)
+        else:
+            function(name)
+
+    if not is_directory(path):
+        if os.path.lexists(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        return
+    for folder, folders, _ in os.walk(path):
+        for entry in (os.path.join(folder, name) for name in folders):
+            if os.path.ismount(entry):
+                raise OSError(errno.EBUSY, "another file system is mounted there", entry)
+    shutil.rmtree(path, onerror=retry)
 
 
 def size_of(path: Path) -> int:
