@@ -18,6 +18,7 @@ from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs import ends, rounds
 from clusterjob.node.logs.folding import Folded, Folder, as_text, label
 from clusterjob.node.logs.log_reader import LONGEST, LogLine
+from clusterjob.node.system import codec
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -62,9 +63,7 @@ def job_json(
     ended = verdict.attempts if verdict else ()
     if not ended:  # the job runs, or no coordinator wrote its verdict
         ended = rounds.ended(record.job_dir, running=verdict is None)
-    failure = (
-        verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
-    )
+    failure = codec.plain(verdict.failure) if verdict is not None else None
     shown = (
         "rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message", "kind",
         "where",
