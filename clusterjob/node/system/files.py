@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import sys
@@ -20,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-_TEMPORARY = re.compile(r"\..+\.\w{8}\.(?P<host>.+)\.(?P<pid>\d{1,9})", re.ASCII)
+_TEMPORARY = ".tmp"  # the end of the name of a temporary file
 _SURELY_KILLED = 3600.0  # seconds without a change after which the writer must be dead
 RESERVED = 32 << 10  # bytes that `reserve` takes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
@@ -69,7 +68,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
         OSError: the disk is full or the directory cannot be written; no temporary file remains.
     """
     handle, temporary = tempfile.mkstemp(
-        prefix=f".{path.name}.", suffix=f".{os.uname().nodename}.{os.getpid()}", dir=path.parent
+        prefix=f".{path.name}.", suffix=_TEMPORARY, dir=path.parent
     )
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -181,33 +180,11 @@ def why_full(directory: Path) -> str:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of `write_atomic` calls that were killed.
-
-    Files of this host are removed at once; files of other hosts after one hour.
-    """
-    try:
-        names = [name for name in os.listdir(directory) if name.startswith(".")]
-    except OSError:
-        return
-    for name in names:
-        match = _TEMPORARY.fullmatch(name)
+    """Remove the temporary files of `write_atomic` calls that were killed an hour ago or earlier."""
+    for path in directory.glob(f".*{_TEMPORARY}"):
         with contextlib.suppress(OSError):
-            if match is not None and (
-                _killed(match["host"], int(match["pid"])) or is_old(directory / name)
-            ):
-                (directory / name).unlink()
-
-
-def _killed(host: str, pid: int) -> bool:
-    if host != os.uname().nodename:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):  # it belongs to another user
-        pass
-    return False
+            if is_old(path):
+                path.unlink()
 
 
 def is_old(path: Path) -> bool:
