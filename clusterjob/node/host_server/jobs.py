@@ -1,4 +1,4 @@
-"""Requests about jobs on this host: write, start, poll, cancel, remove; list and send results.
+"""Requests about jobs on this host: write, start, poll, cancel, remove, send results.
 
 An agent runs independently of the session that starts it. Growing files are sent from a byte
 offset, replaced files as a whole.

@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterjob.node.notifications import END, FAILURE, REQUEUE, START
 from clusterjob.node.notifications.events import Event, short
-from clusterjob.node.system.stderr_tail import StderrTail
+from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.verdict import JobState
 
 _COMMAND_TIMEOUT = 30.0  # seconds

@@ -177,7 +177,8 @@ def _reader(annotation: Any, where: str) -> Reader:
     if is_dataclass(annotation):
         return _read_object(typing.cast("Any", annotation), where)
     if annotation is int:
-        return _read_number(limit or Limit(_MAX_NUMBER), where)
+        low, high = (limit.minimum, limit.maximum) if limit else (0, _MAX_NUMBER)
+        return _read_if(lambda value: type(value) is int and low <= value <= high, where)
     if annotation is str:
         return _read_text(limit or Limit(_MAX_TEXT), where)
     if annotation is float:
@@ -258,17 +259,6 @@ def _read_object(kind: Any, where: str) -> Reader:
             if name not in value:
                 raise MalformedMessageError(f"{where}: no {name}")
         return kind(**{name: read(value[name]) for name, read in readers.items() if name in value})
-
-    return read
-
-
-def _read_number(limit: Limit, where: str) -> Reader:
-    low, high = limit.minimum, limit.maximum
-
-    def read(value: Any) -> Any:
-        if type(value) is int and low <= value <= high:
-            return value
-        raise _wrong(value, where)
 
     return read
 

@@ -180,7 +180,7 @@ def why_full(directory: Path) -> str:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of `write_atomic` calls that were killed an hour ago or earlier."""
+    """Remove the temporary files of `write_atomic` calls that were killed over an hour ago."""
     for path in directory.glob(f".*{_TEMPORARY}"):
         with contextlib.suppress(OSError):
             if is_old(path):
