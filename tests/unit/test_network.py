@@ -83,6 +83,7 @@ def test_listener_at_address_of_other_machine_uses_all_addresses() -> None:
 
 
 def test_listener_at_several_addresses_is_reached_at_each() -> None:
+    assert network.address_towards("255.255.255.255,127.0.0.1") == "127.0.0.1"
     with network.listen_at("127.0.0.1,127.0.0.2", 0, backlog=16) as listener:
         port = listener.getsockname()[1]
         for address in network.addresses_of("127.0.0.1,127.0.0.2"):

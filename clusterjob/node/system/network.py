@@ -153,15 +153,18 @@ def address_towards(host: str) -> str | None:
     on Debian, and ip6.arpa names elsewhere (pytorch#150532).
 
     Args:
-        host: a name or an address.
+        host: a name, an address, or several addresses with commas between them, of which the first
+            with a route counts.
     """
-    try:
-        family, kind, protocol, _, address = _resolve(host, 9, kind=socket.SOCK_DGRAM)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    for each in host.split(","):
+        try:
+            family, kind, protocol, _, address = _resolve(each, 9, kind=socket.SOCK_DGRAM)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None
 
 
 def interface_towards(host: str) -> str | None:
