@@ -214,21 +214,19 @@ def poll_node(home: Path, request: requests.PollNode) -> tuple[dict[str, Any], b
         monotonic clock, to which the events of node 0 refer.
     """
     job_dir, node = _directory(home, request), request.node
-    known = job_dir.is_dir()
     # Check this before reading files: an agent that is dead now has written its result before.
-    alive = agent_of(job_dir, node) is not None
+    answer = {"known": job_dir.is_dir(), "alive": agent_of(job_dir, node) is not None}
     news = News(job_dir, request.sizes, stamps=request.stamps, data=bytearray(), most=request.most)
     if request.logs:
         news.node_logs(node_directory(job_dir, node))
     for path in event_files(job_dir):
         if events_node(path.name) == node:
             news.grown(path)
-    if node == 0:
-        news.replaced(job_dir / RESULT)
-    news.replaced(job_dir / ENDS / f"node{node}.json")
-    news.replaced(job_dir / ENDS / f"node{node}.refused")
-    answer = {"known": known, "alive": alive, "files": news.files, "more": news.more}
-    return answer | {"clock": time.monotonic()}, bytes(news.data)
+    ends_of_node = [ends.directory(job_dir) / f"node{node}.{end}" for end in ("json", "refused")]
+    for path in [job_dir / RESULT, *ends_of_node] if node == 0 else ends_of_node:
+        news.replaced(path)
+    answer |= {"files": news.files, "more": news.more, "clock": time.monotonic()}
+    return answer, bytes(news.data)
 
 
 @dataclass
