@@ -215,7 +215,8 @@ def poll_node(home: Path, request: requests.PollNode) -> tuple[dict[str, Any], b
     """
     job_dir, node = _directory(home, request), request.node
     # Check this before reading files: an agent that is dead now has written its result before.
-    answer = {"known": job_dir.is_dir(), "alive": agent_of(job_dir, node) is not None}
+    answer: dict[str, Any] = {"known": job_dir.is_dir()}
+    answer["alive"] = agent_of(job_dir, node) is not None
     news = News(job_dir, request.sizes, stamps=request.stamps, data=bytearray(), most=request.most)
     if request.logs:
         news.node_logs(node_directory(job_dir, node))
