@@ -58,4 +58,26 @@ def __getattr__(name: str) -> Any:
 
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ImportError as error:
+        if ".pyz/" not in __file__:
+            raise
+        return _absent(name, str(error))
+
+
+def _absent(name: str, why: str) -> type:
+    """Return a class in place of a name that the node zip does not have.
+
+    So a module that defines and submits a function can be imported on a node without an
+    installation.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        from clusterjob.errors import ClusterJobError
+
+        raise ClusterJobError(f"clusterjob.{name} needs an installation of clusterjob here: {why}")
+
+    return type(
+        name, (), {"__init__": refuse, "__class_getitem__": classmethod(lambda cls, _: cls)}
+    )

@@ -65,10 +65,10 @@ def main() -> int:
 
 def _refuse_launch() -> int:
     from clusterjob.errors import UsageError
-    from clusterjob.node.system import linux
+    from clusterjob.node.system import processes
 
     try:
-        linux.require("`clusterjob launch`")
+        processes.require_linux("`clusterjob launch`")
     except UsageError as error:
         print(f"clusterjob: error: {error.message}\n  hint: {error.hint}", file=sys.stderr)
         return error.exit_code

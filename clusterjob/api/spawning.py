@@ -24,7 +24,7 @@ from clusterjob.node.logs.job_dir import AGENT_LOG, RESULT
 from clusterjob.node.logs.log_files import LogReader, fold
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.system import devices, files, linux
+from clusterjob.node.system import devices, files, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.worker import call, outcomes
@@ -75,7 +75,7 @@ def spawn(
             f"{function!r} is not a function",
             "to start a script: `clusterjob run SCRIPT`",
         )
-    linux.require("spawn")
+    processes.require_linux("spawn")
     environ = _environment(gpus)
     count = _count(nprocs, gpus, environ=environ)
     payload = call.pickled(

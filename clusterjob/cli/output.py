@@ -17,6 +17,7 @@ from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.log_files import LONGEST, Folded, Folder, LogLine, as_text, label
+from clusterjob.node.system import codec
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -61,9 +62,7 @@ def job_json(
     ended = verdict.attempts if verdict else ()
     if not ended:  # the job runs, or no coordinator wrote its verdict
         ended = events.ended_rounds(record.job_dir, running=verdict is None)
-    failure = (
-        verdict.failure.to_json() if verdict is not None and verdict.failure is not None else None
-    )
+    failure = codec.plain(verdict.failure) if verdict is not None else None
     shown = (
         "rank", "local_rank", "node_rank", "host", "exit_code", "signal", "message", "kind",
         "where",

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from clusterjob.node.system.stderr_tail import StderrTail
+from clusterjob.node.system.processes import StderrTail
 
 _CLOSE_TIMEOUT = 5.0  # seconds for the process to end after its stdin has ended
 

@@ -22,7 +22,7 @@ from clusterjob.core.records import SEPARATOR, Record, Records, home
 from clusterjob.core.times import parse_recorded
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node.host_server import code_store
-from clusterjob.node.system import removal
+from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState
 
 
@@ -122,7 +122,7 @@ def measure(jobs: Sequence[EndedJob]) -> tuple[list[EndedJob], int]:
     for job in jobs:
         left = elsewhere.get(job.record.job_id, Leftover())
         try:
-            size = removal.tree_size(_directory(job.record)) + left.size
+            size = files.tree_size(_directory(job.record)) + left.size
             measured.append(replace(job, size=size, kept=left.kept))
         except ClusterJobError as error:
             measured.append(replace(job, kept=error.message))
@@ -137,7 +137,6 @@ def remove(jobs: Sequence[EndedJob]) -> tuple[list[EndedJob], int]:
     removable = [job for job in jobs if not job.kept]
     elsewhere, code = _ask([job.record for job in removable], remove=True)
     records, done = Records(), []
-    removal.remove_abandoned(home() / "jobs")
     _remove_orphans(records)
     for job in jobs:
         kept = job.kept or elsewhere.get(job.record.job_id, Leftover()).kept
@@ -241,7 +240,7 @@ def _remove_here(records: Records, record: Record) -> None:
         ClusterJobError: the record names another directory.
         OSError: the directory or a record cannot be removed.
     """
-    removal.remove_tree(_directory(record))
+    files.remove_tree(_directory(record))
     if record.array is not None:
         for index in record.array["indices"]:
             records.delete(f"{record.job_id}{SEPARATOR}{index}")

@@ -110,7 +110,7 @@ def _lines(value: Any) -> tuple[str, ...]:
 
 
 def _retries(value: Any) -> tuple[str, ...]:
-    from clusterjob.node.retries import retries
+    from clusterjob.node.options import retries
 
     return tuple(word for line in _lines(value) for word in retries(line))
 

@@ -28,9 +28,9 @@ from clusterjob.node.options import (
     PREFLIGHT_MODES,
     START_MODES,
     LaunchOptions,
+    Retry,
 )
 from clusterjob.node.program import Program
-from clusterjob.node.retries import Retry
 
 MAX_NAME = 128
 

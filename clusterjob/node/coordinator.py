@@ -31,7 +31,7 @@ from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succe
 from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.rendezvous.round_plan import plan_round
+from clusterjob.node.rendezvous.round_plan import plan_round, store_address
 from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.rendezvous.until_done import UntilDone
@@ -112,7 +112,7 @@ class Coordinator:
         self._ledger = Ledger(since=time.monotonic())
         self._worlds: dict[int, Any] = {}
         self._store: socket.socket | None = None  # of the preflight or of the newest round
-        self._store_port = 0
+        self._store_address, self._store_port = "", 0
         self._evidence: Evidence | None = None
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[None] | None = None
@@ -271,7 +271,7 @@ class Coordinator:
         for node, wanted in core.orders(self._job, self._ledger, self._nodes):
             order = wanted
             if order.measure is not None and self._store is not None:
-                address, port = self._topology.master_addr, self._store_port
+                address, port = self._store_address, self._store_port
                 order = replace(order, measure=replace(order.measure, address=address, port=port))
             serves = order.world is not None or order.measure is not None
             if node == self._own and serves and self._store is not None:
@@ -312,8 +312,9 @@ class Coordinator:
     # -- the preflight -----------------------------------------------------------------------------
 
     def _begin_measuring(self) -> None:
-        address = self._topology.master_addr
-        self._store = ports.listen(address, [0], alone=self._topology.nnodes == 1)
+        self._store_address = store_address(self._topology, self._joined.values())
+        alone = self._topology.nnodes == 1
+        self._store = ports.listen(self._store_address, [0], alone=alone)
         self._store_port = int(self._store.getsockname()[1])
         self._node.print_line(f"preflight: measuring {_count(len(self._ledger.measured))}")
 

@@ -278,28 +278,24 @@ def _for_launcher(options: LaunchOptions) -> LaunchOptions:
     return ray_node.node_options(options)
 
 
-def _stdin_of_rank_0(topology: Topology, *, lifeline: bool) -> int | None:
-    """Return the descriptor of rank 0's stdin on node 0: an inherited one, else this process's."""
-    handed = os.environ.pop(contract.STDIN_FD, "")
-    if topology.node_rank or (lifeline and not handed.isdecimal()):
-        return None
-    descriptor = int(handed) if handed.isdecimal() else 0
-    try:
-        os.set_inheritable(descriptor, False) if descriptor else os.fstat(descriptor)
-    except OSError:
-        return None
-    return descriptor
-
-
 def _stdin_of_workers(
     options: LaunchOptions, topology: Topology, job_dir: Path
 ) -> tuple[LaunchOptions, int | None]:
     """Return the options and the descriptor of rank 0's stdin, or of a file with the script.
 
+    Rank 0's stdin on node 0 is an inherited descriptor, else that of this process.
+
     Raises:
         UsageError: the script on standard input is empty or too long.
     """
-    stdin = _stdin_of_rank_0(topology, lifeline=options.lifeline)
+    handed = os.environ.pop(contract.STDIN_FD, "")
+    stdin: int | None = int(handed) if handed.isdecimal() else 0
+    try:
+        os.set_inheritable(stdin, False) if stdin else os.fstat(0)
+    except OSError:
+        stdin = None
+    if topology.node_rank or (options.lifeline and not handed.isdecimal()):
+        stdin = None
     if ".pyz/" in __file__:  # the submitter has read the script
         if options.program.on_stdin:
             stdin = os.open(job_dir / STDIN_SCRIPT, os.O_RDONLY)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,13 +15,16 @@ from typing import Any, NoReturn
 
 from clusterjob.errors import SpecError, UsageError, did_you_mean
 from clusterjob.node.program import NO_EFFECT, STDIN, WORKER_WORDS, Program
-from clusterjob.node.retries import retries
 from clusterjob.node.system import signals
+from clusterjob.node.verdict import FailureKind
 
 START_MODES = ("auto", "fork", "exec")
 LAUNCHERS = ("agent", "torchrun", "ray")
 PREFLIGHT_MODES = ("off", "warn", "refuse")
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL of an ordered stop, without --grace
+_RETRY = re.compile(
+    r"(?P<kind>[^:]*)(?::(?P<times>\d{1,6}))?(?::mem\*(?P<memory>\d{1,2}(?:\.\d{1,3})?))?", re.ASCII
+)
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
@@ -54,6 +58,53 @@ def _duration(text: str) -> float:
     """Read a number of seconds above 0, or one with a unit, such as 10m."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     return unit * seconds(text[:-1]) if unit else seconds(text)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """One --retry: the restarts after failures of one kind.
+
+    Attributes:
+        times: maximum number of restarts in the whole job; None for that of --max-restarts, at
+            least 1.
+        memory: the factor by which the memory grows each time; 0.0 for the same memory.
+    """
+
+    kind: FailureKind
+    times: int | None = None
+    memory: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Retry:
+        """Read ``KIND``, ``KIND:N`` or ``oom_host:N:mem*FACTOR``.
+
+        Raises:
+            SpecError: the text has another form, or the kind is unknown.
+        """
+        found = _RETRY.fullmatch(text.strip())
+        if found is None:
+            raise SpecError(f"{text!r}: write KIND, KIND:N or oom_host:N:mem*1.5")
+        kinds = [kind.value for kind in FailureKind]
+        if found["kind"] not in kinds:
+            hint = did_you_mean(found["kind"], kinds, f"the kinds are {', '.join(kinds)}")
+            raise SpecError(f"{text!r}: there is no kind {found['kind']!r}", hint)
+        memory = float(found["memory"] or 0)
+        if found["memory"] and (found["kind"] != FailureKind.OOM_HOST or memory <= 1):
+            raise SpecError(f"{text!r}: only oom_host:N:mem*FACTOR, above 1, grows memory")
+        times = found["times"]
+        return cls(FailureKind(found["kind"]), int(times) if times else None, memory=memory)
+
+
+def retries(text: str) -> tuple[str, ...]:
+    """Check comma-separated values of --retry, and return each.
+
+    Raises:
+        SpecError: one of them is wrong.
+    """
+    words = tuple(word.strip() for word in text.split(","))
+    for word in words:
+        Retry.parse(word)
+    return words
 
 
 def _retries(text: str) -> tuple[str, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from clusterjob.node.system.json_fields import items, mapping, number, optional, text
+from clusterjob.node.system import codec
+from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 
@@ -73,18 +74,11 @@ class FailureKind(str, Enum):
         return self.value
 
 
-_MAX_EXIT_CODE = 255
-_MAX_LINES, _MAX_CONSEQUENCES = 200, 65_536
-_MAX_NOTE = 4000  # characters of `Verdict.in_code`
+_MAX_ROUNDS = 65_536  # that are read
 # Rounds that are listed of a job with many: the first and the latest.
 _FIRST_ROUNDS, _LATEST_ROUNDS = 10, 30
-
-
-def _kind(fields: Mapping[str, Any]) -> FailureKind:
-    try:
-        return FailureKind(fields.get("kind"))
-    except ValueError:  # a kind that a newer version has added
-        return FailureKind.CODE
+_Text = Annotated[str, Limit(16_384, cuts=True)]
+_Short = Annotated[str, Limit(_SHORT, cuts=True)]
 
 
 @dataclass(frozen=True)
@@ -106,14 +100,14 @@ class Failure:
     rank: int | None
     local_rank: int | None
     node_rank: int
-    host: str
+    host: _Text
     exit_code: int
-    signal: str | None
-    message: str
-    last_lines: tuple[str, ...] = ()
+    signal: _Text | None
+    message: _Text
+    last_lines: Annotated[tuple[_Text, ...], Limit(200, cuts=True)] = ()
     effect: bool = False
     kind: FailureKind = FailureKind.CODE
-    where: str = ""
+    where: _Text = ""
 
     @classmethod
     def of_node(
@@ -146,26 +140,9 @@ class Failure:
         Raises:
             ValueError: a key is missing or has a wrong value.
         """
-        fields = mapping(data)
-        return cls(
-            rank=optional(number, fields, "rank"),
-            local_rank=optional(number, fields, "local_rank"),
-            node_rank=number(fields, "node_rank"),
-            host=text(fields, "host"),
-            exit_code=number(fields, "exit_code"),
-            signal=optional(text, fields, "signal"),
-            message=text(fields, "message"),
-            last_lines=tuple(
-                text({"line": line}, "line") for line in items(fields, "last_lines")[-_MAX_LINES:]
-            ),
-            effect=bool(fields.get("effect")),
-            kind=_kind(fields),
-            where=optional(text, fields, "where") or "",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the failure as plain data."""
-        return asdict(self) | {"last_lines": list(self.last_lines), "kind": self.kind.value}
+        if isinstance(data, dict) and data.get("kind") not in list(FailureKind):
+            data = {**data, "kind": FailureKind.CODE}  # a newer version has added a kind
+        return codec.read(cls, data)
 
     @property
     def who(self) -> str:
@@ -199,14 +176,14 @@ class RoundEnd:
 
     attempt: int
     restart: int
-    kind: str
-    host: str | None
-    node: int | None
-    rank: int | None
-    started_at: str | None
-    ended_at: str | None
-    message: str = ""
-    where: str = ""
+    kind: _Short
+    host: _Text | None = None
+    node: int | None = None
+    rank: int | None = None
+    started_at: _Text | None = None
+    ended_at: _Text | None = None
+    message: _Short = ""
+    where: _Short = ""
     MAX_MESSAGE: ClassVar[int] = _SHORT
 
     @classmethod
@@ -216,19 +193,7 @@ class RoundEnd:
         Raises:
             ValueError: a key is missing or has a wrong value.
         """
-        fields = mapping(data)
-        return cls(
-            attempt=number(fields, "attempt"),
-            restart=number(fields, "restart"),
-            kind=text(fields, "kind")[:_SHORT],
-            host=optional(text, fields, "host"),
-            node=optional(number, fields, "node"),
-            rank=optional(number, fields, "rank"),
-            started_at=optional(text, fields, "started_at"),
-            ended_at=optional(text, fields, "ended_at"),
-            message=(optional(text, fields, "message") or "")[:_SHORT],
-            where=(optional(text, fields, "where") or "")[:_SHORT],
-        )
+        return codec.read(cls, data)
 
 
 def bounded(rounds: Sequence[RoundEnd]) -> tuple[RoundEnd, ...]:
@@ -262,18 +227,18 @@ class Verdict:
     """
 
     state: JobState
-    exit_code: int
-    reason: str = ""
+    exit_code: Annotated[int, Limit(255)]
+    reason: _Text = ""
     failure: Failure | None = None
-    consequences: tuple[Failure, ...] = field(default=())
+    consequences: Annotated[tuple[Failure, ...], Limit(65_536, cuts=True)] = ()
     restarts: int = 0
     attempt: int = 0
-    started_at: str | None = None
-    ended_at: str | None = None
-    evidence: str = ""
+    started_at: _Text | None = None
+    ended_at: _Text | None = None
+    evidence: _Text = ""
     evidence_ranks: int = 0
-    attempts: tuple[RoundEnd, ...] = ()
-    in_code: str = ""
+    attempts: Annotated[tuple[RoundEnd, ...], Limit(_MAX_ROUNDS, cuts=True)] = ()
+    in_code: Annotated[str, Limit(4000, cuts=True)] = ""
 
     @classmethod
     def from_json(cls, data: Any) -> Verdict:
@@ -283,44 +248,17 @@ class Verdict:
             ValueError: a key is missing or wrong, or the exit code contradicts the state: 0 means
                 SUCCEEDED.
         """
-        fields = mapping(data)
-        state, exit_code = JobState(text(fields, "state")), number(fields, "exit_code")
+        verdict = codec.read(cls, data)
+        state, exit_code = verdict.state, verdict.exit_code
         if not (state.final or state is JobState.PREEMPTED):
             raise ValueError(f"{state} is not a final state")
-        if (exit_code == 0) != (
-            state is JobState.SUCCEEDED
-        ) or not 0 <= exit_code <= _MAX_EXIT_CODE:
+        if (exit_code == 0) != (state is JobState.SUCCEEDED):
             raise ValueError(f"{state} with exit code {exit_code}")
-        failure = fields.get("failure")
-        return cls(
-            state=state,
-            exit_code=exit_code,
-            reason=optional(text, fields, "reason") or "",
-            failure=Failure.from_json(failure) if failure else None,
-            consequences=tuple(
-                Failure.from_json(item)
-                for item in items(fields, "consequences")[:_MAX_CONSEQUENCES]
-            ),
-            restarts=optional(number, fields, "restarts") or 0,
-            attempt=optional(number, fields, "attempt") or 0,
-            started_at=optional(text, fields, "started_at"),
-            ended_at=optional(text, fields, "ended_at"),
-            evidence=optional(text, fields, "evidence") or "",
-            evidence_ranks=optional(number, fields, "evidence_ranks") or 0,
-            in_code=(optional(text, fields, "in_code") or "")[:_MAX_NOTE],
-            attempts=bounded([RoundEnd.from_json(item) for item in items(fields, "attempts")]),
-        )
+        return replace(verdict, attempts=bounded(verdict.attempts))
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain data, with its schema number."""
-        return {
-            "schema": SCHEMA,
-            **vars(self),
-            "state": self.state.value,
-            "failure": self.failure.to_json() if self.failure else None,
-            "consequences": [failure.to_json() for failure in self.consequences],
-            "attempts": [vars(each) for each in self.attempts],
-        }
+        return {"schema": SCHEMA, **codec.fields_of(self)}
 
     def later_failures(self) -> list[tuple[str, list[Failure]]]:
         """Return the failures after the root cause in groups, each with how it failed."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from clusterjob.node.host_server import commands, poll, results
+from clusterjob.node.host_server import commands, jobs
 from clusterjob.node.host_server.requests import HostRequest
 
 MAX_LINE = 1 << 20  # bytes of an answer's JSON line, unless its request allows more
@@ -28,7 +28,7 @@ _DigestOrEmpty = Annotated[str, Meta(max_length=64, pattern=r"\A([0-9a-f]{64})?\
 _Address = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9A-Fa-f:.]+\Z")]
 _Integer = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Small = Annotated[int, Meta(ge=0, le=1 << 20)]
-_Part = Annotated[int, Meta(ge=0, le=results.MAX_BYTES)]
+_Part = Annotated[int, Meta(ge=0, le=jobs.MAX_BYTES)]
 _Version = Annotated[list[_Small], Meta(max_length=5)]
 
 
@@ -67,7 +67,7 @@ ANSWER_HEADER = _object({"size": _Integer}, {"error": Annotated[str, Meta(max_le
 
 # A file of a job's directory, whose new bytes follow the answer.
 _File = _object(
-    {"path": _Path, "size": Annotated[int, Meta(ge=0, le=poll.MAX_ANSWER)]},
+    {"path": _Path, "size": Annotated[int, Meta(ge=0, le=jobs.MAX_ANSWER)]},
     {"offset": _Integer, "stamp": Annotated[str, Meta(max_length=200)], "gone": bool},
 )
 _PolledJob = _object({"known": bool, "files": _list(_File, 100_000), "more": bool})
@@ -101,7 +101,7 @@ _ANSWERS = {
             {
                 "errors": _Texts,
                 "identity": _Text,
-                "reached_at": _Text,
+                "addresses": _list(_Address, 1000),
                 "host": _Text,
                 "home": _Path,
                 "time": Annotated[float, Meta(gt=-1e11, lt=1e11)],
@@ -144,36 +144,20 @@ _ANSWERS = {
             },
             {"clock": Annotated[float, Meta(ge=0, lt=1e12)]},
         ),
-        poll.MAX_ANSWER,
+        jobs.MAX_ANSWER,
         max_line=4 << 20,
     ),
     "PollJobs": AnswerSchema(
         _object({"jobs": _list(_PolledJob, 1000)}),
-        poll.MAX_ANSWER,
+        jobs.MAX_ANSWER,
         max_line=16 << 20,
     ),
     # The request sets the limit of the bytes that follow.
     "Tree": AnswerSchema(_object({"absent": _list(_Path, 10_000)})),
-    "Digests": AnswerSchema(_object({"digests": _list(_DigestOrEmpty, results.MAX_DIGESTS)})),
+    "Digests": AnswerSchema(_object({"digests": _list(_DigestOrEmpty, jobs.MAX_DIGESTS)})),
     "Get": AnswerSchema(
-        _object({"lengths": _list(_Part, results.MAX_PARTS)}),
-        results.MAX_BYTES,
-    ),
-    "Listen": AnswerSchema(
-        _object(
-            {
-                "port": Annotated[int, Meta(ge=1, le=65535)],
-                "addresses": _list(_Address, 1000),
-            }
-        )
-    ),
-    "ProbeAddresses": AnswerSchema(
-        _object(
-            {
-                "reached": _list(Annotated[str, Meta(max_length=64)], 1000),
-                "why": Annotated[dict[str, _Text], Meta(max_length=1000)],
-            }
-        )
+        _object({"lengths": _list(_Part, jobs.MAX_PARTS)}),
+        jobs.MAX_BYTES,
     ),
     "RunCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),
     "ReapCommand": AnswerSchema(_Command, 2 * commands.MAX_OUTPUT),

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
+from clusterjob.node.host_server.jobs import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
 from clusterjob.node.host_server.requests import Digests, Get, Tree
-from clusterjob.node.host_server.results import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, SchemaError, TreeEntry, check
 from clusterjob.remote.destination import (

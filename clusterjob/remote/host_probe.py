@@ -26,7 +26,6 @@ class HostReport:
         gpus: one text for each GPU.
         home: clusterjob's directory there; empty if the host did not answer.
         machine: identity of the machine, which does not depend on its name or address.
-        reached_at: the host's own address of this connection.
         ahead: the smallest possible difference of the two clocks in seconds: positive if the host's
             clock is ahead, negative if it is behind; None without an answer.
     """
@@ -42,7 +41,6 @@ class HostReport:
     gpus: tuple[str, ...] = ()
     home: str = ""
     machine: str = ""
-    reached_at: str = ""
     ahead: float | None = None
 
 
@@ -81,7 +79,6 @@ def probe_hosts(sessions: Sessions, place: Place, *, own: bool = True) -> list[H
             gpus=tuple(answer["gpus"]),
             home=answer["home"],
             machine=answer["identity"],
-            reached_at=answer["reached_at"],
             ahead=ahead,
         )
 

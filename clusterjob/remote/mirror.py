@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
-from clusterjob.node.host_server.poll import MAX_BYTES
+from clusterjob.node.host_server.jobs import MAX_BYTES
 from clusterjob.node.host_server.requests import PollNode
 from clusterjob.node.logs.job_dir import event_files, events_node
 from clusterjob.node.logs.log_files import node_directory

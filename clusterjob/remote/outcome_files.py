@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
+from clusterjob.node.host_server.jobs import MAX_BYTES
 from clusterjob.node.host_server.requests import Get, Tree
-from clusterjob.node.host_server.results import MAX_BYTES
 from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, TreeEntry, check
 from clusterjob.remote.protocol import Exchange
 from clusterjob.remote.session import Session

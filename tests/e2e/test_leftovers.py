@@ -72,7 +72,9 @@ def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
         process.send_signal(signal.SIGKILL)
         killed += process.wait(TEST_TIMEOUT) == -signal.SIGKILL
     assert killed
-    (home / "records" / f".x-222222.json.abcdefgh.{os.uname().nodename}.999999999").touch()
+    (home / "records" / ".x-222222.json.abcdefgh.tmp").touch()
+    for name in os.listdir(home / "records"):
+        os.utime(home / "records" / name, (time.time() - 4000,) * 2)
     (home / "jobs" / "x-222222" / "logs").mkdir(parents=True)
     os.utime(home / "jobs" / "x-222222", (time.time() - 4000,) * 2)
     wait_for_success(work, submit(work))
@@ -92,8 +94,7 @@ def test_submit_removes_leftovers_of_killed_submits(work: Path) -> None:
 def test_submit_keeps_files_of_other_processes(work: Path) -> None:
     home = Path(os.environ["CLUSTERJOB_HOME"])
     (home / "records").mkdir(parents=True)
-    own = f".a.json.abcdefgh.{os.uname().nodename}.{os.getpid()}"
-    kept = [own, ".a.json.abcdefgh.another-host.1", ".ended.json", ".notes"]
+    kept = [".a.json.abcdefgh.tmp", ".ended.json", ".notes"]
     for name in kept:
         (home / "records" / name).touch()
     (home / "jobs" / "old-222222" / "logs" / "node0").mkdir(parents=True)
@@ -121,8 +122,8 @@ def test_job_directory_with_unlisted_record_is_kept(monkeypatch: pytest.MonkeyPa
     assert os.listdir(home / "jobs") == ["queued-222222"]
 
 
-def test_leftovers_of_other_host_are_removed_after_one_hour(tmp_path: Path) -> None:
-    path = tmp_path / ".a.json.abcdefgh.another-host.1"
+def test_temporary_files_are_removed_after_one_hour(tmp_path: Path) -> None:
+    path = tmp_path / ".a.json.abcdefgh.tmp"
     path.touch()
     files.remove_leftovers(tmp_path)
     assert path.exists()

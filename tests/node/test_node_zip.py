@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import os
 import re
@@ -18,7 +17,6 @@ from procs import TEST_TIMEOUT
 
 import clusterjob
 from clusterjob.core import node_zip
-from clusterjob.node.zip import importer
 
 PACKAGE = Path(clusterjob.__file__).parent
 CLEAN = {"PATH": os.environ["PATH"]}
@@ -133,43 +131,56 @@ def test_cached_zip_of_another_owner_is_ignored(tmp_path: Path) -> None:
 def test_node_zip_is_below_size_limit() -> None:
     size = len(node_zip.node_zip())
     print(f"the node zip has {size} bytes")
-    assert size < node_zip.LIMIT == 340_000
+    assert size < node_zip.LIMIT == 260_000
 
 
-def test_node_zip_holds_only_modules_that_jobs_need() -> None:
-    """It holds sources only, without the modules that submit jobs to other hosts."""
-    with zipfile.ZipFile(io.BytesIO(node_zip.node_zip())) as archive:
+def test_node_zip_holds_only_modules_that_jobs_need(zip_file: Path) -> None:
+    """It holds sources only, without the modules that submit jobs."""
+    with zipfile.ZipFile(zip_file) as archive:
         assert archive.testzip() is None
-        names = set(archive.namelist())
-        texts = {name: archive.read(name) for name in names}
-    block = json.loads(texts.pop(f"clusterjob/{importer.NAME}"))
-    assert not set(block) & set(texts)
-    texts |= {name: text.encode() for name, text in block.items()}
-    modules = {
-        f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path for path in PACKAGE.rglob("*.py")
-    }
-    modules = {
-        name: path
-        for name, path in modules.items()
-        if not name.removeprefix("clusterjob/").startswith(node_zip.LEFT_OUT)
-    }
-    assert set(texts) == {"__main__.py", *modules}
-    assert {
-        "clusterjob/api/functions.py",
-        "clusterjob/core/jobs.py",
-        "clusterjob/backends/local/backend.py",
-    } < set(block)
-    texts["clusterjob/__init__.py"] = texts["clusterjob/__init__.py"].removesuffix(
-        node_zip._INSTALL.encode()
+        assert set(archive.namelist()) == {"__main__.py", "clusterjob/__init__.py"}
+        main = archive.read("__main__.py")
+    code = (
+        "import sys, json; sys.path.insert(0, sys.argv[1]); import clusterjob;"
+        "json.dump(sys.meta_path[0]._all(), sys.stdout)"
     )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, zip_file], capture_output=True, check=True
+    )
+    texts = json.loads(done.stdout)
+    modules = {
+        f"clusterjob/{path.relative_to(PACKAGE).as_posix()}": path
+        for path in PACKAGE.rglob("*.py")
+        if not path.relative_to(PACKAGE).as_posix().startswith(node_zip.LEFT_OUT)
+    }
+    modules.pop("clusterjob/__init__.py")
+    assert set(texts) == set(modules)
+    assert "clusterjob/api/spawning.py" in texts
+    assert "clusterjob/core/jobs.py" not in texts
     for name, path in modules.items():
         source, packed = ast.parse(path.read_text()), ast.parse(texts[name])
         assert without_docstrings(source) == without_docstrings(packed), name
         assert [node.lineno for node in statements(source)] == [
             node.lineno for node in statements(packed)
         ], name
-    assert b"\n    # " not in texts["clusterjob/node/agent/agent.py"]
-    assert texts["__main__.py"] == (PACKAGE / "node" / "zip" / "main.py").read_bytes()
+    assert "\n    # " not in texts["clusterjob/node/agent/agent.py"]
+    assert main == (PACKAGE / "node" / "zip" / "main.py").read_bytes()
+
+
+def test_process_opens_node_zip_three_times(zip_file: Path) -> None:
+    code = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+sys.path.insert(0, sys.argv[1])
+from clusterjob import bootstrap
+import clusterjob.node.launch
+print(opened.count(sys.argv[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, zip_file], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "3\n"
 
 
 def test_modules_in_zip_and_modules_left_out_can_be_imported_in_job(
@@ -183,14 +194,14 @@ def test_modules_in_zip_and_modules_left_out_can_be_imported_in_job(
 import inspect, sys
 import clusterjob
 assert "json" not in sys.modules
-import clusterjob.core.units as units, clusterjob.backends.slurm.flags
+import clusterjob.node.system.hostlist as hostlist, clusterjob.backends.slurm.flags
 import clusterjob.cli.job_options, clusterjob.backends.ssh.backend
 from clusterjob import JobSpec
-print(units.__file__, units.__spec__.origin, inspect.getsource(units.show_size).splitlines()[0])
+print(hostlist.__file__, inspect.getsource(hostlist.expand_hostlist).splitlines()[0])
 from clusterjob.backends import base, slurm, ssh
 print(slurm.flags.__file__, ssh.backend.__file__, base.__file__)
 try:
-    units.parse_size("x")
+    hostlist.expand_hostlist("[")
 except Exception as error:
     import traceback
     print(traceback.extract_tb(error.__traceback__)[-1].line)
@@ -207,14 +218,14 @@ assert importlib.util.find_spec("clusterjob.nothing") is None
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    file = f"{zip_file}/clusterjob/core/units.py"
-    assert done.stdout.splitlines()[0] == f"{file} {file} def show_size(size: int) -> str:"
+    file = f"{zip_file}/clusterjob/node/system/hostlist.py"
+    assert done.stdout.splitlines()[0] == f"{file} def expand_hostlist(text: str) -> list[str]:"
     left_out = [f"{PACKAGE}/backends/slurm/flags.py", f"{PACKAGE}/backends/ssh/backend.py"]
     assert done.stdout.splitlines()[1].split() == [
         *left_out,
-        f"{zip_file}/clusterjob/backends/base.py",
+        f"{PACKAGE}/backends/base.py",
     ]
-    assert done.stdout.splitlines()[2].startswith("raise SpecError(")
+    assert done.stdout.splitlines()[2].startswith("raise PlacementError(")
     command = [sys.executable, "-m", "clusterjob", "submit", "--help"]
     done = subprocess.run(
         command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -251,6 +262,26 @@ def test_installed_package_of_other_version_or_missing_one_is_refused(
             f"ImportError: this job uses clusterjob {clusterjob.__version__}, "
             f"but {tmp_path}/site/clusterjob/__init__.py"
         )
+
+
+def test_module_that_submits_can_be_imported_without_installed_package(
+    zip_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "from clusterjob import Job, submit\n"
+        "def train(job: Job[int] | None = None):\n    return 1\n"
+    )
+    code = "import train; print(train.train()); train.submit(train.train)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**CLEAN, "PYTHONPATH": str(zip_file)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "1\n", done.stderr
+    assert "clusterjob.submit needs an installation of clusterjob here" in done.stderr
 
 
 def without_docstrings(tree: ast.Module) -> str:
@@ -317,7 +348,7 @@ def test_unknown_option_is_reported_without_traceback(zip_file: Path) -> None:
 def test_zip_on_pythonpath_is_imported_before_installed_package(
     zip_file: Path, tmp_path: Path
 ) -> None:
-    code = "import clusterjob, clusterjob.node.agent.agent, clusterjob.core.spec, json\n"
+    code = "import clusterjob, clusterjob.node.agent.agent, json\n"
     code += "print(json.dumps([clusterjob.__file__, clusterjob.__version__]))"
     environ = {**CLEAN, "PYTHONPATH": str(zip_file)}
     for flags in ([], ["-S"]):

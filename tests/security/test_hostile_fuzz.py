@@ -33,10 +33,8 @@ SENT: dict[str, requests.HostRequest] = {
         requests.Facts("python", setup=(), env={}, workdir="~"),
         requests.Get("x", "code", parts=(("a", 0, 1),)),
         requests.Install("x"),
-        requests.Listen((20000,), nonce="n"),
         requests.PollJobs(1, jobs=()),
         requests.PollNode("x", 0, logs=True, most=1, sizes={}, stamps={}),
-        requests.ProbeAddresses(("10.0.0.1",), 20000, nonce="n", wait=1.0),
         requests.Put("x", 0, files=()),
         requests.RunCommand(("squeue",), env={}, job="", wait=1.0),
         requests.Tree("x", "code", paths=("a",), most=1),
@@ -59,7 +57,7 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         {
             "errors": [],
             "identity": "x",
-            "reached_at": "10.0.0.1",
+            "addresses": ["10.0.0.1"],
             "host": "gpu1",
             "home": "/h",
             "time": 1.5,
@@ -91,8 +89,6 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         b"",
     ),
     "RunCommand": ({"code": 0, "out": 2}, b"outerr"),
-    "ProbeAddresses": ({"reached": ["10.0.0.1"], "why": {"10.0.0.2": "no answer"}}, b""),
-    "Listen": ({"port": 20000, "addresses": ["10.0.0.1"]}, b""),
     "Install": ({"missing": [HASH]}, b""),
 }
 LOOKS = (

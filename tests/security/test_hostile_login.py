@@ -41,7 +41,7 @@ def ran(argv):
     return {"code": 0, "out": len(output)}, output
 def checked():
     return {
-        "errors": [], "identity": "x", "reached_at": "10.0.0.1", "host": "gpu1", "home": "/h",
+        "errors": [], "identity": "x", "addresses": ["10.0.0.1"], "host": "gpu1", "home": "/h",
         "time": time.time(), "python": "3.11.2", "torch": None, "free": 10**10, "gpus": [],
     }
 # The line of squeue for one job, with the field separator that the command requests.

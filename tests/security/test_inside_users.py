@@ -22,7 +22,7 @@ from clusterjob.core.inside import connection
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError
 from clusterjob.node import job_processes
-from clusterjob.node.inside import search, streams
+from clusterjob.node.inside import program, streams
 from clusterjob.node.inside.streams import Stream
 
 # The interpreter may be in a directory of root: modules are imported before the change of user.
@@ -119,12 +119,12 @@ def test_program_with_user_id_bit_is_no_worker_of_a_job_of_root() -> None:
         forged = {"CLUSTERJOB_JOB_ID": "forged-1", "CLUSTERJOB_NODE_RANK": "0", "RANK": "0"}
         process = subprocess.Popen([sleep, "60"], env=forged, user=65534, group=65534)
         try:
-            with pytest.raises(search.NotHereError, match="absent"):
-                search.find("forged-1", 0, None)
+            with pytest.raises(program.NotHereError, match="absent"):
+                program.find("forged-1", 0, None)
             sleep.chmod(0o755)
             own = subprocess.Popen([sleep, "60"], env=forged)
             try:
-                assert search.find("forged-1", 0, None).pid == own.pid
+                assert program.find("forged-1", 0, None).pid == own.pid
             finally:
                 own.kill()
                 own.wait()

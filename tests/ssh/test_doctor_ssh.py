@@ -59,7 +59,6 @@ def test_usable_hosts_pass_all_checks(diagnose: HostDoctor) -> None:
     )
     assert found.message("machines") == "gpu1 is gpu1, gpu2 is gpu2, gpu3 is gpu3"
     assert found.message("torch") == "2.9.0 for the CPU only, with gloo, on all 3 hosts"
-    assert found.message("rendezvous") == "gpu1 is reached at 10.77.0.1 by gpu2, gpu3"
     assert found.message("versions") == "the same on all hosts"
     for host in diagnose.site.ssh_network.hosts.values():
         kept = host.home / ".clusterjob" / "jobs"
@@ -75,14 +74,12 @@ def test_single_host_with_real_torch_passes(site: Site) -> None:
     assert found.fit
     assert found.message("torch").startswith("gpu1: 2.")
     assert found.message("start") == "gpu1: forked from one process that has imported torch"
-    assert found.message("rendezvous") == "one host needs no rendezvous"
 
 
 def test_hosts_behind_bastion_pass(site: Site) -> None:
     found = doctor(*site.options(hosts="inner[1-2]"), cwd=site.directory)
     assert found.fit
     assert found.state("torch") == "warning", "need_torch=false: the job may be no Python program"
-    assert found.message("rendezvous") == "inner1 is reached at 10.78.0.1 by inner2"
 
 
 def test_unreachable_and_untrusted_hosts_fail_check_reached(diagnose: HostDoctor) -> None:
@@ -113,10 +110,6 @@ def test_unreachable_and_untrusted_hosts_fail_check_reached(diagnose: HostDoctor
         found.message("disks").splitlines()[-1] == found.message("clock").splitlines()[-1] == away
     )
     assert "gpu1, gpu3: 2.9.0" in found.message("torch")
-    assert found.message("rendezvous").splitlines() == [
-        "gpu1 is reached at 10.77.0.1 by gpu3",
-        away,
-    ]
 
 
 def test_all_other_checks_are_unknown_when_no_host_is_reached(diagnose: HostDoctor) -> None:
@@ -142,7 +135,6 @@ def test_all_other_checks_are_unknown_when_no_host_is_reached(diagnose: HostDoct
             "disks",
             "clock",
             "versions",
-            "rendezvous",
         )
     }
     assert states == {"unknown"}
@@ -165,7 +157,6 @@ def test_missing_interpreter_and_missing_torch_fail(diagnose: HostDoctor) -> Non
     assert found.failed == ["interpreter"]
     assert found.message("interpreter") == "gpu1, gpu2: there is no interpreter /nowhere/python"
     assert found.state("torch") == "unknown"
-    assert found.state("rendezvous") == "ok", "it does not need the job's interpreter"
     bare = diagnose(setup=None)
     assert bare.failed == ["torch"]
     assert bare.message("torch") == f"gpu1, gpu2: no torch: {sys.executable} does not find it"
@@ -216,7 +207,6 @@ def test_two_hosts_that_are_same_machine_fail(diagnose: HostDoctor) -> None:
     found = diagnose(hosts="gpu1,gpu2,other")
     assert found.failed == ["machines"]
     assert found.message("machines").splitlines()[0] == "other: it is the same machine as gpu1"
-    assert found.message("rendezvous") == "gpu1 is reached at 10.77.0.1 by gpu2"
 
 
 def test_full_disk_fails_check_disks(diagnose: HostDoctor, full_disk: SshHost) -> None:
@@ -245,18 +235,6 @@ def test_wrong_clock_is_warning(diagnose: HostDoctor, tmp_path: Path) -> None:
     assert found.fit
     assert found.state("clock") == "warning"
     assert found.message("clock") == "gpu1, gpu2: about 60 min behind this machine's"
-
-
-def test_host_that_cannot_reach_first_host_fails_rendezvous(diagnose: HostDoctor) -> None:
-    gpu2 = diagnose.site.ssh_network.hosts["gpu2"]
-    gpu2.run("ip", "route", "add", "prohibit", "10.77.0.1")
-    try:
-        found = diagnose(hosts="gpu[1-3]")
-    finally:
-        gpu2.run("ip", "route", "del", "prohibit", "10.77.0.1")
-    assert found.failed == ["rendezvous"]
-    assert found.message("rendezvous").startswith("gpu2: it cannot reach gpu1 at 10.77.0.1 (")
-    assert "have to be open between the hosts" in found.hints("rendezvous")
 
 
 def test_missing_gpus_fail_and_warn_with_no_require_gpus(diagnose: HostDoctor) -> None:

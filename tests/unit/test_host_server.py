@@ -19,9 +19,9 @@ from fuzzing import fuzz
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.host_server import cleaning, code_store, requests
+from clusterjob.node.host_server import code_store, jobs, requests
 from clusterjob.node.host_server.requests import REQUESTS
-from clusterjob.node.host_server.server import RequestHandler
+from clusterjob.node.host_server.server import HANDLERS, WITH_BODY
 from clusterjob.node.system import processes
 from clusterjob.remote import answer_schemas
 
@@ -80,8 +80,8 @@ def test_missing_field_is_answered_with_its_name(tmp_path: Path) -> None:
     assert refused["error"] == "malformed request: Check: no need"
 
 
-def test_every_request_has_a_handler_and_no_field_named_size(tmp_path: Path) -> None:
-    handlers = RequestHandler(tmp_path, "")._handlers
+def test_every_request_has_a_handler_and_no_field_named_size() -> None:
+    handlers = {requests.Facts, *HANDLERS, *WITH_BODY}
     assert {kind.__name__: kind for kind in handlers} == REQUESTS._kinds
     for kind in handlers:
         assert "size" not in {field.name for field in dataclasses.fields(kind)}
@@ -134,23 +134,23 @@ def test_ended_job_is_measured_then_removed_with_code_that_no_job_uses(tmp_path:
     put_job(tmp_path, "one-a", code={"own.py": b"1" * 200_000, "shared.py": b"s" * 50_000})
     put_job(tmp_path, "two-b", code={"shared.py": b"s" * 50_000})
     age(tmp_path)
-    measured = cleaning.clean(tmp_path, requests.Clean(("one-a", "gone-c"), remove=False))
+    measured = jobs.clean(tmp_path, requests.Clean(("one-a", "gone-c"), remove=False))
     assert [job["kept"] for job in measured["jobs"]] == ["", ""]
     assert measured["jobs"][0]["size"] >= 250_000
     assert measured["jobs"][1] == {"size": 0, "stamp": "", "kept": ""}
     assert 200_000 <= measured["code"] < 250_000
     assert len(stored(tmp_path)) == 2
-    removed = cleaning.clean(tmp_path, requests.Clean(("one-a",), remove=True))
+    removed = jobs.clean(tmp_path, requests.Clean(("one-a",), remove=True))
     assert removed["jobs"][0]["size"] == measured["jobs"][0]["size"]
     assert removed["code"] == measured["code"]
     assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["two-b"]
     assert stored(tmp_path) == {b"s" * 50_000}
-    assert cleaning.clean(tmp_path, requests.Clean(("one-a",), remove=True))["code"] == 0
+    assert jobs.clean(tmp_path, requests.Clean(("one-a",), remove=True))["code"] == 0
 
 
 def test_code_that_was_just_received_is_kept_for_its_job(tmp_path: Path) -> None:
     put_job(tmp_path, "one-a", code={"own.py": b"1"})
-    answer = cleaning.clean(tmp_path, requests.Clean(("one-a",), remove=True))
+    answer = jobs.clean(tmp_path, requests.Clean(("one-a",), remove=True))
     assert answer["code"] == 0
     assert stored(tmp_path) == {b"1"}
 
@@ -161,9 +161,9 @@ def test_archive_is_kept_until_no_job_needs_it(tmp_path: Path) -> None:
         (job_dir / "code.list").unlink()
         (job_dir / "archive").write_text(hashlib.sha256(b"archive").hexdigest())
     age(tmp_path)
-    cleaning.clean(tmp_path, requests.Clean(("one-a",), remove=True))
+    jobs.clean(tmp_path, requests.Clean(("one-a",), remove=True))
     assert stored(tmp_path) == {b"archive"}
-    cleaning.clean(tmp_path, requests.Clean(("two-b",), remove=True))
+    jobs.clean(tmp_path, requests.Clean(("two-b",), remove=True))
     assert stored(tmp_path) == set()
 
 
@@ -189,10 +189,10 @@ def test_job_whose_agent_runs_is_kept_on_host(tmp_path: Path) -> None:
         "boot_id": processes.boot_id(),
     }
     (job_dir / "agents" / "node3.json").write_text(json.dumps(agent))
-    (job,) = cleaning.clean(tmp_path, requests.Clean(("one-a",), remove=True))["jobs"]
+    (job,) = jobs.clean(tmp_path, requests.Clean(("one-a",), remove=True))["jobs"]
     assert job["kept"] == "its agent of node 3 still runs"
     (job_dir / "agents" / "node3.json").write_text('{"pid": 1}')
-    (job,) = cleaning.clean(tmp_path, requests.Clean(("one-a",), remove=True))["jobs"]
+    (job,) = jobs.clean(tmp_path, requests.Clean(("one-a",), remove=True))["jobs"]
     assert "is damaged" in job["kept"]
     assert job_dir.is_dir()
 
@@ -203,7 +203,7 @@ def test_job_whose_agent_runs_is_kept_on_host(tmp_path: Path) -> None:
 def test_clean_refuses_names_that_are_no_job(tmp_path: Path, name: str) -> None:
     (tmp_path / "jobs").mkdir()
     with pytest.raises(ValueError, match="not a job's name"):
-        cleaning.clean(tmp_path, requests.Clean((name,), remove=True))
+        jobs.clean(tmp_path, requests.Clean((name,), remove=True))
     assert (tmp_path / "jobs").is_dir()
 
 
@@ -214,7 +214,7 @@ def test_clean_follows_no_link_on_host(tmp_path: Path) -> None:
     job_dir = put_job(home, "one-a", code={})
     os.symlink(precious, job_dir / "link")
     os.symlink(precious, home / "jobs" / "two-b")
-    one, two = cleaning.clean(home, requests.Clean(("one-a", "two-b"), remove=True))["jobs"]
+    one, two = jobs.clean(home, requests.Clean(("one-a", "two-b"), remove=True))["jobs"]
     assert one["size"] < 100_000
     assert two["kept"] == "its directory is a link"
     assert (precious / "data").stat().st_size == 500_000

@@ -11,20 +11,17 @@ from procs import alive, wait_until
 
 from clusterjob.node.environments.slurm_commands import slurm_environment
 from clusterjob.node.host_server import commands
-from clusterjob.node.host_server.commands import Commands
 from clusterjob.node.host_server.requests import DropCommand, ReapCommand, RunCommand
 
 
-def run(
-    session: Commands, *argv: str, wait: float = 20.0, job: str = ""
-) -> tuple[dict[str, Any], bytes]:
-    return session.run(RunCommand(argv, env={}, job=job, wait=wait))
+def run(home: Path, *argv: str, wait: float = 20.0, job: str = "") -> tuple[dict[str, Any], bytes]:
+    return commands.run(home, RunCommand(argv, env={}, job=job, wait=wait))
 
 
 def test_command_stdout_and_stderr_are_returned_separately_as_bytes(tmp_path: Path) -> None:
     (tmp_path / "jobs" / "x").mkdir(parents=True)
     script = 'printf "%s|" "$@"; pwd; printf "\\377 err" >&2; exit 7'
-    answer, data = run(Commands(tmp_path), "bash", "-c", script, "-", "a b", "\udcfe☃", job="x")
+    answer, data = run(tmp_path, "bash", "-c", script, "-", "a b", "\udcfe☃", job="x")
     assert answer["code"] == 7
     assert (
         data[: answer["out"]]
@@ -34,31 +31,29 @@ def test_command_stdout_and_stderr_are_returned_separately_as_bytes(tmp_path: Pa
 
 
 def test_long_command_is_reaped_later_and_does_not_block_others(tmp_path: Path) -> None:
-    session = Commands(tmp_path)
     first, _ = run(
-        session,
+        tmp_path,
         "bash",
         "-c",
         f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo first",
         wait=0.0,
     )
-    assert run(session, "echo", "second")[1] == b"second\n"
-    assert session.reap(ReapCommand(first["number"], wait=0.0)) == (
+    assert run(tmp_path, "echo", "second")[1] == b"second\n"
+    assert commands.reap(tmp_path, ReapCommand(first["number"], wait=0.0)) == (
         {"number": first["number"]},
         b"",
     )
     (tmp_path / "go").touch()
-    assert session.reap(ReapCommand(first["number"], wait=20.0)) == (
+    assert commands.reap(tmp_path, ReapCommand(first["number"], wait=20.0)) == (
         {"code": 0, "out": 6},
         b"first\n",
     )
 
 
 def test_dropped_command_is_killed(tmp_path: Path) -> None:
-    session = Commands(tmp_path)
-    answer, _ = run(session, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", wait=0.0)
+    answer, _ = run(tmp_path, "bash", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000", wait=0.0)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 10)
-    assert session.drop(DropCommand(answer["number"])) == {}
+    assert commands.drop(tmp_path, DropCommand(answer["number"])) == {}
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
@@ -66,7 +61,7 @@ def test_command_with_too_much_output_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "MAX_OUTPUT", 100_000)
-    answer, data = run(Commands(tmp_path), "yes")
+    answer, data = run(tmp_path, "yes")
     assert (answer["code"], answer["out"]) == (-9, 0)
     assert data == b"yes: it printed more than 100000 bytes\n"
 
@@ -75,7 +70,7 @@ def test_missing_command_is_reported_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # a login shell finds no profile in this HOME
-    assert run(Commands(tmp_path), "no-such-command") == (
+    assert run(tmp_path, "no-such-command") == (
         {"absent": "No such file or directory"},
         b"",
     )

@@ -82,6 +82,18 @@ def test_listener_at_address_of_other_machine_uses_all_addresses() -> None:
         assert listener.getsockname() == ("0.0.0.0", port)
 
 
+def test_listener_at_several_addresses_is_reached_at_each() -> None:
+    assert network.address_towards("255.255.255.255,127.0.0.1") == "127.0.0.1"
+    with network.listen_at("127.0.0.1,127.0.0.2", 0, backlog=16) as listener:
+        port = listener.getsockname()[1]
+        for address in network.addresses_of("127.0.0.1,127.0.0.2"):
+            with (
+                socket.create_connection((address, port), 5),
+                listener.accept()[0] as accepted,
+            ):
+                assert network.plain_address(accepted.getsockname()[0]) == address
+
+
 def test_listening_at_used_port_is_error_and_leaves_no_socket() -> None:
     with network.listen_at("127.0.0.1", 0, backlog=16) as listener:
         before = os.listdir("/proc/self/fd")

@@ -13,12 +13,11 @@ from clusterjob.errors import SpecError
 from clusterjob.node.logs import events
 from clusterjob.node.logs.events import EventLog, read_job_events
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
-from clusterjob.node.options import LaunchOptions, parse
+from clusterjob.node.options import LaunchOptions, Retry, parse
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import outcome
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.policy import RULES, Decision, Policy
-from clusterjob.node.retries import Retry
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict, bounded
 
 MACHINE = ("device", "disk", "network", "node_lost", "launch")

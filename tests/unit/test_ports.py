@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import RendezvousError
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.rendezvous import ports
+from clusterjob.node.rendezvous.membership import Peer
+from clusterjob.node.rendezvous.round_plan import store_address
 
 
 def used_port() -> socket.socket:
@@ -81,3 +84,24 @@ def test_error_without_free_port_names_used_ports() -> None:
 def test_unresolvable_address_is_error(host: str) -> None:
     with pytest.raises(RendezvousError, match=f"node 0 cannot listen at {host}"):
         ports.listen(host, [0])
+
+
+@pytest.mark.parametrize(
+    ("reached", "address"),
+    [
+        ((), "10.0.0.1"),
+        (("10.0.0.1",), "10.0.0.1"),
+        (("10.0.0.1", "192.0.2.1"), "192.0.2.1"),
+        (("172.31.0.9",), "10.0.0.1"),  # behind NAT
+    ],
+)
+def test_store_is_at_address_that_all_agents_may_reach(
+    reached: tuple[str, ...], address: str
+) -> None:
+    master = "10.0.0.1,192.0.2.1,198.51.100.1"
+    topology = Topology(3, 0, None, master_addr=master, master_port=None, source="clusterjob")
+    peers = [
+        Peer(node, "", 1, nproc=1, send=print, heard_at=0.0, reached_at=each)
+        for node, each in enumerate(("", *reached))
+    ]
+    assert store_address(topology, peers) == address

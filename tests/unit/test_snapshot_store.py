@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -68,9 +68,9 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read: list[str] = []
     add = code_store.add
 
-    def counted(home: Path, stream: BinaryIO) -> tuple[str, int]:
-        read.append(os.path.basename(stream.name))
-        return add(home, stream)
+    def counted(home: Path, content: Any) -> tuple[str, int]:
+        read.append(os.path.basename(content.__self__.name))
+        return add(home, content)
 
     monkeypatch.setattr(code_store, "add", counted)
     return read
@@ -195,10 +195,10 @@ def test_file_that_grows_while_it_is_read_is_no_error(
     log.write_text("line\n")
     add = code_store.add
 
-    def grow(home: Path, stream: BinaryIO) -> tuple[str, int]:
+    def grow(home: Path, content: Any) -> tuple[str, int]:
         with log.open("a") as out:
             out.write("line\n")
-        return add(home, stream)
+        return add(home, content)
 
     monkeypatch.setattr(code_store, "add", grow)
     kept = (project.take() / "train.log").read_text()

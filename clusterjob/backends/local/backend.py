@@ -33,7 +33,7 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import AGENT_LOG
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.options import GRACE
-from clusterjob.node.system import linux, private_dirs, processes
+from clusterjob.node.system import private_dirs, processes
 from clusterjob.node.verdict import JobState
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class LocalBackend:
             UsageError: this machine does not run Linux.
             TemplateError: the user's template cannot be rendered.
         """
-        linux.require("--cluster local")
+        processes.require_linux("--cluster local")
         _check_interpreter(spec)
         return self._plan(spec)
 
@@ -275,7 +275,7 @@ class LocalBackend:
         """Yield the doctor checks of this machine for a job."""
         from clusterjob.doctor.this_machine import Machine, directory_checks
 
-        linux.require("--cluster local")
+        processes.require_linux("--cluster local")
         # `_plan`, not `plan`: `Machine` checks the interpreter.
         return run_checks(
             [

@@ -1,4 +1,4 @@
-"""Check hosts for `clusterjob doctor`: connection, machine, interpreter and rendezvous."""
+"""Check hosts for `clusterjob doctor`: connection, machine and interpreter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from clusterjob.backends.ssh.submit import coordinator_address
 from clusterjob.core import python_env
 from clusterjob.core.spec import JobSpec
 from clusterjob.doctor import fitness
@@ -20,7 +19,6 @@ from clusterjob.doctor.engine import (
     unknown,
     warning,
 )
-from clusterjob.errors import HostError
 from clusterjob.node.host_server.requests import Facts
 from clusterjob.remote.host_probe import HostReport, probe_hosts
 from clusterjob.remote.pool import for_each
@@ -85,7 +83,6 @@ class Hosts:
                 ),
             ),
             CheckStep("clock", lambda: self._of_reached(_clock)),
-            CheckStep("rendezvous", self._meet),
         ]
 
     def _probe(self) -> Iterator[CheckFinding]:
@@ -214,36 +211,6 @@ class Hosts:
             yield ok(
                 "the same on all hosts" if len(self._answers) > 1 else "there is only one host"
             )
-
-    # -- rendezvous --------------------------------------------------------------------------------
-
-    def _meet(self) -> Iterator[CheckFinding]:
-        distinct: dict[str, int] = {}
-        for node, report in self._reached.items():
-            distinct.setdefault(report.machine, node)
-        nodes = sorted(distinct.values())
-        if len(self._place.hosts) == 1:
-            yield ok("one host needs no rendezvous")
-            return
-        if len(nodes) < 2:
-            yield unknown("not checked: it needs two reachable hosts")
-            return
-        first = self._reached[nodes[0]]
-        try:
-            address = coordinator_address(
-                self._sessions,
-                replace(self._place, hosts=tuple(self._place.hosts[node] for node in nodes)),
-                job_id="doctor",
-                likely=first.reached_at,
-            )
-        except HostError as error:
-            yield failed(error.message, error.hint)
-            return
-        yield ok(
-            f"{first.host} is reached at {address} by "
-            f"{listed(self._reached[node].host for node in nodes[1:])}"
-        )
-        yield from self._unchecked(self._reached)
 
 
 def _clock(report: HostReport) -> CheckFinding:

@@ -1,4 +1,4 @@
-"""Submit a job to its hosts in four phases: check, send, find node 0's address, start.
+"""Submit a job to its hosts in three phases: check, send, start.
 
 No agent starts while any host is unfit, and the error names every unfit host. If the user has named
 more hosts than nodes, another host takes the place of an unfit one. A failed submission leaves no
@@ -7,7 +7,6 @@ files or processes behind.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +20,13 @@ from clusterjob.core import python_env
 from clusterjob.core.plans import Plan
 from clusterjob.core.snapshot import Snapshot
 from clusterjob.errors import HostError, SubmitError
-from clusterjob.node.environments import candidate_ports
 from clusterjob.node.host_server.requests import (
     Cancel,
     Check,
     Fit,
-    Listen,
-    ProbeAddresses,
     Remove,
     Reserve,
     Start,
-    StopListening,
     Up,
 )
 from clusterjob.node.logs import ends
@@ -46,8 +41,8 @@ from clusterjob.remote.sessions import Place, Sessions
 _SLOW = 600.0  # maximum seconds for slow requests: setup lines, a large copy on a slow disk
 _FIRST_PAUSE = 0.02  # seconds between the first two requests for the state of a started script
 _WITHDRAW_TIMEOUT = 10.0  # seconds for a host to stop or remove a job that failed to start
-_PROBE_TIMEOUT = 3.0  # seconds to reach node 0 at an address
 _LOOPBACK = "127.0.0.1"
+_MAX_ADDRESSES = 6  # of node 0; their text fits into a host name
 
 
 class Submission:
@@ -95,26 +90,18 @@ class Submission:
         """Send the job to its hosts and start it.
 
         Returns:
-            Node 0's address, which all other nodes reach.
+            Node 0's addresses, with commas between them; the agents try each.
 
         Raises:
             SubmitError: some hosts are unfit; the message names each of them, and no files or
                 processes of the job are left on any host.
         """
         try:
-            reached_at = self._check()
+            addresses = self._check()
             self._on_all(self._send)
             if self.place.setup and not self._prepares:
                 self._on_all(self._check_after_setup)
-            address = _LOOPBACK
-            if len(self._nodes) > 1:
-                address = coordinator_address(
-                    self._sessions,
-                    self.place,
-                    job_id=self._plan.job_id,
-                    likely=reached_at,
-                    stop=self._stop,
-                )
+            address = ",".join(addresses) if len(self._nodes) > 1 else _LOOPBACK
             self._check_not_cancelled()
             self._on_all(partial(self._start, address=address))
             self._check_not_cancelled()
@@ -136,8 +123,8 @@ class Submission:
 
     # -- the phases --------------------------------------------------------------------------------
 
-    def _check(self) -> str:
-        """Check all hosts and reserve their GPUs; return the address at which node 0 was reached.
+    def _check(self) -> list[str]:
+        """Check all hosts and reserve their GPUs; return node 0's addresses.
 
         Raises:
             SubmitError: some hosts are unfit.
@@ -153,6 +140,8 @@ class Submission:
             answer, _ = session.ask(Check(need, torch=self._needs_torch, own=not self.place.setup))
             if answer["errors"]:
                 raise HostError(session.label, "; ".join(answer["errors"]))
+            if node == 0 and len(self._nodes) > 1 and not answer["addresses"]:
+                raise HostError(session.label, "it has no address for the other hosts")
             self._seen.add(node)
             self._progress.reached()
             return answer
@@ -171,7 +160,7 @@ class Submission:
             nodes = self._replace(outcome.errors)
             if not nodes:
                 _raise_errors(outcome, len(self._nodes))
-        return str(found[0]["reached_at"])
+        return list(found[0]["addresses"][:_MAX_ADDRESSES])
 
     def _same_machines(
         self, found: Mapping[int, Mapping[str, Any]], nodes: Sequence[int]
@@ -313,60 +302,6 @@ class Submission:
             ),
             len(self._nodes),
         )
-
-
-def coordinator_address(
-    sessions: Sessions,
-    place: Place,
-    job_id: str,
-    likely: str,
-    stop: threading.Event | None = None,
-) -> str:
-    """Return an address of node 0's own interfaces that every other node has just reached.
-
-    Args:
-        sessions: the sessions with the hosts.
-        place: the hosts; at least two.
-        job_id: the job, which determines the ports on which node 0 may listen.
-        likely: the address to try first: the one that the submitter's connection reached.
-        stop: set when the submission is aborted.
-
-    Raises:
-        SubmitError: no such address exists; the message names each host that cannot reach node 0.
-    """
-    nonce = secrets.token_hex(16)
-    coordinator = sessions.session(place, 0)
-    listener, _ = coordinator.ask(Listen(tuple(candidate_ports.candidates(job_id, 0)), nonce))
-    # Behind NAT `likely` is not in this list: no interface of the machine has that address.
-    addresses = sorted(listener["addresses"], key=lambda address: address != likely)
-    node0 = place.hosts[0]
-
-    def probe(node: int) -> list[str]:
-        answer, _ = sessions.session(place, node).ask(
-            ProbeAddresses(tuple(addresses), listener["port"], nonce=nonce, wait=_PROBE_TIMEOUT)
-        )
-        if not answer["reached"]:
-            tried = ", ".join(f"{address} ({text})" for address, text in answer["why"].items())
-            raise HostError(
-                str(place.hosts[node]),
-                f"it cannot reach {node0} at {tried or 'any address: it has none'}",
-                hint=f"port {listener['port']} and the ports above it have to be open between the "
-                "hosts",
-            )
-        return list(answer["reached"])
-
-    try:
-        outcome = for_each(range(1, len(place.hosts)), probe, stop=stop)
-    finally:
-        coordinator.ask(StopListening())
-    _raise_errors(outcome, len(place.hosts))
-    for address in addresses:
-        if all(address in reached for reached in outcome.results.values()):
-            return str(address)
-    found = "; ".join(
-        f"{place.hosts[node]} at {', '.join(reached)}" for node, reached in outcome.results.items()
-    )
-    raise SubmitError(f"no address of {node0} is reached by all other hosts: {found}")
 
 
 def _raise_errors(outcome: TaskOutcome[int, Any], total: int) -> None:

@@ -16,7 +16,7 @@ from clusterjob.core.inside.connection import InsideConnection
 from clusterjob.core.inside.local_end import Signals
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError, UsageError
-from clusterjob.node.inside import relay, streams
+from clusterjob.node.inside import streams
 from clusterjob.node.system import processes
 
 LOOPBACK = "127.0.0.1"
@@ -165,8 +165,8 @@ class _Relay:
                 self._pause_until = time.monotonic() + _PAUSE
             return
         number = next(self._numbers)
-        self._entered.streams.send(streams.OPEN, number, payload=relay.PORT.pack(remote))
-        relay.add_socket(self._entered.streams, number, sock)
+        self._entered.streams.send(streams.OPEN, number, payload=streams.PORT.pack(remote))
+        streams.add_socket(self._entered.streams, number, sock)
 
     def _refused(self, why: str) -> None:
         if time.monotonic() - self._warned.get(why, -_QUIET) >= _QUIET and len(self._warned) < 100:

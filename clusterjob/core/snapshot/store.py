@@ -56,7 +56,7 @@ def take(home: Path, source: CodeSource, git: Git | None = None) -> Snapshot:
                     digest, size = cache.digest(entry.path, status), status.st_size
                     if digest is None or not code_store.is_stored(home, digest, size):
                         with open(path, "rb") as stream:
-                            digest, size = code_store.add(home, stream)
+                            digest, size = code_store.add(home, stream.read)
                         if size == status.st_size:
                             cache.keep(entry.path, status, digest)
                 except FileNotFoundError:
@@ -80,7 +80,7 @@ def add_repository(home: Path, found: Snapshot) -> None:
     for entry in found.entries:
         if entry.kind == "file" and entry.path.startswith(f"{GIT}/"):
             with found.path(entry).open("rb") as stream:
-                code_store.add(home, stream)
+                code_store.add(home, stream.read)
 
 
 def place(home: Path, name: str, found: Snapshot, job_dir: Path) -> None:

@@ -572,7 +572,8 @@ class Connection:
         for address in addresses:
             try:
                 connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
-                reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+                timeout = _CONNECT_SECONDS / len(addresses)
+                reader, writer = await asyncio.wait_for(connecting, timeout)
                 break
             except (OSError, asyncio.TimeoutError):
                 if address == addresses[-1]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from clusterjob.node.rendezvous import root_cause
 from clusterjob.node.states import Failing, NodeState, Probed
+from clusterjob.node.system.codec import plain
 from clusterjob.node.verdict import Failure
 
 # A state must fit a message of 256 KiB. Bytes of its failures, and their number.
@@ -63,7 +64,7 @@ class StateReport:
                 Failing(_bounded(failure, output=number < most), max(0.0, moment - at), exited)
                 for number, (failure, at, exited) in enumerate(first[:_MOST_FAILURES])
             )
-            if sum(len(json.dumps(each.failure.to_json())) for each in found) < _FAILURE_BYTES:
+            if sum(len(json.dumps(plain(each.failure))) for each in found) < _FAILURE_BYTES:
                 break
         return found
 

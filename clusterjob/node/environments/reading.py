@@ -145,12 +145,15 @@ class Reading:
         return None if value is None else self.as_host(field_name, variable, text=value)
 
     def as_host(self, field_name: str, variable: str, text: str) -> str | None:
-        """Return a part of a variable's value as a host; an invalid one is a conflict."""
+        """Return a part of a variable's value as a host; an invalid one is a conflict.
+
+        Several addresses of the host have commas between them.
+        """
         name = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if (
             not name
             or len(name) > _MAX_NAME
-            or not all(letter.isalnum() or letter in "._-:%" for letter in name)
+            or not all(letter.isalnum() or letter in "._-:%," for letter in name)
         ):
             self.conflicts.append(f"{variable}={text[:80]!r} is not a host ({field_name})")
             return None

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from clusterjob.node.host_server import requests
 from clusterjob.node.logs.job_dir import ARCHIVE, CODE, CODE_LIST
@@ -110,8 +110,12 @@ def is_stored(home: Path, digest: str, size: int) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
-def add(home: Path, stream: BinaryIO) -> tuple[str, int]:
-    """Copy a file into the store; return the digest and size of the copy, however it changes.
+def add(home: Path, read: Callable[[int], bytes]) -> tuple[str, int]:
+    """Add a file to the store; return the digest and size of what was read.
+
+    Args:
+        home: clusterjob's directory on this host.
+        read: returns at most the given number of the next bytes; empty at the end.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -121,7 +125,7 @@ def add(home: Path, stream: BinaryIO) -> tuple[str, int]:
     found, size = hashlib.sha256(), 0
     try:
         with os.fdopen(handle, "wb") as copy:
-            while data := stream.read(_CHUNK):
+            while data := read(_CHUNK):
                 found.update(data)
                 size += len(data)
                 copy.write(data)
@@ -167,31 +171,23 @@ def receive(
         read: returns the given number of the following bytes.
 
     Returns:
-        ``wrong``: the digests of files that arrived damaged, and are not stored.
+        ``wrong``: the digests of files that arrived damaged.
 
     Raises:
         OSError: the disk is full, or the store cannot be written.
     """
     wrong = []
     for digest, size in request.files:
-        path = _blob(home, digest)
-        private_dirs.make(path.parent)
-        handle, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
-        try:
-            found = hashlib.sha256()
-            left = size
-            with os.fdopen(handle, "wb") as stream:
-                while left:
-                    data = read(min(left, _CHUNK))
-                    left -= len(data)
-                    found.update(data)
-                    stream.write(data)
-            if found.hexdigest() == digest:
-                os.replace(temporary, path)
-            else:
-                wrong.append(digest)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        left = size
+
+        def read_part(most: int) -> bytes:
+            nonlocal left
+            data = read(min(left, most))
+            left -= len(data)
+            return data
+
+        if add(home, read_part)[0] != digest:
+            wrong.append(digest)
     return {"wrong": wrong}
 
 

@@ -1,7 +1,7 @@
 """GPUs of a host: users, idle GPUs, and locks that prevent two jobs on one GPU.
 
-GPUs are read with NVML if the host's interpreter has nvidia-ml-py, otherwise with nvidia-smi. A job
-gets GPUs by UUID: without CUDA_DEVICE_ORDER, CUDA numbers GPUs in another order than nvidia-smi.
+A job gets GPUs by UUID: without CUDA_DEVICE_ORDER, CUDA numbers GPUs in another order than
+nvidia-smi.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from clusterjob.node.system import devices, files
+from clusterjob.node.system import devices
 
 AUTO = "auto"
 # Bytes of used memory below which a GPU is idle: a driver reserves less.
@@ -70,39 +69,11 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu]:
-    """Return the GPUs of this host by index; empty if there is no driver.
+    """Return the GPUs of this host by index; empty without nvidia-smi.
 
     Raises:
-        OSError: nvidia-smi exists and fails.
+        OSError: nvidia-smi fails.
     """
-    try:
-        import pynvml
-    except ImportError:
-        return _by_command()
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return _by_command()
-    try:
-        return [_by_library(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _by_library(pynvml: Any, index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    running = tuple(
-        (int(process.pid), _command(int(process.pid)))
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    )
-    uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
-    return Gpu(
-        index, uuid, name=name, used=int(memory.used), total=int(memory.total), processes=running
-    )
-
-
-def _by_command() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     apps: dict[str, list[tuple[int, str]]] = {}
@@ -112,17 +83,10 @@ def _by_command() -> list[Gpu]:
     gpus = []
     for row in _ask("--query-gpu=index,uuid,memory.used,memory.total,name"):
         if len(row) >= 5 and row[0].isdigit():
-            used, total = (int(text) << 20 if text.isdigit() else 0 for text in row[2:4])
-            gpus.append(
-                Gpu(
-                    int(row[0]),
-                    row[1],
-                    name=", ".join(row[4:]),
-                    used=used,
-                    total=total,
-                    processes=tuple(apps.get(row[1], ())),
-                )
-            )
+            index, uuid, *memory = row[:4]
+            used, total = (int(text) << 20 if text.isdigit() else 0 for text in memory)
+            name, users = ", ".join(row[4:]), tuple(apps.get(uuid, ()))
+            gpus.append(Gpu(int(index), uuid, name, used=used, total=total, processes=users))
     return gpus
 
 
@@ -337,7 +301,3 @@ def _owner(pid: int) -> str:
         return pwd.getpwuid(os.stat(f"/proc/{pid}").st_uid).pw_name
     except (OSError, KeyError):
         return "another user"
-
-
-def _command(pid: int) -> str:
-    return files.read_text(f"/proc/{pid}/comm").strip() or "a process"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
 from clusterjob.node.host_server import gpus, requests
-from clusterjob.node.system import processes
+from clusterjob.node.system import files, processes
 
 _SETUP_TIMEOUT = 300.0  # seconds for setup lines and the start of the interpreter
 
@@ -78,14 +79,13 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
         errors += _misfit(
             list(sys.version_info[:3]),
             sys.executable,
-            has_torch=has_torch,
+            torch=has_torch,
             needs_torch=request.torch,
         )
-    server = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "errors": errors,
         "identity": _identity(),
-        "reached_at": server[2] if len(server) == 4 else "",
+        "addresses": _addresses(),
         "host": os.uname().nodename,
         "home": str(home),
         "time": time.time(),
@@ -101,29 +101,18 @@ def check(home: Path, request: requests.Check) -> dict[str, Any]:
     }
 
 
-def interpreter(job_dir: Path, request: requests.Fit) -> dict[str, Any]:
+def interpreter(home: Path, request: requests.Fit) -> dict[str, Any]:
     """Check the interpreter that the job's script will find after its setup lines.
-
-    Args:
-        job_dir: the job's directory on this host.
-        request: the interpreter and its setup lines.
 
     Returns:
         ``errors``: why the interpreter is unfit; empty if it is fit.
     """
-    directory = str(job_dir / request.workdir)
-    answer = _ask(directory, request.python, setup=request.setup, question=_INTERPRETER_CODE)
-    found = answer.lines.get("interpreter")
-    if found is None:
-        return {"errors": [answer.error]}
-    return {
-        "errors": _misfit(
-            found["version"],
-            found["executable"],
-            has_torch=found["torch"],
-            needs_torch=request.torch,
-        )
-    }
+    directory = str(home / "jobs" / request.job / request.workdir)
+    answer, why, _ = _ask(
+        directory, request.python, setup=request.setup, question=_INTERPRETER_CODE
+    )
+    found = answer.get("interpreter")
+    return {"errors": [why] if found is None else _misfit(**found, needs_torch=request.torch)}
 
 
 def facts(request: requests.Facts, node_zip: str) -> dict[str, Any]:
@@ -143,7 +132,7 @@ def facts(request: requests.Facts, node_zip: str) -> dict[str, Any]:
         f'export PYTHONPATH={shlex.quote(node_zip)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
         ' OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"'
     )
-    answer = _ask(
+    answer, why, end = _ask(
         os.path.expanduser(request.workdir),
         request.python,
         setup=request.setup,
@@ -151,37 +140,14 @@ def facts(request: requests.Facts, node_zip: str) -> dict[str, Any]:
         before=exports,
         after=[path],
     )
-    found, facts_ = answer.lines.get("interpreter"), answer.lines.get("facts")
+    found = answer.get("interpreter")
     if found is None:
-        return {
-            "unfit": answer.error,
-            "setup": answer.failed_at is not None,
-            "version": None,
-            "executable": "",
-            "facts": None,
-            "died": "",
-        }
-    unfit = "; ".join(
-        _misfit(found["version"], found["executable"], has_torch=True, needs_torch=False)
-    )
-    return {"unfit": unfit, "setup": False, **found, "facts": facts_, "died": answer.end}
-
-
-@dataclass(frozen=True)
-class _InterpreterOutput:
-    """Output of code that ran in the job's interpreter.
-
-    Attributes:
-        lines: the printed JSON objects, by name.
-        error: why the interpreter printed none.
-        failed_at: index of the setup line that failed; None if none did.
-        end: how the interpreter ended; empty for exit code 0.
-    """
-
-    lines: dict[str, Any]
-    error: str
-    failed_at: int | None = None
-    end: str = ""
+        nothing = {"version": None, "executable": "", "facts": None, "died": ""}
+        return {"unfit": why, "setup": "setup" in answer, **nothing}
+    unfit = "; ".join(_misfit(**found, torch=True, needs_torch=False))
+    return {
+        "unfit": unfit, "setup": False, **found, "facts": answer.get("facts"), "died": end,
+    }  # fmt: skip
 
 
 def _ask(
@@ -191,10 +157,14 @@ def _ask(
     question: str,
     before: Sequence[str] = (),
     after: Sequence[str] = (),
-) -> _InterpreterOutput:
+) -> tuple[dict[str, Any], str, str]:
     """Run the job's setup lines in bash, then code in its interpreter.
 
     `before` and `after` are bash lines around the setup lines.
+
+    Returns:
+        The printed JSON objects by name, and with the name ``setup`` the index of a setup line that
+        failed; why there is no ``interpreter``; how bash ended, empty for exit code 0.
     """
     lines = [f"cd -- {shlex.quote(directory)} || exit 1", *before]
     for index, line in enumerate(setup):
@@ -214,38 +184,32 @@ def _ask(
             env=work_environment(),
         )
     except subprocess.TimeoutExpired:
-        return _InterpreterOutput({}, f"its setup lines take longer than {_SETUP_TIMEOUT:g} s")
+        return {}, f"its setup lines take longer than {_SETUP_TIMEOUT:g} s", ""
     except OSError as error:
-        return _InterpreterOutput({}, f"bash cannot be run: {error.strerror}")
+        return {}, f"bash cannot be run: {error.strerror}", ""
     stderr = (asked.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
     found: dict[str, Any] = {}
-    failed_at = None
-    message = f"its interpreter {python} cannot be started" + (f": {stderr}" if stderr else "")
+    why = f"its interpreter {python} cannot be started" + (f": {stderr}" if stderr else "")
     for line in asked.stdout.decode(errors="replace").splitlines():
         word, _, rest = line.partition(" ")
-        if word in ("clusterjob-interpreter", "clusterjob-facts"):
+        if word in ("clusterjob-interpreter", "clusterjob-facts", "clusterjob-setup"):
             found[word.removeprefix("clusterjob-")] = json.loads(rest)
-        elif word == "clusterjob-setup":
-            failed_at = int(rest)
-            message = f"a setup line failed: {setup[failed_at]}" + (
-                f" ({stderr})" if stderr else ""
-            )
         elif word == "clusterjob-none":
-            message = f"there is no interpreter {python}"
+            why = f"there is no interpreter {python}"
+    if "setup" in found:
+        why = f"a setup line failed: {setup[found['setup']]}" + (f" ({stderr})" if stderr else "")
     code = asked.returncode
     end = "" if code == 0 else f"signal {-code}" if code < 0 else f"exit code {code}"
-    return _InterpreterOutput(
-        found, message, failed_at=failed_at, end=end + (f": {stderr}" if stderr and code else "")
-    )
+    return found, why, end + (f": {stderr}" if stderr and code else "")
 
 
 def _misfit(
-    version: list[int], executable: str, *, has_torch: bool | None, needs_torch: bool
+    version: list[int], executable: str, *, torch: bool | None, needs_torch: bool
 ) -> list[str]:
     if version[:2] < [3, 10]:
         found = ".".join(map(str, version))
         return [f"Python too old: {executable} is {found}, 3.10 or newer is needed"]
-    if needs_torch and not has_torch:
+    if needs_torch and not torch:
         return [f"no torch: {executable} does not find it"]
     return []
 
@@ -257,6 +221,26 @@ def work_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in LAUNCH_VARIABLES and not name.startswith("CLUSTERJOB_")
     }
+
+
+def _addresses() -> list[str]:
+    """Return this machine's addresses without loopback and link-local ones.
+
+    The address of this connection comes first, then IPv4.
+    """
+    found = []
+    lines = files.read_text("/proc/net/fib_trie").splitlines()
+    for line, following in itertools.pairwise(lines):
+        if following.strip() == "/32 host LOCAL" and "|-- " in line:
+            found.append(line.partition("|-- ")[2].strip())
+    for row in files.read_text("/proc/net/if_inet6").splitlines():
+        digits, _, _, scope, flags, _ = row.split()
+        # Global scope, neither deprecated nor tentative.
+        if scope == "00" and not int(flags, 16) & 0x60:
+            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    distinct = [each for each in dict.fromkeys(found) if not each.startswith(("127.", "169.254."))]
+    server = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # absent without sshd
+    return sorted(distinct, key=lambda address: address not in server)
 
 
 def _identity() -> str:

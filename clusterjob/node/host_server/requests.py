@@ -206,42 +206,6 @@ class Get(WorkdirRequest):
     parts: Annotated[tuple[tuple[_Text, _Size, _Size], ...], Limit(_MAX_ITEMS)]
 
 
-# -- find the master address ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Listen on the coordinator's future port; return the port and this machine's addresses.
-
-    Attributes:
-        ports: the candidate ports, in order; the first free one is used.
-        nonce: the secret that a peer must send.
-    """
-
-    ports: Annotated[tuple[int, ...], Limit(_MAX_ITEMS)]
-    nonce: _Text
-
-
-@dataclass(frozen=True)
-class StopListening:
-    """Close the listener that `Listen` opened."""
-
-
-@dataclass(frozen=True)
-class ProbeAddresses:
-    """Try to reach a listener at each of its addresses.
-
-    Attributes:
-        nonce: the secret to send.
-        wait: seconds for all addresses together.
-    """
-
-    addresses: _Texts
-    port: int
-    nonce: _Text
-    wait: float
-
-
 # -- run scheduler commands ----------------------------------------------------------------------
 
 
@@ -382,7 +346,6 @@ HostRequest: typing.TypeAlias = (
     | Put | Install | FindStored | ReceiveFiles
     | PollNode | PollJobs
     | Tree | Digests | Get
-    | Listen | StopListening | ProbeAddresses
     | RunCommand | ReapCommand | DropCommand
     | EnterJob | ExecCommand
     | Reserve | Start | Up | Cancel | RequestStop | Remove | Clean

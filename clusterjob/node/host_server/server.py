@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import signal
 import sys
 import traceback
@@ -12,21 +10,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterjob.node.host_server import (
-    cleaning,
-    code_store,
-    commands,
-    host_check,
-    poll,
-    reachability,
-    remote_process,
-    requests,
-    results,
-)
+from clusterjob.node.host_server import code_store, commands, host_check, jobs, requests
 from clusterjob.node.system.codec import MalformedMessageError, UnknownMessageError
 
 _IDLE_TIMEOUT = 600  # seconds without a request after which the session ends
-_Answer = tuple[dict[str, Any], bytes]
+Answer = tuple[dict[str, Any], bytes]
+# The function for each request except `Facts`; it gets clusterjob's directory on this host and the
+# request. Bytes follow the requests of `WITH_BODY`: these functions also get one that reads them.
+HANDLERS: dict[type[Any], Callable[[Path, Any], dict[str, Any] | Answer]] = {
+    requests.Check: host_check.check,
+    requests.Fit: host_check.interpreter,
+    requests.FindStored: code_store.find,
+    requests.PollNode: jobs.poll_node,
+    requests.PollJobs: jobs.poll_jobs,
+    requests.Tree: jobs.tree,
+    requests.Digests: jobs.digests,
+    requests.Get: jobs.get,
+    requests.RunCommand: commands.run,
+    requests.ReapCommand: commands.reap,
+    requests.DropCommand: commands.drop,
+    requests.EnterJob: lambda *_: {},
+    requests.ExecCommand: lambda *_: {},
+    requests.Reserve: jobs.reserve,
+    requests.Start: jobs.start,
+    requests.Up: jobs.up,
+    requests.Cancel: jobs.cancel,
+    requests.RequestStop: jobs.request_stop,
+    requests.Remove: jobs.remove,
+    requests.Clean: jobs.clean,
+}
+WITH_BODY: dict[type[Any], Callable[[Path, Any, Callable[[int], bytes]], dict[str, Any]]] = {
+    requests.Put: jobs.put,
+    requests.Install: lambda home, request, read: code_store.install(home, request, read(-1)),
+    requests.ReceiveFiles: code_store.receive,
+}
 
 
 class RequestBody:
@@ -35,124 +52,36 @@ class RequestBody:
     Args:
         stream: the stream that they come from.
         size: their number.
+
+    Attributes:
+        left: the number of bytes that are not read yet.
     """
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream = stream
-        self._left = size
+        self.left = size
 
-    def read(self, size: int | None = None) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         """Return the next `size` bytes, or all remaining ones.
 
         Raises:
             EOFError: the submitter closed the connection.
         """
-        wanted = self._left if size is None else min(size, self._left)
+        wanted = self.left if size < 0 else min(size, self.left)
         data = self._stream.read(wanted)
-        self._left -= len(data)
+        self.left -= len(data)
         if len(data) < wanted:
             raise EOFError
         return data
 
-    def drain(self) -> None:
-        """Skip the remaining bytes."""
-        while self._left:
-            self.read(1 << 20)
 
-
-class RequestHandler:
-    """Answers the requests of one session.
+def main(home: str, node_zip: str) -> None:
+    """Answer requests until stdin ends.
 
     Args:
         home: clusterjob's directory on this host.
         node_zip: path of the node zip.
-
-    Attributes:
-        then: what this process does after the answer, instead of further requests.
     """
-
-    def __init__(self, home: Path, node_zip: str) -> None:
-        self._home = home
-        self.then: Callable[[], None] | None = None
-        self._listener: reachability.Listener | None = None
-        self._body = RequestBody(io.BytesIO(), 0)
-        work = remote_process.RemoteProcesses(home)
-        scheduler = commands.Commands(home)
-        self._handlers: dict[type[Any], Callable[[Any], dict[str, Any] | _Answer]] = {
-            requests.Check: lambda request: host_check.check(home, request),
-            requests.Fit: lambda request: host_check.interpreter(
-                self._job_dir(request.job), request
-            ),
-            requests.Facts: lambda request: host_check.facts(request, node_zip=node_zip),
-            requests.Put: lambda request: work.put(request, self._body.read),
-            requests.Install: lambda request: code_store.install(
-                home, request, packed=self._body.read()
-            ),
-            requests.FindStored: lambda request: code_store.find(home, request),
-            requests.ReceiveFiles: lambda request: code_store.receive(
-                home, request, read=self._body.read
-            ),
-            requests.PollNode: lambda request: poll.poll_node(self._job_dir(request.job), request),
-            requests.PollJobs: lambda request: poll.poll_jobs(home, request),
-            requests.Tree: lambda request: results.tree(self._workdir(request), request),
-            requests.Digests: lambda request: results.digests(self._workdir(request), request),
-            requests.Get: lambda request: results.get(self._workdir(request), request),
-            requests.Listen: self._listen,
-            requests.StopListening: self._stop_listening,
-            requests.ProbeAddresses: lambda request: reachability.probe(
-                request.addresses, request.port, nonce=request.nonce, timeout=request.wait
-            ),
-            requests.RunCommand: scheduler.run,
-            requests.ReapCommand: scheduler.reap,
-            requests.DropCommand: scheduler.drop,
-            requests.EnterJob: lambda _: self._hand_over(_enter_job),
-            requests.ExecCommand: lambda request: self._hand_over(
-                lambda: scheduler.replace_process(request)
-            ),
-            requests.Reserve: work.reserve,
-            requests.Start: work.start,
-            requests.Up: work.up,
-            requests.Cancel: work.cancel,
-            requests.RequestStop: work.request_stop,
-            requests.Remove: work.remove,
-            requests.Clean: lambda request: cleaning.clean(home, request),
-        }
-
-    def answer(self, request: requests.HostRequest, body: RequestBody) -> _Answer:
-        """Return the answer to a request: a JSON object and bytes."""
-        self._body = body
-        answer = self._handlers[type(request)](request)
-        return answer if isinstance(answer, tuple) else (answer, b"")
-
-    def _job_dir(self, job_id: str) -> Path:
-        return self._home / "jobs" / job_id
-
-    def _workdir(self, request: requests.WorkdirRequest) -> Path:
-        return Path(os.path.normpath(self._job_dir(request.job) / request.workdir))
-
-    def _hand_over(self, then: Callable[[], None]) -> dict[str, Any]:
-        self.then = then
-        return {}
-
-    def _listen(self, request: requests.Listen) -> dict[str, Any]:
-        self._listener = reachability.Listener(request.ports, request.nonce)
-        return {"port": self._listener.port, "addresses": reachability.own_addresses()}
-
-    def _stop_listening(self, _: requests.StopListening) -> dict[str, Any]:
-        if self._listener is not None:
-            self._listener.close()
-        return {}
-
-
-def _enter_job() -> None:
-    from clusterjob.node.inside.program import main as enter
-
-    enter()
-
-
-def main(home: str, node_zip: str) -> None:
-    """Answer requests until stdin ends."""
-    handler = RequestHandler(Path(home), node_zip)
     while True:
         # After a network failure stdin never ends: SIGALRM, which has no handler, ends the process.
         signal.alarm(_IDLE_TIMEOUT)
@@ -162,23 +91,40 @@ def main(home: str, node_zip: str) -> None:
             return
         received = json.loads(line)
         body = RequestBody(sys.stdin.buffer, received.get("size", 0))
+        request, data = None, b""
         try:
-            answer, data = handler.answer(requests.REQUESTS.decode(received), body)
+            request = requests.REQUESTS.decode(received)
+            answer, data = _answer(Path(home), node_zip, request, body)
         except EOFError:
             return
         except UnknownMessageError as error:
-            answer, data = {"error": f"unknown request {error.shown}"}, b""
+            answer = {"error": f"unknown request {error.shown}"}
         except MalformedMessageError as error:
-            answer, data = {"error": f"malformed request: {error}"}, b""
+            answer = {"error": f"malformed request: {error}"}
         except OSError as error:
             path = f": {error.filename}" if error.filename else ""
-            answer, data = {"error": f"{error.strerror or error}{path}"}, b""
+            answer = {"error": f"{error.strerror or error}{path}"}
         except Exception:
             trace = traceback.format_exc().strip().replace("\n", " | ")
-            answer, data = {"error": f"internal error of clusterjob: {trace}"}, b""
-        body.drain()
+            answer = {"error": f"internal error of clusterjob: {trace}"}
+        while body.left:
+            body.read(1 << 20)
         sys.stdout.buffer.write(json.dumps({**answer, "size": len(data)}).encode() + b"\n" + data)
         sys.stdout.buffer.flush()
-        if handler.then is not None:
-            handler.then()
+        if isinstance(request, requests.EnterJob):
+            from clusterjob.node.inside.program import main as enter
+
+            enter()
             return
+        if isinstance(request, requests.ExecCommand):
+            commands.replace_process(request)
+            return
+
+
+def _answer(home: Path, node_zip: str, request: Any, body: RequestBody) -> Answer:
+    if isinstance(request, requests.Facts):
+        return host_check.facts(request, node_zip), b""
+    if type(request) in WITH_BODY:
+        return WITH_BODY[type(request)](home, request, body.read), b""
+    answer = HANDLERS[type(request)](home, request)
+    return answer if isinstance(answer, tuple) else (answer, b"")

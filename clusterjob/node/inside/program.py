@@ -8,17 +8,31 @@ job ends.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import json
 import os
+import pwd
+import re
+import shlex
 import signal
 import socket
+import struct
+import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from clusterjob.node.inside import command, relay, search, stacks, streams
-from clusterjob.node.inside.streams import FrameError, Streams
+from clusterjob.node import contract, job_processes
+from clusterjob.node.inside import streams
+from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, FrameError, Stream, Streams
+from clusterjob.node.stacks.collect import collect
+from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import processes
 
 _MAX_REQUEST = 16 << 20  # bytes; execve(2) takes less
@@ -28,6 +42,20 @@ _TICK = 0.2  # seconds between two checks of the command and the job
 _SHORT_TICK = 0.01  # the same while the command ends
 _LAST_OUTPUT = 1.0  # seconds for the output of a command that was stopped
 _FLUSH = 10.0  # seconds for the last frames
+_MAX_STACKS = 30.0  # seconds for stacks, and for sending them
+_ADDRESSES = ("127.0.0.1", "::1")  # a server on "localhost" may listen on either
+_CONNECT_TIMEOUT = 2.0  # seconds; loopback answers at once, unless the server's backlog is full
+NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
+_LEFTOVERS = 1.0  # seconds that processes left behind by the command may still write
+_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+_END_OF_FILE = b"\x04"  # Ctrl-D
+# bash refuses to set these.
+_READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}
+_SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
+_NO_SHELLS = ("", "nologin", "false")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# Variables that only the worker itself can use: descriptors that a command does not inherit.
+_OWN = (contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD)
 
 
 def main() -> None:
@@ -41,33 +69,20 @@ def main() -> None:
     request = json.loads(line)
     processes.adopt_orphans()
     try:
-        place = _find(request)
-    except search.NotHereError as error:
+        place = _wait_for_worker(request)
+    except NotHereError as error:
         _answer({"error": error.facts})
         return
     if request.get("stacks"):
         _answer({"rank": place.rank, "host": socket.gethostname(), "stacks": True})
-        stacks.send(request)
+        _send_stacks(request)
         return
-    enter = command.enter_container(place)
+    enter = _enter_container(place)
     _answer({"rank": place.rank, "host": socket.gethostname(), "outside": enter is None})
     try:
-        _Session(place, request, enter or []).serve()
+        _serve(place, request, enter or [])
     except FrameError as error:
         print(f"clusterjob: {error}", file=sys.stderr)
-
-
-def _find(request: dict[str, Any]) -> search.WorkerPlace:
-    """Return the worker; wait a moment for workers that are being started."""
-    end = time.monotonic() + _START_TIMEOUT
-    while True:
-        try:
-            return search.find(request["job"], request["node"], request["rank"])
-        except search.NotHereError as error:
-            starting = error.facts["why"] == "starting" and not request.get("stacks")
-            if not starting or time.monotonic() > end:
-                raise
-        time.sleep(_TICK)
 
 
 def _answer(answer: dict[str, Any]) -> None:
@@ -77,76 +92,415 @@ def _answer(answer: dict[str, Any]) -> None:
         data = data[os.write(1, data) :]
 
 
-class _Session:
-    """The command or the relay of one request."""
-
-    def __init__(
-        self, place: search.WorkerPlace, request: dict[str, Any], enter: Sequence[str]
-    ) -> None:
-        self._place = place
-        self._stopped = False
-        self._connection = Streams(0, 1, control=self._control)
-        self._command: command.Command | None = None  # None for a relay
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        if not request.get("relay"):
-            terminal = request["terminal"]
-            self._command = command.Command(
-                self._connection,
-                place,
-                argv=request["argv"],
-                enter=enter,
-                terminal=None if terminal is None else (terminal[0], terminal[1], terminal[2]),
-                title=f"{request['job']} rank {place.rank}",
-                stdin=request["stdin"],
-            )
-
-    def serve(self) -> None:
-        """Carry the streams until the end; leave no process behind."""
-        job_ended = False
+def _wait_for_worker(request: dict[str, Any]) -> WorkerPlace:
+    """Return the worker; wait a moment for workers that are being started."""
+    end = time.monotonic() + _START_TIMEOUT
+    while True:
         try:
-            while not (self._connection.closed or self._stopped):
-                self._connection.step(
-                    _SHORT_TICK if self._command is not None and self._command.closing else _TICK
-                )
-                if self._command is not None and self._command.poll():
-                    break
-                if self._connection.silence > _SILENCE:
-                    break
-                if self._place.ended():
-                    job_ended = True
-                    break
-        finally:
-            if self._command is not None:
-                self._command.stop()
-        self._last_frames(ended=job_ended or self._stopped)
+            return find(request["job"], request["node"], request["rank"])
+        except NotHereError as error:
+            starting = error.facts["why"] == "starting" and not request.get("stacks")
+            if not starting or time.monotonic() > end:
+                raise
+        time.sleep(_TICK)
 
-    def _last_frames(self, *, ended: bool) -> None:
-        """Send the rest of the command's output, then its exit code."""
-        end = time.monotonic() + (_LAST_OUTPUT if self._command is not None else 0.0)
-        while self._connection.reading and not self._connection.closed and time.monotonic() < end:
-            self._connection.step(_SHORT_TICK)
-        code = None if self._command is None else self._command.code
-        self._connection.send(
-            streams.EXIT, payload=json.dumps({"code": code, "ended": ended}).encode()
-        )
-        end = time.monotonic() + _FLUSH
-        while not (self._connection.sent or self._connection.closed) and time.monotonic() < end:
-            self._connection.step(_SHORT_TICK)
 
-    def _on_signal(self, *_: Any) -> None:
-        self._stopped = True
+def _serve(place: WorkerPlace, request: dict[str, Any], enter: Sequence[str]) -> None:
+    """Carry the streams of a command or a relay until the end; leave no process behind."""
+    command: _Command | None = None  # None for a relay
+    stopped: list[int] = []  # signals that end this program
 
-    def _control(self, kind: int, number: int, payload: bytes) -> None:
-        running = self._command
-        if kind == streams.OPEN and running is None:
-            relay.open_connection(self._connection, number, payload)
-        elif kind == streams.SIZE and running and len(payload) == streams.TERMINAL_SIZE.size:
-            running.resize(*streams.TERMINAL_SIZE.unpack(payload))
-        elif kind == streams.SIGNAL and running and len(payload) == 1 and payload[0] < signal.NSIG:
-            running.signal(payload[0])
+    def control(kind: int, number: int, payload: bytes) -> None:
+        if kind == streams.OPEN and command is None:
+            _open_connection(connection, number, payload)
+        elif kind == streams.SIZE and command and len(payload) == streams.TERMINAL_SIZE.size:
+            command.resize(*streams.TERMINAL_SIZE.unpack(payload))
+        elif kind == streams.SIGNAL and command and len(payload) == 1 and payload[0] < signal.NSIG:
+            command.signal(payload[0])
         elif kind != streams.RESET:  # the reason of the submitter's side interests nobody here
             raise FrameError(f"a frame of kind {kind}")
+
+    connection = Streams(0, 1, control=control)
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(each, lambda number, _: stopped.append(number))
+    if not request.get("relay"):
+        command = _Command(connection, place, request, enter)
+    job_ended = False
+    try:
+        while not (connection.closed or stopped or job_ended or connection.silence > _SILENCE):
+            connection.step(_SHORT_TICK if command is not None and command.closing else _TICK)
+            if command is not None and command.poll():
+                break
+            job_ended = place.ended()
+    finally:
+        if command is not None:
+            command.stop()
+    end = time.monotonic() + (_LAST_OUTPUT if command is not None else 0.0)
+    while connection.reading and not connection.closed and time.monotonic() < end:
+        connection.step(_SHORT_TICK)
+    code = None if command is None else command.code
+    _send_end(connection, code, ended=job_ended or bool(stopped))
+
+
+def _send_end(connection: Streams, code: int | None, *, ended: bool) -> None:
+    """Send the last frame, with the exit code, and what is queued before it."""
+    connection.send(streams.EXIT, payload=json.dumps({"code": code, "ended": ended}).encode())
+    end = time.monotonic() + _FLUSH
+    while not (connection.sent or connection.closed) and time.monotonic() < end:
+        connection.step(_SHORT_TICK)
+
+
+def _send_stacks(request: dict[str, Any]) -> None:
+    """Send the stacks of this node's ranks as one JSON object on stream `STDOUT`.
+
+    Args:
+        request: the submitter's request; ``stacks`` has ``timeout`` and ``native``.
+    """
+    warnings: list[str] = []
+    stacks = collect(
+        job_processes.on_node(request["job"], request["node"]),
+        request["node"],
+        min(request["stacks"]["timeout"], _MAX_STACKS),
+        rank=request["rank"],
+        native=request["stacks"]["native"],
+        warn=warnings.append,
+    )
+    answer = {"ranks": [each.to_json() for each in stacks], "warnings": warnings}
+    file = anonymous_file("clusterjob-answer")
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(json.dumps(answer, separators=(",", ":")).encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    connection = Streams(0, 1, control=lambda *_: None)
+    connection.add(Stream(STDOUT, source=file, close_source=lambda: os.close(file)))
+    end = time.monotonic() + _MAX_STACKS
+    while connection.reading and not connection.closed and time.monotonic() < end:
+        connection.step(0.1)
+    _send_end(connection, 0, ended=False)
+
+
+def _open_connection(connection: Streams, number: int, payload: bytes) -> None:
+    """Connect to the port that the payload names, and add the stream; reset it on an error.
+
+    Raises:
+        FrameError: the payload names no port.
+    """
+    if len(payload) != streams.PORT.size:
+        raise FrameError("a malformed port")
+    (port,) = streams.PORT.unpack(payload)
+    code = 0
+    for address in _ADDRESSES:
+        try:
+            sock = socket.create_connection((address, port), _CONNECT_TIMEOUT)
+        except OSError as error:
+            code = code or error.errno or errno.ETIMEDOUT
+            continue
+        streams.add_socket(connection, number, sock)
+        return
+    connection.send(streams.RESET, number, payload=f"{port}: {os.strerror(code)}".encode())
+
+
+class NotHereError(Exception):
+    """This node has no such worker.
+
+    Attributes:
+        facts: ``why`` (absent, starting, old or rank); for a wrong rank also ``first``, ``count``
+            and ``world`` of the ranks.
+    """
+
+    def __init__(self, why: str, **facts: int) -> None:
+        super().__init__(why)
+        self.facts = {"why": why, **facts}
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """What a command shares with a worker.
+
+    Attributes:
+        rank: the worker's rank; None if it is not known.
+        pid: the worker; it may have ended.
+        environ: its environment.
+        watched: pid and start time of the process with which the node's part of the job ends.
+    """
+
+    rank: int | None
+    pid: int
+    watched: tuple[int, int]
+    environ: dict[str, str] = field(repr=False)
+
+    @property
+    def directory(self) -> str:
+        """The worker's working directory, or that of its forkserver."""
+        for pid in (self.pid, self.watched[0]):
+            with contextlib.suppress(OSError):
+                return os.readlink(f"/proc/{pid}/cwd")
+        return "/"
+
+    def ended(self) -> bool:
+        """Return whether the node's part of the job has ended."""
+        pid, ticks = self.watched
+        return processes.start_ticks(pid) != ticks
+
+
+def find(job_id: str, node: int, rank: int | None) -> WorkerPlace:
+    """Return the place of a worker on this node.
+
+    Args:
+        job_id: the job.
+        node: the node's rank; several nodes of a job may be on one machine.
+        rank: the worker's rank; None for the node's first worker.
+
+    Raises:
+        NotHereError: there is no such worker.
+    """
+    found = job_processes.on_node(job_id, node)
+    if not found.ranks:
+        raise NotHereError("starting" if found.started else "absent")
+    wanted = found.ranks[0].rank if rank is None else rank
+    process = next((each for each in found.ranks if each.rank == wanted), None)
+    if process is None:
+        raise NotHereError("rank", first=found.first, count=found.count, world=found.world)
+    watched = process.pid if found.forkserver is None else found.forkserver
+    environ = {name: value for name, value in process.environ.items() if name not in _OWN}
+    return WorkerPlace(
+        wanted,
+        process.pid,
+        (watched, processes.start_ticks(watched) or 0),
+        environ=environ | {job_processes.MARK: str(process.pid)},
+    )
+
+
+class _Command:
+    """A command and the processes below it.
+
+    Args:
+        connection: the streams to the submitter.
+        place: the worker whose environment it gets.
+        request: ``argv``: its command line, empty for a shell; ``terminal``: (rows, columns, TERM)
+            of its terminal, None for pipes; ``stdin``: whether it reads the submitter's stdin.
+        enter: the words of `_enter_container`.
+
+    Attributes:
+        code: its exit code; None while it runs.
+    """
+
+    def __init__(
+        self,
+        connection: Streams,
+        place: WorkerPlace,
+        request: dict[str, Any],
+        enter: Sequence[str],
+    ) -> None:
+        terminal = request["terminal"]
+        self.code: int | None = None
+        self._connection = connection
+        self._terminal = terminal is not None
+        self._ended_at = 0.0
+        self._pid: int | None = None
+        self._master: int | None = None
+        self._rcfile: int | None = None
+        environ = dict(place.environ)
+        for name in ("COLUMNS", "LINES", "TERM"):
+            environ.pop(name, None)
+        if terminal is not None:
+            environ["TERM"] = terminal[2] or "xterm"
+        root = f"/proc/{place.pid}/root" if enter else ""
+        title = f"{request['job']} rank {place.rank}"
+        words = list(request["argv"]) or self._shell(environ, title, root=root)
+        directory = place.directory
+        if enter:  # the directory may exist only in the container
+            words, directory = [*enter, "--wd", "--", *words], "/"
+        try:
+            self._start(
+                words, environ, directory=directory, terminal=terminal, stdin=request["stdin"]
+            )
+        except OSError as error:
+            absent = error.errno in (errno.ENOENT, errno.ENOTDIR)
+            self._fail(words[0], error, code=NOT_FOUND if absent else NOT_EXECUTABLE)
+
+    def _fail(self, name: str, error: OSError, code: int) -> None:
+        end = "\r\n" if self._terminal else "\n"
+        text = f"clusterjob: {name}: {error.strerror or error}{end}"
+        data = text.encode(errors="surrogateescape")
+        self._connection.send(streams.DATA, STDERR, payload=data[: streams.MAX_PAYLOAD])
+        self.code, self._ended_at = code, time.monotonic()
+
+    def _shell(self, environ: dict[str, str], title: str, root: str) -> list[str]:
+        """Return the command line of the user's shell; bash gets a prompt and the environment.
+
+        Args:
+            environ: the environment; the shell's variables are set.
+            title: the prompt.
+            root: the root directory of the container; empty for this one.
+        """
+        try:
+            own = pwd.getpwuid(os.geteuid()).pw_shell
+        except KeyError:  # the account is known elsewhere only
+            own = environ.get("SHELL", "")
+        usable = (
+            path
+            for path in (own, *_SHELLS)
+            if os.path.basename(path) not in _NO_SHELLS and os.access(f"{root}{path}", os.X_OK)
+        )
+        shell = next(usable, _SHELLS[-1])
+        environ["SHELL"] = shell
+        environ["PS1"] = f"({title}) \\w\\$ " if shell.endswith("bash") else f"({title}) $ "
+        if os.path.basename(shell) != "bash" or not hasattr(os, "memfd_create"):
+            return [shell, "-i"]
+        # The user's .bashrc may activate another environment: set the worker's again afterwards.
+        exports = "".join(
+            f"export {name}={shlex.quote(value)}\n"
+            for name, value in environ.items()
+            if _NAME.fullmatch(name) and name not in _READ_ONLY and name != "PS1"
+        )
+        text = (
+            "[ -r ~/.bashrc ] && . ~/.bashrc\n"
+            f"{exports}PS1={shlex.quote(f'({title}) ')}${{PS1:-'\\w\\$ '}}\nunset PROMPT_COMMAND\n"
+        )
+        self._rcfile = os.memfd_create("bashrc", 0)
+        os.write(self._rcfile, text.encode(errors="surrogateescape"))
+        os.lseek(self._rcfile, 0, os.SEEK_SET)
+        return [shell, "--rcfile", f"/dev/fd/{self._rcfile}", "-i"]
+
+    def _start(
+        self,
+        words: list[str],
+        environ: dict[str, str],
+        *,
+        directory: str,
+        terminal: Sequence[Any] | None,
+        stdin: bool,
+    ) -> None:
+        slave = None
+        if terminal is not None:
+            self._master, slave = os.openpty()
+            self.resize(*terminal[:2])
+        end = subprocess.PIPE if slave is None else slave
+        parent = os.getpid()
+        ctypes.CDLL(None)  # loaded before the fork
+
+        def prepare() -> None:
+            processes.die_with_parent(parent)
+            if slave is not None:
+                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        try:
+            child = subprocess.Popen(
+                [os.fsencode(word) for word in words],
+                bufsize=0,
+                stdin=end if stdin else subprocess.DEVNULL,
+                stdout=end,
+                stderr=end,
+                cwd=directory if os.access(directory, os.X_OK) else "/",
+                env={os.fsencode(name): os.fsencode(value) for name, value in environ.items()},
+                start_new_session=True,
+                pass_fds=() if self._rcfile is None else (self._rcfile,),
+                preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
+            )
+        finally:
+            for each in (slave, self._rcfile):
+                if each is not None:
+                    os.close(each)
+        self._pid = child.pid
+        child.returncode = 0  # this object reaps it
+        if self._master is not None:
+            os.set_blocking(self._master, False)
+            self._connection.add(Stream(STDOUT, source=self._master))
+            self._connection.add(Stream(STDIN, sink=self._master, close_sink=self._hang_up))
+        for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self._connection.add(Stream(number, source=pipe.fileno(), close_source=pipe.close))
+        if child.stdin is not None:
+            os.set_blocking(child.stdin.fileno(), False)
+            self._connection.add(
+                Stream(STDIN, sink=child.stdin.fileno(), close_sink=child.stdin.close)
+            )
+
+    def _hang_up(self) -> None:
+        if self._master is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._master, _END_OF_FILE)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Set the size of the terminal; the kernel sends SIGWINCH."""
+        if self._master is not None:
+            size = struct.pack("HHHH", rows, columns, 0, 0)
+            fcntl.ioctl(self._master, termios.TIOCSWINSZ, size)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command's process group."""
+        if self._pid is not None and self.code is None:
+            processes.signal_group(self._pid, number)
+
+    def poll(self) -> bool:
+        """Return whether the command has ended and its output is complete."""
+        if self.code is None:
+            self._reap()
+        if self.code is None:
+            return False
+        if not self._connection.reading:
+            return True
+        # Processes that the command left behind hold its output.
+        if time.monotonic() - self._ended_at > _LEFTOVERS and processes.descendants(os.getpid()):
+            self.stop()
+        return False
+
+    @property
+    def closing(self) -> bool:
+        """Whether the command has closed its output, or has ended, so that its end is near."""
+        return self.code is not None or not self._connection.reading
+
+    def stop(self) -> None:
+        """End all processes of the command: SIGHUP, SIGTERM and, after the grace, SIGKILL."""
+        end = time.monotonic() + _GRACE
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGCONT):
+            for pid in processes.descendants(os.getpid()):
+                processes.send_signal(pid, number)
+        while processes.descendants(os.getpid()) and time.monotonic() < end:
+            self._reap()
+            time.sleep(0.02)
+        processes.kill_descendants()
+        self._reap()
+
+    def _reap(self) -> None:
+        for pid, status in processes.ended_children():
+            if pid == self._pid and self.code is None:
+                self.code, _ = processes.exit_code_of(status)
+                self._ended_at = time.monotonic()
+
+
+def _enter_container(place: WorkerPlace) -> list[str] | None:
+    """Return the words that run a command in the worker's container.
+
+    The container of an unprivileged engine has a user namespace that its owner may enter.
+
+    Returns:
+        The words; empty if the worker runs in no container; None if this user cannot enter it.
+    """
+    pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched[0]
+    if _namespace(pid, "mnt") in ("", _namespace(os.getpid(), "mnt")):
+        return []
+    words = ["nsenter", f"--target={pid}", "--mount"]
+    if _namespace(pid, "user") != _namespace(os.getpid(), "user"):
+        words += ["--user", "--preserve-credentials"]
+    try:
+        can = subprocess.run(
+            [*words, "--", "/bin/sh", "-c", ":"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+    except OSError:  # this machine has no nsenter
+        return None
+    return words if can.returncode == 0 else None
+
+
+def _namespace(pid: int, kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ stream before the other side grants more, so a slow reader of one stream delays 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import socket
 import struct
 import sys
 import time
@@ -39,6 +41,7 @@ EXIT = 8  # the last frame: a JSON object
 ALIVE = 9  # the sender is alive
 _KINDS = range(OPEN, ALIVE + 1)
 _GRANT = struct.Struct(">I")
+PORT = struct.Struct(">H")  # the payload of `OPEN` to a relay
 TERMINAL_SIZE = struct.Struct(">HH")  # rows and columns
 
 MARKER = b"clusterjob-inside-1 "  # begins the line before the first frame; a login may print more
@@ -329,6 +332,25 @@ class Streams:
     def _forget(self, stream: Stream) -> None:
         if stream.done and self.streams.get(stream.number) is stream:
             del self.streams[stream.number]
+
+
+def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
+    """Add a stream whose ends are a connected socket; the socket is closed after both ends."""
+    sock.setblocking(False)
+    with contextlib.suppress(OSError):  # the peer has closed it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream = Stream(number, source=sock.fileno(), sink=sock.fileno())
+
+    def ended(how: int) -> None:
+        with contextlib.suppress(OSError):  # the peer has closed it
+            if stream.done:
+                sock.close()
+            else:
+                sock.shutdown(how)
+
+    stream.close_source = lambda: ended(socket.SHUT_RD)
+    stream.close_sink = lambda: ended(socket.SHUT_WR)
+    connection.add(stream)
 
 
 def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:

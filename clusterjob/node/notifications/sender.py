@@ -29,9 +29,9 @@ from clusterjob.node.environments import scheduler
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
 from clusterjob.node.notifications import ARRAY_TASKS, END, FAILURE, REQUEUE, START
 from clusterjob.node.system import private_dirs
+from clusterjob.node.system.processes import StderrTail
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.system.stderr_tail import StderrTail
 from clusterjob.node.verdict import JobState
 
 _PAUSES = (1.0, 2.0, 4.0)  # seconds between two attempts

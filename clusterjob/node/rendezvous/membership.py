@@ -48,6 +48,7 @@ class Peer:
     wants_endpoints: bool = False
     rounds: int = 0  # the newest round that its node has seen, plus 1
     key: str = ""
+    reached_at: str = ""  # the coordinator's address to which it has connected
     lost: bool = False
 
 
@@ -267,6 +268,7 @@ class Membership:
         self._acceptor.admit()
         try:
             peer = self.join(hello, channel.send)
+            peer.reached_at = network.plain_address(writer.get_extra_info("sockname")[0])
         except protocol.RefusedError as error:
             self._events.add("refused", why=error.message)
             await protocol.refuse(channel, error.message)

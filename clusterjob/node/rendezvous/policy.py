@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from clusterjob.node.options import LaunchOptions
+from clusterjob.node.options import LaunchOptions, Retry
 from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.retries import Retry
 from clusterjob.node.verdict import Failure, FailureKind, RoundEnd
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from clusterjob.node.contract import World
@@ -13,6 +13,17 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.rendezvous import ports
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Peer
+
+
+def store_address(topology: Topology, peers: Iterable[Peer]) -> str:
+    """Return the coordinator's address for torch's store.
+
+    Of several addresses, it is the last one at which an agent has reached the coordinator: agents
+    try them in order, so this agent cannot reach an earlier one.
+    """
+    addresses = topology.master_addr.split(",")
+    reached = {peer.reached_at for peer in peers}
+    return next((each for each in reversed(addresses) if each in reached), addresses[0])
 
 
 def plan_round(
@@ -46,8 +57,9 @@ def plan_round(
         candidates = [0]
         if not serve_store:  # a worker binds the port later, so it must not be ephemeral
             candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
-        store = ports.listen(topology.master_addr, candidates, alone=topology.nnodes == 1)
-        address, port = topology.master_addr, int(store.getsockname()[1])
+        address = store_address(topology, peers.values())
+        store = ports.listen(address, candidates, alone=topology.nnodes == 1)
+        port = int(store.getsockname()[1])
         if not serve_store:
             store.close()
     else:

@@ -14,7 +14,8 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any
+from enum import Enum, EnumMeta
+from typing import Annotated, Any, TypeVar
 
 _NAME = "type"  # the key of the message's name; no message may have a field of this name
 _MAX_NUMBER = 2**31 - 1
@@ -23,6 +24,7 @@ _MAX_TEXT = 1 << 17  # characters; the longest environment variable that execve(
 _MAX_ITEMS = 256
 _PLAIN = (str, int, float, bool)
 _SHOWN = 80  # characters of a wrong value in an error
+_T = TypeVar("_T")
 
 
 class MalformedMessageError(ValueError):
@@ -48,10 +50,12 @@ class Limit:
     Attributes:
         maximum: the largest number, or the maximum characters of a text or items of a list.
         minimum: the smallest number.
+        cuts: whether a longer text loses its end, and a longer list its begin; else it is refused.
     """
 
     maximum: int
     minimum: int = 0
+    cuts: bool = False
 
 
 class Codec:
@@ -77,7 +81,7 @@ class Codec:
         name = type(message).__name__
         if self._kinds.get(name) is not type(message):
             raise TypeError(f"{name} is not a message of this codec")
-        return {_NAME: name, **_plain(message)}
+        return {_NAME: name, **plain(message)}
 
     def encode_json(self, message: Any) -> bytes:
         """Return a message as JSON; a message that goes to many peers in turn is encoded once.
@@ -104,21 +108,39 @@ class Codec:
         return _reader(typing.cast("Any", kind), kind.__name__)(data)
 
 
+def read(kind: type[_T], data: Any) -> _T:
+    """Return the object of a dataclass that `plain` returned as JSON.
+
+    Raises:
+        MalformedMessageError: the data is no object, or a field is missing or has a wrong value.
+    """
+    found: _T = _read_object(typing.cast("Any", kind), kind.__name__)(data)
+    return found
+
+
 @functools.cache
 def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def _plain(value: Any) -> Any:
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass's object as plain data, also if it has a `to_json`."""
+    kind: Any = type(value)
+    return {name: plain(getattr(value, name)) for name in _field_names(kind)}
+
+
+def plain(value: Any) -> Any:
+    """Return an object of a dataclass as plain data, with its fields in order."""
     if value is None or type(value) in _PLAIN:
         return value
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
-        kind: Any = type(value)
-        return {name: _plain(getattr(value, name)) for name in _field_names(kind)}
+        return fields_of(value)
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
     return value
 
 
@@ -143,19 +165,22 @@ def _reader(annotation: Any, where: str) -> Reader:
         inner = _reader(next(each for each in arguments if each is not type(None)), where)
         return lambda value: None if value is None else inner(value)
     if origin is tuple and arguments[-1] is Ellipsis:
-        return _read_list(arguments[0], where, limit.maximum if limit else _MAX_ITEMS)
+        return _read_list(arguments[0], where, limit or Limit(_MAX_ITEMS))
     if origin is tuple:
         return _read_items(arguments, where)
     if origin is dict:
         return _read_map(arguments[1], where)
     if hasattr(annotation, "from_json"):
+        return _read_json(annotation.from_json, where)
+    if isinstance(annotation, EnumMeta):
         return _read_json(annotation, where)
     if is_dataclass(annotation):
-        return _read_object(typing.cast("type[Any]", annotation), where)
+        return _read_object(typing.cast("Any", annotation), where)
     if annotation is int:
-        return _read_number(limit or Limit(_MAX_NUMBER), where)
+        low, high = (limit.minimum, limit.maximum) if limit else (0, _MAX_NUMBER)
+        return _read_if(lambda value: type(value) is int and low <= value <= high, where)
     if annotation is str:
-        return _read_text(limit.maximum if limit else _MAX_TEXT, where)
+        return _read_text(limit or Limit(_MAX_TEXT), where)
     if annotation is float:
         return _read_if(_is_seconds, where)
     return _read_if(lambda value: annotation is bool and isinstance(value, bool), where)
@@ -165,15 +190,15 @@ def _wrong(value: Any, where: str) -> MalformedMessageError:
     return MalformedMessageError(f"{where}: {value!r:.{_SHOWN}}")
 
 
-def _read_list(annotation: Any, where: str, maximum: int) -> Reader:
+def _read_list(annotation: Any, where: str, limit: Limit) -> Reader:
     item = _reader(annotation, where)
 
     def read(value: Any) -> Any:
         if not isinstance(value, list):
             raise _wrong(value, where)
-        if len(value) > maximum:
+        if len(value) > limit.maximum and not limit.cuts:
             raise MalformedMessageError(f"{where}: {len(value)} items")
-        return tuple([item(each) for each in value])
+        return tuple([item(each) for each in value[-limit.maximum :]])
 
     return read
 
@@ -204,17 +229,18 @@ def _read_map(annotation: Any, where: str) -> Reader:
     return read
 
 
-def _read_json(kind: Any, where: str) -> Reader:
+def _read_json(from_json: Callable[[Any], Any], where: str) -> Reader:
     def read(value: Any) -> Any:
         try:
-            return kind.from_json(value)
+            return from_json(value)
         except ValueError as error:
             raise MalformedMessageError(f"{where}: {error}") from error
 
     return read
 
 
-def _read_object(kind: type[Any], where: str) -> Reader:
+@functools.cache
+def _read_object(kind: Any, where: str) -> Reader:
     annotations = typing.get_type_hints(kind, include_extras=True)
     readers = {
         field.name: _reader(annotations[field.name], f"{where}.{field.name}")
@@ -237,21 +263,10 @@ def _read_object(kind: type[Any], where: str) -> Reader:
     return read
 
 
-def _read_number(limit: Limit, where: str) -> Reader:
-    low, high = limit.minimum, limit.maximum
-
+def _read_text(limit: Limit, where: str) -> Reader:
     def read(value: Any) -> Any:
-        if type(value) is int and low <= value <= high:
-            return value
-        raise _wrong(value, where)
-
-    return read
-
-
-def _read_text(maximum: int, where: str) -> Reader:
-    def read(value: Any) -> Any:
-        if isinstance(value, str) and len(value) <= maximum:
-            return value
+        if isinstance(value, str) and (limit.cuts or len(value) <= limit.maximum):
+            return value[: limit.maximum]
         raise _wrong(value, where)
 
     return read

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import json
 import os
-import re
+import shutil
 import stat
 import sys
 import tempfile
@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-_TEMPORARY = re.compile(r"\..+\.\w{8}\.(?P<host>.+)\.(?P<pid>\d{1,9})", re.ASCII)
+_TEMPORARY = ".tmp"  # the end of the name of a temporary file
 _SURELY_KILLED = 3600.0  # seconds without a change after which the writer must be dead
 RESERVED = 32 << 10  # bytes that `reserve` takes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
@@ -68,7 +68,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
         OSError: the disk is full or the directory cannot be written; no temporary file remains.
     """
     handle, temporary = tempfile.mkstemp(
-        prefix=f".{path.name}.", suffix=f".{os.uname().nodename}.{os.getpid()}", dir=path.parent
+        prefix=f".{path.name}.", suffix=_TEMPORARY, dir=path.parent
     )
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -180,33 +180,11 @@ def why_full(directory: Path) -> str:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of `write_atomic` calls that were killed.
-
-    Files of this host are removed at once; files of other hosts after one hour.
-    """
-    try:
-        names = [name for name in os.listdir(directory) if name.startswith(".")]
-    except OSError:
-        return
-    for name in names:
-        match = _TEMPORARY.fullmatch(name)
+    """Remove the temporary files of `write_atomic` calls that were killed over an hour ago."""
+    for path in directory.glob(f".*{_TEMPORARY}"):
         with contextlib.suppress(OSError):
-            if match is not None and (
-                _killed(match["host"], int(match["pid"])) or is_old(directory / name)
-            ):
-                (directory / name).unlink()
-
-
-def _killed(host: str, pid: int) -> bool:
-    if host != os.uname().nodename:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):  # it belongs to another user
-        pass
-    return False
+            if is_old(path):
+                path.unlink()
 
 
 def is_old(path: Path) -> bool:
@@ -264,6 +242,70 @@ def read_text(path: Path | str, limit: int = -1) -> str:
             return file.read(limit)
     except (OSError, ValueError):  # ValueError: the path contains a zero byte
         return ""
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether a path is a directory itself, not a link to one; False if it is absent.
+
+    Raises:
+        OSError: the path cannot be examined.
+    """
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def tree_size(path: Path) -> int:
+    """Return the bytes on disk of a directory tree; 0 if it does not exist.
+
+    Links are not followed, other file systems are not entered, and a file with several names in the
+    tree counts once.
+    """
+    total, seen = 0, set()
+    for folder, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            try:
+                status = os.lstat(os.path.join(folder, name))
+            except OSError:  # it was removed meanwhile
+                continue
+            if (status.st_dev, status.st_ino) not in seen:
+                seen.add((status.st_dev, status.st_ino))
+                total += status.st_blocks * 512
+        folders[:] = [each for each in folders if not os.path.ismount(os.path.join(folder, each))]
+    return total
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory tree, also directories that their owner cannot write.
+
+    Nothing happens if it does not exist, or if another process removes it meanwhile.
+
+    Raises:
+        OSError: it is no directory, cannot be removed, or another file system is mounted in it.
+    """
+
+    def retry(function: Callable[..., Any], name: str, error: Any) -> None:
+        folder = name if function is os.scandir or function is os.open else os.path.dirname(name)
+        if isinstance(error[1], FileNotFoundError):
+            return
+        if not isinstance(error[1], PermissionError) or not is_directory(Path(folder)):
+            raise error[1]
+        os.chmod(folder, 0o700)
+        if folder == name:
+            shutil.rmtree(name)
+        else:
+            function(name)
+
+    if not is_directory(path):
+        if os.path.lexists(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        return
+    for folder, folders, _ in os.walk(path):
+        for entry in (os.path.join(folder, name) for name in folders):
+            if os.path.ismount(entry):
+                raise OSError(errno.EBUSY, "another file system is mounted there", entry)
+    shutil.rmtree(path, onerror=retry)
 
 
 def size_of(path: Path) -> int:

@@ -71,12 +71,15 @@ def addresses_of(host: str) -> list[str]:
     name gets its result.
 
     Args:
-        host: a name, or an address, which is returned unchanged.
+        host: a name, an address, which is returned unchanged, or several addresses of one machine
+            with commas between them.
 
     Raises:
         NoNameServerError: no name server answers.
         OSError: the name does not resolve; its strerror is the reason.
     """
+    if "," in host:
+        return host.split(",")
     if _is_address(host):
         return [host]
     lookup = _lookups.get(host)
@@ -150,15 +153,18 @@ def address_towards(host: str) -> str | None:
     on Debian, and ip6.arpa names elsewhere (pytorch#150532).
 
     Args:
-        host: a name or an address.
+        host: a name, an address, or several addresses with commas between them, of which the first
+            with a route counts.
     """
-    try:
-        family, kind, protocol, _, address = _resolve(host, 9, kind=socket.SOCK_DGRAM)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    for each in host.split(","):
+        try:
+            family, kind, protocol, _, address = _resolve(each, 9, kind=socket.SOCK_DGRAM)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None
 
 
 def interface_towards(host: str) -> str | None:
@@ -254,7 +260,7 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     Args:
         host: the address by which other machines reach this machine. Behind NAT it may not be an
             address of this machine. Its name may also resolve to loopback on this machine. In both
-            cases the socket listens on all addresses.
+            cases, and for several addresses, the socket listens on all addresses.
         port: the port; 0 for any free port.
         backlog: maximum connections that wait before the first accept.
         alone: whether all clients run on this machine, so that a loopback address is enough.
@@ -262,6 +268,10 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     Raises:
         OSError: the port is taken (EADDRINUSE), or the name does not resolve.
     """
+    if "," in host:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
     family, _, _, _, address = _resolve(host, port, kind=socket.SOCK_STREAM)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,6 +1,6 @@
 """Query and control processes through /proc and prctl: state, descendants, OOM kills.
 
-Linux and the standard library only, except `ProcessIdentity`, which a submitter needs too. Sources:
+Linux only, except `ProcessIdentity` and `StderrTail`, which a submitter needs too. Sources:
 prctl(2), proc(5). PR_SET_PDEATHSIG fires when the
 THREAD that forked exits, so long-lived processes are started from main threads only.
 """
@@ -13,15 +13,23 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from clusterjob.errors import UsageError
 from clusterjob.node.system import files
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write without end
+_MAX_LINE = 300  # characters
+# srun says so of each --cpu-bind=none without the plugin task/affinity, also with --quiet.
+_NO_REASON = "srun: cluster configuration lacks support for cpu binding\n"
+_SYSTEMS = {"darwin": "macOS"}
 # The number of the system call read(2), by CPU architecture.
 _READ = {
     "x86_64": "0",
@@ -30,6 +38,22 @@ _READ = {
     "s390x": "3",
     "riscv64": "63",
 }
+
+
+def require_linux(what: str) -> None:
+    """Refuse an action on a system other than Linux.
+
+    Args:
+        what: the part of the product that runs workers here.
+
+    Raises:
+        UsageError: this is not Linux.
+    """
+    if sys.platform != "linux":
+        raise UsageError(
+            f"{what} needs Linux, and this is {_SYSTEMS.get(sys.platform, sys.platform)}",
+            "submit to Linux machines: --hosts HOST (over SSH), or --login HOST (its Slurm)",
+        )
 
 
 def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
@@ -391,3 +415,32 @@ class ProcessIdentity:
             and self.boot_id == boot_id()
             and start_ticks(self.pid) == self.ticks != 0
         )
+
+
+class StderrTail:
+    """Keeps the end of a child's stderr; a thread reads it, so that the child never blocks.
+
+    Args:
+        stream: the stream; it is closed at its end.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._kept = b""
+        self._stream = stream
+        self._thread = threading.Thread(target=self._read, name="clusterjob-stderr", daemon=True)
+        self._thread.start()
+
+    def last_line(self, timeout: float) -> str:
+        """Return the last line that is not empty, at most 300 characters.
+
+        Args:
+            timeout: seconds to wait for the end of the stream; another process may keep it open.
+        """
+        self._thread.join(timeout)
+        text = self._kept.decode(errors="replace").replace(_NO_REASON, "").strip()
+        return text.rpartition("\n")[2].strip()[:_MAX_LINE]
+
+    def _read(self) -> None:
+        with self._stream:
+            while part := os.read(self._stream.fileno(), 1 << 16):
+                self._kept = (self._kept + part)[-_MAX_STDERR:]

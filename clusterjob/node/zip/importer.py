@@ -1,6 +1,7 @@
 """Import the package's modules from one compressed block in the node zip.
 
-The first import of a module unpacks the block. If each module were a member of the zip, the zip
+`clusterjob.core.node_zip` puts this module and the block into the package's ``__init__.py``. The
+first import of another module unpacks the block. If each module were a member of the zip, the zip
 would be almost twice as large, and an agent would start 30 ms later: Python would find and unpack
 each module separately.
 
@@ -20,20 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, ModuleType
 
-# File in the directory of the package's __init__.py: {"clusterjob/cli/__init__.py": source, ...}.
-NAME = "sources.json"
-
 
 class ZipImporter:
     """Find and load the modules of the block.
 
     Args:
         package_file: the path of the package's ``__init__.py`` inside the zip.
+        block: {"clusterjob/errors.py": source, ...} as JSON, compressed, in base64.
     """
 
-    def __init__(self, package_file: str) -> None:
-        self._directory = package_file.rpartition("/")[0]
-        self.archive = self._directory.rpartition("/")[0]
+    def __init__(self, package_file: str, block: str) -> None:
+        self.archive = package_file.removesuffix("/clusterjob/__init__.py")
+        self._block = block
         self._sources: dict[str, str] | None = None
 
     def find_spec(
@@ -101,17 +100,19 @@ class ZipImporter:
     def _all(self) -> dict[str, str]:
         if self._sources is None:
             import json
+            import zlib
+            from binascii import a2b_base64
 
-            package = sys.modules["clusterjob"]
-            data = package.__loader__.get_data(f"{self._directory}/{NAME}")  # type: ignore[union-attr]
-            self._sources = json.loads(data)
+            self._sources = json.loads(zlib.decompress(a2b_base64(self._block)))
+            self._block = ""
         assert self._sources is not None
         return self._sources
 
 
-def install(package_file: str) -> None:
-    """Let this process import the package from the zip that contains this file."""
-    sys.meta_path.insert(0, ZipImporter(package_file))  # before the finder of the installed package
+def install(package_file: str, block: str) -> None:
+    """Let this process import the package from the zip that has this file; see `ZipImporter`."""
+    # before the finder of the installed package
+    sys.meta_path.insert(0, ZipImporter(package_file, block))
 
 
 def archive() -> str | None:
