@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from procs import TEST_TIMEOUT, Job
 
-from clusterjob.node.stacks import evidence_files, py_spy
+from clusterjob.node.stacks import collect, evidence_files
 from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.workers import forkserver_messages
@@ -128,7 +128,7 @@ def test_py_spy_of_worker_that_became_another_user_is_not_run(tmp_path: Path) ->
             assert worker.stdout is not None
             worker.stdout.readline()
             try:
-                found = py_spy._program(worker.pid)
+                found = collect._py_spy_path(worker.pid)
             finally:
                 worker.kill()
         assert found == path or (path is None and found != str(program))

@@ -25,7 +25,7 @@ from clusterjob.insight import stacks as insight
 from clusterjob.node.inside import streams
 from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import frames, grouping, py_spy, waits
+from clusterjob.node.stacks import collect, frames, grouping, waits
 from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -109,7 +109,7 @@ JSON = st.recursive(
 @example(data=b'[{"os_thread_id": Infinity, "thread_name": "main", "frames": []}]')
 @given(data=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_output_of_py_spy_gives_stacks_or_nothing(data: bytes) -> None:
-    for thread in py_spy.parse(data, 7).values():
+    for thread in collect.parse_py_spy(data, 7).values():
         assert all(isinstance(frame.file, str) for frame in thread.frames)
 
 
@@ -124,13 +124,13 @@ def test_main_thread_of_py_spy_is_first_and_native_frames_have_no_line() -> None
             {"os_thread_id": 7, "thread_name": None, "frames": [native, frame("main")]},
         ]
     )
-    assert py_spy.parse(data.encode(), 7) == {
+    assert collect.parse_py_spy(data.encode(), 7) == {
         7: ThreadStack(
             "thread 7", (Frame("/lib/libc.so.6", None, "sleep"), Frame("/w/a.py", 3, "main"))
         ),
         9: ThreadStack("Thread-1", (Frame("/w/a.py", 3, "Loader.get"),)),
     }
-    assert list(py_spy.parse(data.encode(), 7)) == [7, 9]
+    assert list(collect.parse_py_spy(data.encode(), 7)) == [7, 9]
 
 
 @settings(max_examples=150)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from clusterjob.node.system.codec import Limit
 
 MAX_TEXT = 600  # characters of a name
+STOPPED = ("is stopped", "is being traced")  # the beginning of a state
 _Text = Annotated[str, Limit(MAX_TEXT)]
 
 

@@ -9,8 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clusterjob.node.stacks import kernel, waits
-from clusterjob.node.stacks.frames import Frame, RankStack, is_of_import, program_frame
+from clusterjob.node.stacks import waits
+from clusterjob.node.stacks.frames import (
+    STOPPED,
+    Frame,
+    RankStack,
+    is_of_import,
+    program_frame,
+)
 
 SCHEMA = 1
 _MAX_CLAUSES = 4  # groups in the headline
@@ -54,7 +60,7 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
             key = (wait.function, *_comparable(frames[wait.depth + 1 :]))
         elif frames:
             key = _comparable(frames)
-        key = (key, stack.state.startswith(kernel.STOPPED))
+        key = (key, stack.state.startswith(STOPPED))
         found.setdefault(key, []).append(stack)
     groups = [
         Group(tuple(each.rank for each in equal), equal[0].main_frames, equal[0].state)
@@ -124,7 +130,7 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
     own = program_frame(each.frames)
     where = f" ({place_text(own)})" if own is not None else ""
     wait = waits.find(each.frames)
-    if each.state.startswith(kernel.STOPPED):  # py-spy has read the stack
+    if each.state.startswith(STOPPED):  # py-spy has read the stack
         frame = own or each.frames[0]
         return ("is stopped in", "are stopped in"), f"{frame.function} ({place_text(frame)})"
     if wait is not None:

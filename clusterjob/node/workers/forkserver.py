@@ -29,8 +29,8 @@ from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.preflight import measuring_process
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import kernel, waits
-from clusterjob.node.stacks.request import StackRequest
+from clusterjob.node.stacks import waits
+from clusterjob.node.stacks.collect import StackRequest, catches
 from clusterjob.node.system import processes, signals
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -502,7 +502,7 @@ class Forkserver:
         if time.monotonic() < max(since, self._stopped_at) + _EARLY_KILL or state == "begun":
             return False
         if self._options.launcher == "torchrun" or state not in ("set", "ended"):
-            return not kernel.catches(worker.pid, signal.SIGTERM)
+            return not catches(worker.pid, signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
         asked = self._stacks.setdefault(worker.pid, StackRequest(worker.pid))
