@@ -23,7 +23,7 @@ from procs import wait_until
 
 from clusterjob.node.stacks import collect
 from clusterjob.node.stacks.collect import StackRequest
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.offer import FILES, SIGNAL, SIGNAL_FOR_PYTHON
 
 FILE = FILES[signal.SIGURG]

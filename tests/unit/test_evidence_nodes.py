@@ -12,8 +12,7 @@ from clusterjob.node.logs.events import EventLog, read_events
 from clusterjob.node.rendezvous.evidence import MOST_NODES, Evidence
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.stack_messages import CollectStacks, StackFound, StacksCollected
-from clusterjob.node.stacks.evidence_files import Round
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack, Round
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from clusterjob.node.rendezvous.rank_counter import RankCounter
 from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
-from clusterjob.node.stacks import evidence_files
+from clusterjob.node.stacks import grouping
 from clusterjob.node.verdict import Failure
 
 # Seconds for which a verdict waits for the agents' answers about missing ranks: the time of
@@ -84,7 +84,7 @@ class Round:
         self.unfinished = Unfinished(self.ranks)
         self._missing_ranks = MissingRanks(self.ranks)
         self.evidence = Evidence(
-            evidence_files.Round(job.job_id, job.attempt, restart, node_rank=own),
+            grouping.Round(job.job_id, job.attempt, restart, node_rank=own),
             membership,
             job_dir=job_dir,
             events=events,

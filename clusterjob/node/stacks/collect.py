@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clusterjob.node.job_processes import NodeProcesses
-from clusterjob.node.stacks import frames, offer
-from clusterjob.node.stacks.frames import (
+from clusterjob.node.stacks import grouping, offer
+from clusterjob.node.stacks.grouping import (
     MAX_FRAMES,
     MAX_TEXT,
     MAX_THREADS,
@@ -280,7 +280,7 @@ class StackRequest:
         for tid in sorted(self._found, key=lambda tid: (tid != self.pid, tid))[:MAX_THREADS]:
             comm = _comm(self.pid, tid)
             name = comm if comm != main and comm else f"thread {tid}"
-            threads[tid] = frames.parse_thread(
+            threads[tid] = grouping.parse_thread(
                 "MainThread" if tid == self.pid else name, self._found[tid]
             )
         return threads
@@ -326,7 +326,7 @@ class StackRequest:
                 written = os.pread(file, _MAX_BYTES, 0).decode(errors="replace")
                 text, complete, _ = written.partition(offer.END)
                 if complete:
-                    self._found = frames.of_all_threads(text[1:])
+                    self._found = grouping.of_all_threads(text[1:])
                     return False
                 yield False
             os.ftruncate(file, 0)  # a late handler then writes nothing
@@ -522,7 +522,7 @@ def parse_py_spy(data: bytes, pid: int) -> dict[int, ThreadStack]:
         found = {
             int(thread["os_thread_id"] or 0): ThreadStack(
                 str(thread["thread_name"] or f"thread {thread['os_thread_id']}")[:MAX_TEXT],
-                frames.of_program(map(_frame, thread["frames"][:MAX_FRAMES])),
+                grouping.of_program(map(_frame, thread["frames"][:MAX_FRAMES])),
             )
             for thread in threads[:MAX_THREADS]
         }

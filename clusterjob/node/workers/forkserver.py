@@ -29,7 +29,7 @@ from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.preflight import measuring_process
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import waits
+from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.collect import StackRequest, catches
 from clusterjob.node.system import processes, signals
 from clusterjob.node.system.shared_note import SharedNote
@@ -510,7 +510,7 @@ class Forkserver:
             asked.step()
             return False
         main = next(iter(self._stacks.pop(worker.pid).answer().values()), None)
-        return main is not None and waits.for_peers(main.frames)
+        return main is not None and grouping.waits_for_peers(main.frames)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:

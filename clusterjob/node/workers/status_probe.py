@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from clusterjob.node.logs.log_files import append
 from clusterjob.node.stacks import collect
-from clusterjob.node.stacks.frames import frame_line, position_text, to_lines
+from clusterjob.node.stacks.grouping import frame_line, position_text, to_lines
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.worker_process import RunningWorker
 
