@@ -584,6 +584,7 @@ def test_stopped_process_remains_stopped_when_native_frames_are_wanted(tmp_path:
     with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: collect.state_of(process.pid).startswith("is stopped"), TIMEOUT)
-        stack, _ = native_stack(process)
+        stack, lines = native_stack(process)
         assert functions(stack) == ["<module>"]
+        assert lines == ["no native frames of a process that is stopped or waits for a file system"]
         assert collect.state_of(process.pid).startswith("is stopped")

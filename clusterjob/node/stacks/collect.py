@@ -165,9 +165,14 @@ def of_ranks(
     silent = [pid for pid, threads in found.items() if not _is_known(threads)]
     dumps = _py_spy([pid for pid in silent if states[pid] != _ENDED], end)
     if native:
-        # ptrace would disturb these.
-        spared = [pid for pid in found if states[pid].startswith(STOPPED) or _waits_for_files(pid)]
-        wanted = [pid for pid in found if pid not in spared and states[pid] != _ENDED]
+        alive = [pid for pid in found if states[pid] != _ENDED]
+        wanted = [
+            pid
+            for pid in alive
+            if not states[pid].startswith(STOPPED) and not any(map(_waits_for_files, _threads(pid)))
+        ]
+        if wanted != alive:  # ptrace would disturb them
+            warn("no native frames of a process that is stopped or waits for a file system")
         whole = _py_spy(wanted, max(end, time.monotonic() + _PY_SPY_SECONDS), "--native")
         if not all(_is_known(whole[pid]) for pid in wanted):
             warn(_no_native_frames(wanted))
