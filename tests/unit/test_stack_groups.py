@@ -117,16 +117,17 @@ def test_main_thread_of_py_spy_is_first_and_native_frames_have_no_line() -> None
     def frame(name: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "filename": "/w/a.py", "module": None, "line": 3, **more}
 
-    native = frame("sleep", filename="", module="/lib/libc.so.6", line=0)
+    native = frame("sleep", filename="", module="/lib/libc.so.6", line=40)
+    start = frame("0x7fe603a4524a", filename="/lib/libc.so.6", module="/lib/libc.so.6", line=0)
     data = json.dumps(
         [
             {"os_thread_id": 9, "thread_name": "Thread-1", "frames": [frame("Loader.get")]},
-            {"os_thread_id": 7, "thread_name": None, "frames": [native, frame("main")]},
+            {"os_thread_id": 7, "thread_name": None, "frames": [native, frame("main"), start]},
         ]
     )
     assert collect.parse_py_spy(data.encode(), 7) == {
         7: ThreadStack(
-            "thread 7", (Frame("/lib/libc.so.6", None, "sleep"), Frame("/w/a.py", 3, "main"))
+            "MainThread", (Frame("/lib/libc.so.6", None, "sleep"), Frame("/w/a.py", 3, "main"))
         ),
         9: ThreadStack("Thread-1", (Frame("/w/a.py", 3, "Loader.get"),)),
     }

@@ -522,15 +522,16 @@ def _no_native_frames(pids: Iterable[int]) -> str:
 
 def parse_py_spy(data: bytes, pid: int) -> dict[int, ThreadStack]:
     """Return the threads of py-spy's JSON, the main thread first; none if it is malformed."""
+    found = {}
     try:
-        threads = json.loads(data)
-        found = {
-            int(thread["os_thread_id"] or 0): ThreadStack(
-                str(thread["thread_name"] or f"thread {thread['os_thread_id']}")[:MAX_TEXT],
-                grouping.of_program(map(_frame, thread["frames"][:MAX_FRAMES])),
-            )
-            for thread in threads[:MAX_THREADS]
-        }
+        for thread in json.loads(data)[:MAX_THREADS]:
+            tid = int(thread["os_thread_id"] or 0)
+            name = thread["thread_name"] or ("MainThread" if tid == pid else f"thread {tid}")
+            shown = [_frame(each) for each in thread["frames"][:MAX_FRAMES]]
+            python = [index for index, each in enumerate(shown) if each.line is not None]
+            # Below the outermost Python frame are those of the interpreter's start.
+            whole = shown[: python[-1] + 1] if python else shown
+            found[tid] = ThreadStack(str(name)[:MAX_TEXT], grouping.of_program(whole))
     except (ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return {}
     return {tid: found[tid] for tid in sorted(found, key=lambda tid: (tid != pid, tid))}
@@ -538,8 +539,9 @@ def parse_py_spy(data: bytes, pid: int) -> dict[int, ThreadStack]:
 
 def _frame(frame: dict[str, Any]) -> Frame:
     line = frame["line"]
+    native = bool(frame["module"])  # with debug information, it has a line of a file in C
     return Frame(
         str(frame["filename"] or frame["module"] or "???")[:MAX_TEXT],
-        line if type(line) is int and 0 < line < 10**9 else None,
+        line if type(line) is int and 0 < line < 10**9 and not native else None,
         str(frame["name"])[:MAX_TEXT],
     )
