@@ -20,7 +20,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.system import processes
 from clusterjob.node.verdict import Failure, FailureKind
 

@@ -21,7 +21,7 @@ from clusterjob.node.inside.streams import STDOUT, Stream
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import read_job_events
 from clusterjob.node.logs.job_dir import LOGS
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.system.sanitize import sanitize
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from clusterjob.node.rendezvous.round_plan import plan_round, store_address
 from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.rendezvous.until_done import UntilDone
-from clusterjob.node.stacks import evidence_files
+from clusterjob.node.stacks import grouping
 from clusterjob.node.states import NodeState, Order, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
@@ -402,7 +402,7 @@ class Coordinator:
         end = ledger.end
         assert end is not None
         self._evidence = Evidence(
-            evidence_files.Round(
+            grouping.Round(
                 self._identity.job_id, self._identity.attempt, ledger.round, node_rank=self._own
             ),
             self.membership,

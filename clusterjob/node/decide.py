@@ -26,7 +26,7 @@ from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import Members, may_go_on
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Request, Stop
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize

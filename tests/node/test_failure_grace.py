@@ -14,7 +14,7 @@ from clusterjob.node.decide import grace_after
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import outcome
-from clusterjob.node.stacks import kernel
+from clusterjob.node.stacks.collect import catches as catches_signal
 from clusterjob.node.verdict import Failure, FailureKind, JobState
 
 MakeJob = Callable[..., Job]
@@ -106,7 +106,7 @@ def test_program_with_handler_of_its_own_is_recognised() -> None:
         ) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            assert kernel.catches(process.pid, signal.SIGTERM) is catches
+            assert catches_signal(process.pid, signal.SIGTERM) is catches
             process.kill()
 
 

@@ -21,10 +21,10 @@ from asked_process import TIMEOUT, child, functions, running, stack_of
 from hooked import hooked_path
 from procs import wait_until
 
-from clusterjob.node.stacks import collect, kernel
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks import collect
+from clusterjob.node.stacks.collect import StackRequest
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.offer import FILES, SIGNAL, SIGNAL_FOR_PYTHON
-from clusterjob.node.stacks.request import StackRequest
 
 FILE = FILES[signal.SIGURG]
 
@@ -113,18 +113,18 @@ def test_all_threads_answer_and_main_thread_is_first(tmp_path: Path) -> None:
 
 def test_state_describes_sleeping_stopped_and_ended_process(tmp_path: Path) -> None:
     with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
-        wait_until(lambda: kernel.state(process.pid).startswith("sleeps"), TIMEOUT)
+        wait_until(lambda: collect.state_of(process.pid).startswith("sleeps"), TIMEOUT)
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: kernel.state(process.pid).startswith("is stopped"), TIMEOUT)
+        wait_until(lambda: collect.state_of(process.pid).startswith("is stopped"), TIMEOUT)
         begin = time.monotonic()
         stack = stack_of(process, 60)
         assert time.monotonic() - begin < 30
         assert not stack.answered
         assert stack.state.startswith("is stopped")
         process.send_signal(signal.SIGCONT)
-        wait_until(lambda: kernel.state(process.pid).startswith("sleeps"), TIMEOUT)
+        wait_until(lambda: collect.state_of(process.pid).startswith("sleeps"), TIMEOUT)
         assert functions(stack_of(process)) == ["<module>"]
-    assert kernel.state(process.pid) == "has ended"
+    assert collect.state_of(process.pid) == "has ended"
 
 
 def test_main_thread_that_blocks_signal_is_reported_with_other_threads(tmp_path: Path) -> None:
@@ -183,37 +183,23 @@ def test_requests_at_same_time_wait_for_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(not hanging_fuse.can_mount(), reason="needs root and /dev/fuse")
-@pytest.mark.parametrize("native_thread", [False, True])
-def test_read_of_hanging_file_system_is_not_interrupted(
-    tmp_path: Path, native_thread: bool
-) -> None:
-    """A native thread, such as one of torch, writes the stack of the main thread."""
+def test_read_of_hanging_file_system_is_not_interrupted(tmp_path: Path) -> None:
     (tmp_path / "mount").mkdir()
     text = """
-        import ctypes
         offer()
-        if sys.argv[2:]:
-            libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
-            never = ctypes.create_string_buffer(64)  # a semaphore that is 0
-            libc.pthread_create(ctypes.byref(thread), None, libc.sem_wait, never)
-        def load():
-            with open(sys.argv[1], "rb", buffering=0) as file:
-                up()
-                file.read(10)
-        load()
+        with open(sys.argv[1], "rb", buffering=0) as file:
+            up()
+            file.read(10)
     """
-    arguments = ["native"] if native_thread else []
     # The server ends first: its end ends the read, which not even SIGKILL does.
     with contextlib.ExitStack() as stack, hanging_fuse.mounted(tmp_path / "mount") as file:
-        process = stack.enter_context(child(tmp_path, text, str(file), *arguments))
-        wait_until(lambda: "request_wait" in kernel.state(process.pid), TIMEOUT)
-        before = kernel.state(process.pid)
-        for _ in range(3):
-            found = stack_of(process, 5)
-            assert found.answered == native_thread
-            assert kernel.state(process.pid) == before, "a signal makes it wait in state D"
-            if native_thread:
-                assert functions(found) == ["load", "<module>"]
+        process = stack.enter_context(child(tmp_path, text, str(file)))
+        wait_until(lambda: "request_wait" in collect.state_of(process.pid), TIMEOUT)
+        before = collect.state_of(process.pid)
+        for native in (False, True):
+            (found,) = collect.of_ranks([(0, process.pid)], 0, 5, native=native)
+            assert not found.answered
+            assert collect.state_of(process.pid) == before, "a signal makes it wait in state D"
 
 
 def test_main_thread_in_native_code_answers_and_later_requests_too(tmp_path: Path) -> None:
@@ -555,6 +541,50 @@ def test_py_spy_reads_process_without_offer_and_stopped_process(tmp_path: Path) 
         with child(tmp_path, text, *arguments) as process:
             if arguments:
                 process.send_signal(signal.SIGSTOP)
-                wait_until(lambda p=process: kernel.state(p.pid).startswith("is stopped"), TIMEOUT)
+                wait_until(
+                    lambda p=process: collect.state_of(p.pid).startswith("is stopped"), TIMEOUT
+                )
             stack = stack_of(process)
             assert functions(stack) == ["inner", "<module>"]
+
+
+# -- native frames ---------------------------------------------------------------------------------
+
+
+def native_stack(process: subprocess.Popen[bytes]) -> tuple[RankStack, list[str]]:
+    lines: list[str] = []
+    (stack,) = collect.of_ranks([(0, process.pid)], 0, TIMEOUT, native=True, warn=lines.append)
+    return stack, lines
+
+
+@py_spy_installed
+@pytest.mark.usefixtures("with_py_spy")
+def test_native_frames_of_py_spy_are_above_python_frames(tmp_path: Path) -> None:
+    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
+        stack, lines = native_stack(process)
+        if lines:  # ptrace is not permitted here
+            assert lines[0].startswith("no native frames: py-spy failed; see ptrace_scope")
+        else:
+            assert any("nanosleep" in name for name in functions(stack))
+        assert functions(stack)[-1:] == ["<module>"]
+
+
+def test_native_frames_without_py_spy_are_one_line_and_python_stacks_are_shown(
+    tmp_path: Path,
+) -> None:
+    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
+        stack, lines = native_stack(process)
+        assert functions(stack) == ["<module>"]
+        assert lines == ["no native frames: py-spy is not installed; pip install py-spy"]
+
+
+@py_spy_installed
+@pytest.mark.usefixtures("with_py_spy")
+def test_stopped_process_remains_stopped_when_native_frames_are_wanted(tmp_path: Path) -> None:
+    with child(tmp_path, "offer(); up(); time.sleep(1000)") as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: collect.state_of(process.pid).startswith("is stopped"), TIMEOUT)
+        stack, lines = native_stack(process)
+        assert functions(stack) == ["<module>"]
+        assert lines == ["no native frames of a process that is stopped or waits for a file system"]
+        assert collect.state_of(process.pid).startswith("is stopped")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from procs import TEST_TIMEOUT, Job
 
-from clusterjob.node.stacks import evidence_files, py_spy
-from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.stacks import collect, grouping
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.report import ReportPipe, report_alive
@@ -81,7 +81,7 @@ def test_pipe_in_place_of_stacks_file_does_not_block(tmp_path: Path) -> None:
 
     def write() -> None:
         try:
-            evidence_files.write(tmp_path, evidence_files.Round("j-1", 0, 0, 0), [], why="hang")
+            grouping.write_evidence(tmp_path, grouping.Round("j-1", 0, 0, 0), [], why="hang")
         except OSError as error:
             errors.append(error)
 
@@ -128,7 +128,7 @@ def test_py_spy_of_worker_that_became_another_user_is_not_run(tmp_path: Path) ->
             assert worker.stdout is not None
             worker.stdout.readline()
             try:
-                found = py_spy._program(worker.pid)
+                found = collect._py_spy_path(worker.pid)
             finally:
                 worker.kill()
         assert found == path or (path is None and found != str(program))

@@ -25,7 +25,7 @@ from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import messages, protocol, stack_messages
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership
-from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request
 from clusterjob.node.system.codec import Codec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from procs import wait_until
 
 from clusterjob.node.stacks import collect
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack
 
 TIMEOUT = 20.0
 

@@ -10,8 +10,7 @@ from clusterjob.node.logs.events import EventLog, read_events
 from clusterjob.node.rendezvous.evidence import Evidence
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.stack_messages import StackFound, StacksCollected
-from clusterjob.node.stacks.evidence_files import Round
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack, Round
 
 
 def test_stacks_of_asked_nodes_are_saved_with_their_number(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from clusterjob.node.metrics.samples import NodeFacts, Sample, facts_line, sampl
 from clusterjob.node.rendezvous import hang_verdict, messages, stack_messages
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.sender_check import check_sender
-from clusterjob.node.stacks import activity, progress
-from clusterjob.node.stacks.activity import Activity
-from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
-from clusterjob.node.stacks.progress import Progress
+from clusterjob.node.stacks import progress
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
+from clusterjob.node.stacks.progress import Activity, Progress
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.verdict import FailureKind, JobState, Verdict
 from clusterjob.node.workers.flight_recorder import (
@@ -64,7 +63,9 @@ class Samples:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.activity, self.now = self.IDLE, 0.0
         self.progress = Progress()
-        monkeypatch.setattr(activity, "read", lambda pids: dict.fromkeys(pids, self.activity))
+        monkeypatch.setattr(
+            progress, "read_activity", lambda pids: dict.fromkeys(pids, self.activity)
+        )
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def take(self, found: RankStack, *, first: bool = False, **used: Any) -> bool:

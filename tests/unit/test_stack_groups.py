@@ -25,8 +25,8 @@ from clusterjob.insight import stacks as insight
 from clusterjob.node.inside import streams
 from clusterjob.node.logs.events import EventLog, now
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import frames, grouping, py_spy, waits
-from clusterjob.node.stacks.frames import Frame, RankStack, ThreadStack
+from clusterjob.node.stacks import collect, grouping
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.verdict import JobState, Verdict
 
 TORCH = "/x/lib/python3.11/site-packages/torch/distributed"
@@ -59,7 +59,7 @@ def test_text_of_faulthandler_is_parsed_with_escapes_and_unknown_lines() -> None
         '  File "/w.pyz/clusterjob/node/program.py", line 116 in run_as_main\n'
         '  File "/w.pyz/clusterjob/node/launch.py", line 9 in launch\n'
     )
-    assert frames.parse_thread("MainThread", text).frames == (
+    assert grouping.parse_thread("MainThread", text).frames == (
         Frame("/x/my data.py", 7, "load"),
         Frame("/x/grö€.py", None, "größe"),
         Frame("???", 3, "???"),
@@ -81,11 +81,11 @@ LINES = st.lists(
 @settings(max_examples=150)
 @given(lines=LINES)
 def test_any_text_gives_bounded_frames(lines: list[str]) -> None:
-    found = frames.parse_thread("t", "\n".join(lines))
-    assert len(found.frames) <= frames.MAX_FRAMES
+    found = grouping.parse_thread("t", "\n".join(lines))
+    assert len(found.frames) <= grouping.MAX_FRAMES
     for frame in found.frames:
-        assert len(frame.file) <= frames.MAX_TEXT
-        assert len(frame.function) <= frames.MAX_TEXT
+        assert len(frame.file) <= grouping.MAX_TEXT
+        assert len(frame.function) <= grouping.MAX_TEXT
         assert frame.line is None or 0 <= frame.line < 10**9
     json.dumps(stack(0, found.frames).to_json())
 
@@ -109,7 +109,7 @@ JSON = st.recursive(
 @example(data=b'[{"os_thread_id": Infinity, "thread_name": "main", "frames": []}]')
 @given(data=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_output_of_py_spy_gives_stacks_or_nothing(data: bytes) -> None:
-    for thread in py_spy.parse(data, 7).values():
+    for thread in collect.parse_py_spy(data, 7).values():
         assert all(isinstance(frame.file, str) for frame in thread.frames)
 
 
@@ -117,20 +117,21 @@ def test_main_thread_of_py_spy_is_first_and_native_frames_have_no_line() -> None
     def frame(name: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "filename": "/w/a.py", "module": None, "line": 3, **more}
 
-    native = frame("sleep", filename="", module="/lib/libc.so.6", line=0)
+    native = frame("sleep", filename="", module="/lib/libc.so.6", line=40)
+    start = frame("0x7fe603a4524a", filename="/lib/libc.so.6", module="/lib/libc.so.6", line=0)
     data = json.dumps(
         [
             {"os_thread_id": 9, "thread_name": "Thread-1", "frames": [frame("Loader.get")]},
-            {"os_thread_id": 7, "thread_name": None, "frames": [native, frame("main")]},
+            {"os_thread_id": 7, "thread_name": None, "frames": [native, frame("main"), start]},
         ]
     )
-    assert py_spy.parse(data.encode(), 7) == {
+    assert collect.parse_py_spy(data.encode(), 7) == {
         7: ThreadStack(
-            "thread 7", (Frame("/lib/libc.so.6", None, "sleep"), Frame("/w/a.py", 3, "main"))
+            "MainThread", (Frame("/lib/libc.so.6", None, "sleep"), Frame("/w/a.py", 3, "main"))
         ),
         9: ThreadStack("Thread-1", (Frame("/w/a.py", 3, "Loader.get"),)),
     }
-    assert list(py_spy.parse(data.encode(), 7)) == [7, 9]
+    assert list(collect.parse_py_spy(data.encode(), 7)) == [7, 9]
 
 
 @settings(max_examples=150)
@@ -139,15 +140,15 @@ def test_main_thread_of_py_spy_is_first_and_native_frames_have_no_line() -> None
     | st.lists(st.sampled_from(["Thread 7\n", "Thread 9\n", "10 7\n", "x\n"])).map("".join)
 )
 def test_any_text_of_all_threads_gives_stacks_or_nothing(text: str) -> None:
-    assert all(isinstance(stack, str) for stack in frames.of_all_threads(text).values())
+    assert all(isinstance(stack, str) for stack in grouping.of_all_threads(text).values())
 
 
 def test_stacks_of_all_threads_are_known_by_thread_id() -> None:
     text = (
         'Thread 17\n  File "/w/a.py", line 3 in get\nThread 7\n  File "/w/a.py", line 5 in main\n'
     )
-    found = frames.of_all_threads(text)
-    assert {tid: frames.parse_thread("", each).frames for tid, each in found.items()} == {
+    found = grouping.of_all_threads(text)
+    assert {tid: grouping.parse_thread("", each).frames for tid, each in found.items()} == {
         17: (Frame("/w/a.py", 3, "get"),),
         7: (Frame("/w/a.py", 5, "main"),),
     }
@@ -162,14 +163,14 @@ def test_frames_and_threads_of_the_hook_are_left_out(hook: str) -> None:
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2 in all_reduce
   File "/w/train.py", line 3 in <module>
 """
-    found = frames.parse_thread("MainThread", main)
+    found = grouping.parse_thread("MainThread", main)
     assert [frame.function for frame in found.frames] == ["all_reduce", "<module>"]
-    assert waits.for_peers(found.frames)
+    assert grouping.waits_for_peers(found.frames)
     dumps = f"""\
   File "{hook}flight_dumps.py", line 62 in _serve
   File "/lib/python3.11/threading.py", line 982 in run
 """
-    assert frames.parse_thread("thread 7", dumps).frames == ()
+    assert grouping.parse_thread("thread 7", dumps).frames == ()
 
 
 def test_position_text_names_innermost_line_of_script() -> None:
@@ -179,16 +180,17 @@ def test_position_text_names_innermost_line_of_script() -> None:
         Frame("/x/train.py", 9, "<module>"),
     )
     assert (
-        frames.position_text(loading) == "it is in os.py line 1, wait, from my data.py line 7, load"
+        grouping.position_text(loading)
+        == "it is in os.py line 1, wait, from my data.py line 7, load"
     )
-    assert frames.position_text(loading[1:]) == "it is in my data.py line 7, load"
+    assert grouping.position_text(loading[1:]) == "it is in my data.py line 7, load"
     importing = (
         loading[1],
         Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
         loading[2],
     )
-    assert frames.position_text(importing) == "it imports, in my data.py line 7, load"
-    assert frames.position_text(()) == "its stack names no file"
+    assert grouping.position_text(importing) == "it imports, in my data.py line 7, load"
+    assert grouping.position_text(()) == "its stack names no file"
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -276,12 +278,14 @@ def test_headlines_of_one_group_silent_ranks_imports_and_many_groups() -> None:
 def test_known_waits_are_named(innermost: str, name: str | None) -> None:
     text = innermost.replace("DISTRIBUTED", "TORCH/distributed/distributed_c10d.py")
     words = (each.split() for each in text.replace("TORCH", "site-packages/torch").split(", "))
-    found = waits.find([*(Frame(f"{LIBRARY}/{file}", 1, each) for file, each in words), MODULE])
+    found = grouping.find_wait(
+        [*(Frame(f"{LIBRARY}/{file}", 1, each) for file, each in words), MODULE]
+    )
     assert (found.function if found else None) == name
 
 
 def test_own_file_with_name_of_library_is_no_wait() -> None:
-    assert waits.find([Frame("/home/me/queue.py", 3, "get")]) is None
+    assert grouping.find_wait([Frame("/home/me/queue.py", 3, "get")]) is None
 
 
 def test_directories_of_hosts_do_not_separate_groups() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from clusterjob.insight.report.texts import Texts, label
 from clusterjob.node.stacks import grouping
-from clusterjob.node.stacks.frames import Frame, RankStack
+from clusterjob.node.stacks.grouping import Frame, RankStack
 from clusterjob.node.system.sanitize import sanitize
 
 _FRAMES, _THREADS, _GROUPS = 40, 8, 64  # most frames, further threads of a group, groups

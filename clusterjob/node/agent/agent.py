@@ -28,7 +28,7 @@ from clusterjob.node.logs.console import Console
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.coordinator_state import Succession
 from clusterjob.node.rendezvous.identity import NodeJob
-from clusterjob.node.stacks import evidence_files
+from clusterjob.node.stacks import grouping
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -274,7 +274,7 @@ class Agent:
         # The coordinator may still receive messages of this node.
         connection.send(messages.CoordinatorLost(lost.why))
         reason = f"node {self._topology.node_rank} lost the coordinator: {lost.why}"
-        round_ = evidence_files.Round(
+        round_ = grouping.Round(
             self._job.job_id, self._job.attempt, self._restart, self._topology.node_rank
         )
         saved = ("", 0)

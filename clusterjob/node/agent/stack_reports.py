@@ -14,9 +14,9 @@ from typing import Any
 from clusterjob.node import job_processes
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.rendezvous import stack_messages
-from clusterjob.node.stacks import evidence_files
+from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.collect import collect
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.states import Order
 from clusterjob.node.system import files
@@ -78,7 +78,7 @@ class StackReports:
         """Return the stacks of all living ranks of this node."""
         return await asyncio.to_thread(self._collect_now, seconds)
 
-    async def save(self, job_dir: Path, round_: evidence_files.Round, why: str) -> tuple[str, int]:
+    async def save(self, job_dir: Path, round_: grouping.Round, why: str) -> tuple[str, int]:
         """Write the stacks of this node's ranks into its logs before they are stopped.
 
         Return the path of the text and the number of ranks; ("", 0) if there is no file.
@@ -87,7 +87,7 @@ class StackReports:
             found = await asyncio.wait_for(self.stacks(_SAMPLE_SECONDS), _SAVE_SECONDS)
             if found:
                 dumps = self._dumps(round_.restart).request([each.rank for each in found], 0.0)
-                write = functools.partial(evidence_files.write, why=why, dumps=dumps)
+                write = functools.partial(grouping.write_evidence, why=why, dumps=dumps)
                 loop = asyncio.get_running_loop()
                 path = await loop.run_in_executor(files.disk, write, job_dir, round_, found)
                 return path, len(found)

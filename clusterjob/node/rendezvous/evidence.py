@@ -11,8 +11,8 @@ from typing import Any
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.rendezvous import stack_messages
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.stacks import evidence_files
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.system.sanitize import sanitize
 
 # Nodes to ask after a failure, whose stop must not wait for thousands of answers.
@@ -37,7 +37,7 @@ class Evidence:
 
     def __init__(
         self,
-        round_: evidence_files.Round,
+        round_: grouping.Round,
         membership: Membership,
         job_dir: Path,
         events: EventLog,
@@ -85,7 +85,7 @@ class Evidence:
             for rank in sorted(self._unanswered)
         ]
         try:
-            self.path = evidence_files.write(
+            self.path = grouping.write_evidence(
                 self._job_dir,
                 self._round,
                 self.stacks,

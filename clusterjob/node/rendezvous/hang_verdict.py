@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from clusterjob.node.rendezvous import outcome
 from clusterjob.node.rendezvous.outcome import Agent, Outcome
-from clusterjob.node.stacks import grouping, kernel, waits
-from clusterjob.node.stacks.frames import RankStack, program_frame
-from clusterjob.node.stacks.grouping import Group
+from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.grouping import STOPPED, Group, RankStack, program_frame
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind, JobState
 
 _SHOWN_FRAMES = 19  # of the rank that the verdict names
@@ -86,9 +85,9 @@ def _odd(groups: Sequence[Group]) -> Group | None:
 
 
 def _order(each: Group) -> tuple[bool, bool, int]:
-    wait = waits.find(each.frames)
+    wait = grouping.find_wait(each.frames)
     collective = wait is not None and _COLLECTIVES in each.frames[wait.depth].file
-    answers = bool(each.frames) and not each.state.startswith(kernel.STOPPED)
+    answers = bool(each.frames) and not each.state.startswith(STOPPED)
     return answers, collective, len(each.ranks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from clusterjob.node.stacks.frames import RankStack
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.system.codec import Limit
 
 _Number = Annotated[int, Limit((1 << 24) - 1)]

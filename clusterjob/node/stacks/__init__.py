@@ -1,6 +1,5 @@
-"""Stacks of the workers of a node: offer them, request them, group them.
+"""Stacks of the workers of a node: offer them, collect them, group them, compare them.
 
-`offer` runs in the workers, `request` and `collect` in the process that asks. `frames` is the data;
-`waits` recognizes waiting functions, `grouping` makes the headline from them. `kernel` and
-`activity` read /proc; with them and the stacks, `progress` tells whether workers move.
+`offer` runs in the workers, `collect` in the process that asks. `grouping` has the data, the groups
+and the files. `progress` tells from the stacks and from /proc whether workers move.
 """

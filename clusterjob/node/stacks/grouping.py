@@ -1,16 +1,290 @@
-"""Group the ranks of a job by their stacks, and summarize the groups in one line."""
+"""The stacks of workers as data; the groups of equal ones; the texts and files about them."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from clusterjob.node.stacks import kernel, waits
-from clusterjob.node.stacks.frames import Frame, RankStack, is_of_import, program_frame
+from clusterjob.node.logs import log_files
+from clusterjob.node.logs.events import now
+from clusterjob.node.system.codec import Limit
+from clusterjob.node.system.sanitize import sanitize
+
+MAX_TEXT = 600  # characters of a name
+STOPPED = ("is stopped", "is being traced")  # the beginning of a state
+_Text = Annotated[str, Limit(MAX_TEXT)]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a thread.
+
+    Attributes:
+        file: the path of the source file, as the interpreter knows it.
+        line: the line number; None if it is not known, as in C and C++.
+        function: the name of the function.
+    """
+
+    file: _Text
+    line: int | None
+    function: _Text
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """The stack of one thread; the innermost frame is first."""
+
+    name: _Text
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class RankStack:
+    """The stacks of all threads of one rank.
+
+    Attributes:
+        rank, node_rank, host, pid: the worker.
+        state: the kernel's state of the process, such as ``sleeps (futex_wait)``.
+        answered: whether its main thread's stack is known.
+        threads: its threads, the main thread first; empty without an answer. If only other threads
+            have answered, the main thread has no frames.
+    """
+
+    rank: int
+    node_rank: int
+    host: _Text
+    pid: int
+    state: _Text
+    answered: bool
+    threads: tuple[ThreadStack, ...] = ()
+
+    @property
+    def main_frames(self) -> tuple[Frame, ...]:
+        """The main thread's frames, the innermost first; empty without an answer."""
+        return self.threads[0].frames if self.answered and self.threads else ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stack as plain data."""
+        return {
+            "rank": self.rank,
+            "node_rank": self.node_rank,
+            "host": self.host,
+            "pid": self.pid,
+            "state": self.state,
+            "answered": self.answered,
+            "threads": [
+                {"name": thread.name, "frames": [vars(frame) for frame in thread.frames]}
+                for thread in self.threads
+            ],
+        }
+
+
+# A line of faulthandler; its file names are cut off after 500 characters.
+_FRAME = re.compile(r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+_THREAD = re.compile(r"^Thread ([0-9]{1,20})\n", re.MULTILINE)
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+MAX_THREADS = 100
+MAX_FRAMES = 200
+# Files of the interpreter, of installed packages, and of clusterjob.
+_LIBRARY = re.compile(
+    r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
+    r"|/clusterjob/(bootstrap\.py$|node/|worker/)"
+    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `node.workers.hook_directory`
+)
+# The hook's files: functions between the program and torch, and a thread of their own.
+_HOOK = re.compile(
+    r"/clusterjob/node/workers/(collective_waits|flight_dumps|hook|rank_phases|torch_patches)\.py$"
+    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"
+)
+_IMPORT = re.compile(r"^<frozen importlib|/python/sitecustomize\.py$|/node/workers/hook\.py$")
+
+
+def parse_thread(name: str, text: str) -> ThreadStack:
+    """Return the stack that faulthandler has written; clusterjob's own frames are left out."""
+    found: list[Frame] = []
+    for line in text.splitlines()[: 2 * MAX_FRAMES]:
+        match = _FRAME.fullmatch(line)
+        if match is None or len(found) == MAX_FRAMES:
+            continue
+        number = match["line"]
+        frame = Frame(
+            _unescaped(match["file"] or "???")[:MAX_TEXT],
+            int(number) if number.isascii() and number.isdecimal() and len(number) < 10 else None,
+            _unescaped(match["name"])[:MAX_TEXT],
+        )
+        found.append(frame)
+    return ThreadStack(name, of_program(found))
+
+
+def of_all_threads(text: str) -> dict[int, str]:
+    """Return the stacks by thread id that `offer` has written for all threads."""
+    parts = _THREAD.split(text)
+    return dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))
+
+
+def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Return the frames without those of the forkserver and of the hook; none of its threads."""
+    inner = tuple(
+        itertools.takewhile(
+            lambda frame: (
+                not (frame.function == "run_as_main" and frame.file.endswith("node/program.py"))
+            ),
+            frames,
+        )
+    )
+    kept = tuple(frame for frame in inner if not _HOOK.search(frame.file))
+    own_thread = kept != inner and all(frame.file.endswith("/threading.py") for frame in kept)
+    return () if own_thread else kept
+
+
+def _unescaped(text: str) -> str:
+    """Decode the escapes that faulthandler writes for all characters that are not ASCII."""
+
+    def character(match: re.Match[str]) -> str:
+        number = int(next(filter(None, match.groups())), 16)
+        return chr(number) if number < 0x110000 and number >= 0x80 else match[0]
+
+    return _ESCAPE.sub(character, text)
+
+
+def is_of_program(frame: Frame) -> bool:
+    """Return whether a frame is in a Python file of the program itself, not in a library."""
+    return frame.line is not None and _LIBRARY.search(frame.file) is None
+
+
+def program_frame(frames: Iterable[Frame]) -> Frame | None:
+    """Return the innermost frame in a file of the program itself, or None."""
+    return next(filter(is_of_program, frames), None)
+
+
+def is_of_import(frame: Frame) -> bool:
+    """Return whether a frame is of Python's import machinery, or of the hook in it."""
+    return _IMPORT.search(frame.file) is not None
+
+
+def position_text(frames: Sequence[Frame]) -> str:
+    """Return a thread's position as one clause.
+
+    It names the innermost line, and the innermost line of the program's own files.
+    """
+    shown = [frame for frame in frames if not is_of_import(frame)]
+    if not shown:
+        return "its stack names no file"
+    text = "it imports, in " if len(shown) < len(frames) else "it is in "
+    own = program_frame(shown) or shown[0]
+    text += _line_text(shown[0])
+    return text if own is shown[0] else f"{text}, from {_line_text(own)}"
+
+
+def _line_text(frame: Frame) -> str:
+    return f"{os.path.basename(frame.file)} line {frame.line}, {frame.function}"
+
+
+def to_lines(threads: Iterable[ThreadStack]) -> list[str]:
+    """Return the stacks as lines, each thread's name above its frames."""
+    return [
+        line
+        for thread in threads
+        for line in (
+            f"Thread {thread.name} (most recent call first):",
+            *map(frame_line, thread.frames),
+        )
+    ]
+
+
+def frame_line(frame: Frame) -> str:
+    """Return a frame as a line of a traceback."""
+    return f'  File "{frame.file}", line {frame.line} in {frame.function}'
+
+
+# Functions that wait, by the end of their file. "*": each function with a public name.
+_TORCH = {
+    "torch/distributed/distributed_c10d.py": {"*"},
+    "torch/distributed/rendezvous.py": {"*"},
+    "clusterjob/bootstrap.py": {"init"},
+    "torch/distributed/nn/functional.py": {"*"},
+    "torch/cuda/__init__.py": {"synchronize"},
+    "torch/cuda/streams.py": {"synchronize", "wait"},
+    "torch/utils/data/dataloader.py": {"__next__"},
+}
+_STANDARD_LIBRARY = {
+    "concurrent/futures/_base.py": {"exception", "result", "wait"},
+    "multiprocessing/connection.py": {"accept", "poll", "recv", "recv_bytes", "wait"},
+    "multiprocessing/pool.py": {"get", "join", "wait"},
+    "multiprocessing/popen_fork.py": {"poll", "wait"},
+    "multiprocessing/process.py": {"join"},
+    "multiprocessing/queues.py": {"get", "put"},
+    "multiprocessing/synchronize.py": {"__enter__", "acquire", "wait"},
+    "/queue.py": {"get", "join", "put"},
+    "/selectors.py": {"select"},
+    "/socket.py": {"accept", "create_connection", "readinto"},
+    "/ssl.py": {"do_handshake", "read", "recv"},
+    "/subprocess.py": {"_try_wait", "_wait", "call", "communicate", "run", "wait"},
+    "/threading.py": {"__enter__", "acquire", "join", "wait", "wait_for"},
+}
+_WAITS = _TORCH | _STANDARD_LIBRARY
+_FILES = tuple(_WAITS)
+# Files that lie between a waiting function and the function that it waits in.
+_PEERS = re.compile(r"torch/(?:distributed|cuda)/")
+_BETWEEN = re.compile(r"/clusterjob/worker/|torch/distributed/c10d_logger\.py$")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A function that waits.
+
+    Attributes:
+        function: its name, such as ``all_reduce`` or ``queue.get``.
+        depth: the index of its frame.
+    """
+
+    function: str
+    depth: int
+
+
+def find_wait(frames: Sequence[Frame]) -> Wait | None:
+    """Return the outermost waiting function that all innermost frames belong to, or None.
+
+    Args:
+        frames: the frames of a thread, the innermost first.
+    """
+    found = None
+    for depth, frame in enumerate(frames):
+        if frame.line is None:  # C and C++
+            continue
+        file = next(filter(frame.file.endswith, _FILES), None)
+        if file is None and found is not None and _BETWEEN.search(frame.file):
+            continue
+        if file is None or is_of_program(frame):
+            break
+        name, waits = short_name(frame), _WAITS[file]
+        if name in waits or ("*" in waits and not name.startswith("_")):
+            found = Wait(_label(file, name), depth)
+    return found
+
+
+def waits_for_peers(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread waits in a collective, or for the GPU that runs it."""
+    wait = find_wait(frames)
+    return wait is not None and bool(_PEERS.search(frames[wait.depth].file))
+
+
+def short_name(frame: Frame) -> str:
+    """Return a function's name without that of its class, which only py-spy knows."""
+    return frame.function.rpartition(".")[2]
+
+
+def _label(file: str, function: str) -> str:
+    if file in _STANDARD_LIBRARY:
+        return f"{os.path.basename(file).removesuffix('.py')}.{function}"
+    return {"__next__": "DataLoader", "init": "bootstrap.init"}.get(function, function)
+
 
 SCHEMA = 1
 _MAX_CLAUSES = 4  # groups in the headline
@@ -48,13 +322,13 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
     found: dict[Any, list[RankStack]] = {}
     for stack in sorted(stacks, key=lambda each: each.rank):
         frames = stack.main_frames
-        wait = waits.find(frames)
+        wait = find_wait(frames)
         key: Any = stack.state
         if wait is not None:
             key = (wait.function, *_comparable(frames[wait.depth + 1 :]))
         elif frames:
             key = _comparable(frames)
-        key = (key, stack.state.startswith(kernel.STOPPED))
+        key = (key, stack.state.startswith(STOPPED))
         found.setdefault(key, []).append(stack)
     groups = [
         Group(tuple(each.rank for each in equal), equal[0].main_frames, equal[0].state)
@@ -73,7 +347,7 @@ def _comparable(frames: Iterable[Frame]) -> tuple[Frame, ...]:
         replace(
             frame,
             file="/".join(frame.file.rsplit("/", 2)[1:]),
-            function=waits.short_name(frame),
+            function=short_name(frame),
         )
         for frame in [each for each in known if each.line is not None] or known
     )
@@ -123,8 +397,8 @@ def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
         return ("does not answer:", "do not answer:"), f"the process {each.state}"
     own = program_frame(each.frames)
     where = f" ({place_text(own)})" if own is not None else ""
-    wait = waits.find(each.frames)
-    if each.state.startswith(kernel.STOPPED):  # py-spy has read the stack
+    wait = find_wait(each.frames)
+    if each.state.startswith(STOPPED):  # py-spy has read the stack
         frame = own or each.frames[0]
         return ("is stopped in", "are stopped in"), f"{frame.function} ({place_text(frame)})"
     if wait is not None:
@@ -222,3 +496,64 @@ def _frame_lines(frames: Sequence[Frame]) -> list[str]:
         lines.append(f"  {frame.function} ({frame.file}:{line})")
     cut = len(frames) == CUT_AT and all(frame.line is not None for frame in frames)
     return lines + ([f"  ... (Python writes only the innermost {CUT_AT} frames)"] if cut else [])
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of the workers of a job, and the node that writes about it."""
+
+    job_id: str
+    attempt: int
+    restart: int
+    node_rank: int
+
+
+def write_evidence(
+    job_dir: Path,
+    round_: Round,
+    stacks: Sequence[RankStack],
+    why: str,
+    silent: Sequence[str] = (),
+    dumps: Sequence[str] = (),
+) -> str:
+    """Write the stacks before a job is stopped; return the path of the text.
+
+    The path is relative to `job_dir`.
+
+    ``stacks[.attempt<A>][.restart<R>].json`` has the content of ``clusterjob stacks --json``, the
+    reason of the stop and the time; the file ``.txt`` beside it is for a person.
+
+    Args:
+        job_dir: the job's directory.
+        round_: the round, which gives the files their names.
+        stacks: the stacks of the living ranks.
+        why: why the job is stopped.
+        silent: the nodes that did not answer, one text for each.
+        dumps: the dumps of torch's flight recorder, relative to the job directory.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    name = f"stacks{log_files.round_suffix(round_.attempt, round_.restart)}.txt"
+    path = log_files.node_directory(job_dir, round_.node_rank) / name
+    at, why = now(), sanitize(why)
+    data = to_json(round_.job_id, stacks) | {
+        "why": why,
+        "time": at,
+        "silent_nodes": list(silent),
+        "flight_recorder": list(dumps),
+    }
+    _write(path.with_suffix(".json"), json.dumps(data))
+    lines = [f"{at} {why}", *(f"{node} did not answer" for node in silent)]
+    lines += [f"torch's flight recorder: {name}" for name in dumps]
+    lines.append("")
+    lines += text(stacks, all_threads=True)
+    _write(path, "".join(f"{sanitize(line)}\n" for line in lines))
+    return str(path.relative_to(job_dir))
+
+
+def _write(path: Path, text: str) -> None:
+    # O_NONBLOCK: a pipe of this name would block the coordinator for ever.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "w", encoding="utf-8", errors="replace") as stream:
+        stream.write(text)

@@ -4,8 +4,7 @@ faulthandler's signal handler writes the stack into an unnamed file. It is writt
 works while a thread sleeps, waits for a lock or holds the interpreter in native code.
 
 - Each thread writes its own stack, when it gets `SIGNAL`. faulthandler can write the stacks of all
-  threads at once, but it reads those of running threads, and that crashes the process. So a second
-  signal, `SIGNAL_FOR_ALL`, is only for a process whose one Python thread is stuck in the kernel.
+  threads at once, but it reads those of running threads, and that crashes the process.
 - `SIGNAL` is SIGURG, which is ignored by default. So it ends no process, even if the process
   executes another program just before the signal arrives.
 - A thread that runs Python code may be at a place where Python 3.11 and 3.12 crash in the handler:
@@ -13,7 +12,7 @@ works while a thread sleeps, waits for a lock or holds the interpreter in native
   the interpreter's lock, so no other thread may run. The name of the file tells the requester.
 - So a main thread that runs gets `SIGNAL_FOR_PYTHON` first. Its handler is Python code, which the
   interpreter calls at a safe place, with its lock: it writes the stacks of all threads. It never
-  runs while the main thread is in native code, but then the other signals are safe.
+  runs while the main thread is in native code, but then the other signal is safe.
 - Python 3.13.0 crashes in the handler (python/cpython#123967), so there the process offers nothing.
 - An open file shows that the process wants the signal. It is closed when the program sets its own
   handler or executes another program.
@@ -35,12 +34,10 @@ if TYPE_CHECKING:
 
 SIGNAL = int(_signal.SIGURG)
 SIGNAL_FOR_PYTHON = int(_signal.SIGWINCH)  # ignored by default, too
-SIGNAL_FOR_ALL = int(_signal.SIGRTMAX) - 3  # libraries use the first real-time signals
 # In the links of the descriptors in /proc/PID/fd, by signal.
 FILES = {
     SIGNAL: "clusterjob-stack",
     SIGNAL_FOR_PYTHON: "clusterjob-python-stacks",
-    SIGNAL_FOR_ALL: "clusterjob-all-stacks",
 }
 # The end of a name: which thread can be asked.
 ALONE = "-alone"  # only one that runs alone, or sleeps while no other runs
@@ -118,8 +115,7 @@ def offer() -> None:
             if number == SIGNAL_FOR_PYTHON:
                 _signal.siginterrupt(number, False)
                 continue
-            every = number == SIGNAL_FOR_ALL
-            faulthandler.register(number, file=own.descriptor, all_threads=every, chain=False)
+            faulthandler.register(number, file=own.descriptor, all_threads=False, chain=False)
             # The exiting interpreter resets signal handlers, then ends faulthandler, which sets
             # Python's handler again: a signal after that would crash the process.
             atexit.register(faulthandler.unregister, number)

@@ -28,8 +28,8 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import kernel, waits
-from clusterjob.node.stacks.request import StackRequest
+from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.collect import StackRequest, catches
 from clusterjob.node.system import processes, signals
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -501,7 +501,7 @@ class Forkserver:
         if time.monotonic() < max(since, self._stopped_at) + _EARLY_KILL or state == "begun":
             return False
         if self._options.launcher == "torchrun" or state not in ("set", "ended"):
-            return not kernel.catches(worker.pid, signal.SIGTERM)
+            return not catches(worker.pid, signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
         asked = self._stacks.setdefault(worker.pid, StackRequest(worker.pid))
@@ -509,7 +509,7 @@ class Forkserver:
             asked.step()
             return False
         main = next(iter(self._stacks.pop(worker.pid).answer().values()), None)
-        return main is not None and waits.for_peers(main.frames)
+        return main is not None and grouping.waits_for_peers(main.frames)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from clusterjob.node.logs.log_files import append
-from clusterjob.node.stacks import kernel, request
-from clusterjob.node.stacks.frames import frame_line, position_text, to_lines
+from clusterjob.node.stacks import collect
+from clusterjob.node.stacks.grouping import frame_line, position_text, to_lines
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.worker_process import RunningWorker
 
@@ -19,7 +19,7 @@ class StatusProbe:
     """One probe of several workers: request their stacks, then collect the answers."""
 
     def __init__(self) -> None:
-        self._asked: list[tuple[RunningWorker, request.StackRequest]] = []
+        self._asked: list[tuple[RunningWorker, collect.StackRequest]] = []
         self._final = False
         self._note = ""
         self._end = 0.0  # time limit; after it, incomplete answers are collected too
@@ -47,12 +47,12 @@ class StatusProbe:
         self._note = note
         self._final = final
         self._asked = [
-            (worker, request.StackRequest(worker.pid))
+            (worker, collect.StackRequest(worker.pid))
             for worker in running
             if worker.local_rank in local_ranks
         ]
         now = time.monotonic()
-        self.due, self._end = now, now + request.ANSWER_SECONDS
+        self.due, self._end = now, now + collect.ANSWER_SECONDS
 
     def ready(self) -> bool:
         """Return whether to collect the answers: all are written, or the time limit has passed."""
@@ -61,7 +61,7 @@ class StatusProbe:
             return False
         for _, asked in self._asked:
             asked.step()
-        self.due = now + request.POLL_SECONDS
+        self.due = now + collect.POLL_SECONDS
         return now >= self._end or all(asked.done for _, asked in self._asked)
 
     def cancel(self) -> None:
@@ -82,12 +82,12 @@ class StatusProbe:
         return None if self._note else messages.WorkersProbed(self._final, tuple(found))
 
     def _answer(
-        self, worker: RunningWorker, asked: request.StackRequest, *, forked: bool
+        self, worker: RunningWorker, asked: collect.StackRequest, *, forked: bool
     ) -> messages.ProbedWorker:
         threads = tuple(asked.answer().values())
         frames = threads[0].frames if threads else ()
         shown = tuple(frame_line(frame)[:_MAX_LINE] for frame in frames[:_MAX_LINES])
-        doing = position_text(frames) if frames else f"it {kernel.state(worker.pid)}"
+        doing = position_text(frames) if frames else f"it {collect.state_of(worker.pid)}"
         if self._note:
             append(worker.err, [f"{self._note}; {doing}", *shown])
         if any(
