@@ -464,7 +464,7 @@ def _py_spy(pids: Sequence[int], end: float, *options: str) -> dict[int, dict[in
         end: the monotonic time after which py-spy is ended.
         options: ``--native``.
     """
-    found = {}
+    found: dict[int, Any] = {}
     for begin in range(0, len(pids), _PY_SPY_AT_ONCE):
         with contextlib.ExitStack() as stack:
             runs = []
@@ -522,7 +522,7 @@ def _no_native_frames(pids: Iterable[int]) -> str:
 
 def parse_py_spy(data: bytes, pid: int) -> dict[int, ThreadStack]:
     """Return the threads of py-spy's JSON, the main thread first; none if it is malformed."""
-    found = {}
+    found: dict[int, Any] = {}
     try:
         for thread in json.loads(data)[:MAX_THREADS]:
             tid = int(thread["os_thread_id"] or 0)
