@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -59,12 +58,6 @@ class Notifier:
         self._print_line = print_line
         self._begun = time.monotonic()
         self._sending: list[asyncio.Task[None]] = []
-        if self._settings["urls"] and importlib.util.find_spec("apprise") is None:
-            self._settings["urls"] = []
-            print_line(
-                f"notify: --notify sends nothing: {sys.executable} has no apprise:"
-                " pip install apprise there, or use --notify-cmd"
-            )
 
     def attempt_begins(self, attempt: int) -> None:
         """Report that the job runs again, unless the attempt before told that it was preempted."""

@@ -249,8 +249,10 @@ def _end_of_array(event: Event, array_id: str, states: dict[int, str]) -> Event:
 
 def _notify(url: str, event: Event) -> str:
     """Send an event to a URL of apprise; return the error."""
-    import apprise
-
+    try:
+        import apprise
+    except ImportError:
+        return f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd"
     names: dict[str, Any] = {"app_id": "clusterjob", "app_desc": "clusterjob"}
     try:
         asset = apprise.AppriseAsset(**names, **_ASSET)
