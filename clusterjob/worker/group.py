@@ -13,7 +13,7 @@ from clusterjob.errors import RendezvousError, UsageError
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import network, processes
-from clusterjob.node.workers import rank_phases
+from clusterjob.node.workers import torch_patches
 from clusterjob.worker import ending, process, rank_assignment, rank_facts, rendezvous, siblings
 from clusterjob.worker.context import Context
 from clusterjob.worker.device import accelerators, check_gpus, choose_backend, choose_device
@@ -152,7 +152,7 @@ def _make_group(
     hook = sys.excepthook
     seconds = timeout or rendezvous.DEFAULT_TIMEOUT
     topology = worker.topology
-    rank_phases.tell("rendezvous")
+    torch_patches.tell("rendezvous")
     try:
         place = open_store(worker, options, timeout=seconds)
         signed = SignedStore(dist.PrefixStore("rendezvous", place.store), place.number)

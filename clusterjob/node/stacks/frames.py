@@ -93,7 +93,7 @@ _LIBRARY = re.compile(
 )
 # The hook's files: functions between the program and torch, and a thread of their own.
 _HOOK = re.compile(
-    r"/clusterjob/node/workers/(collective_waits|flight_dumps|hook|rank_phases|torch_patches)\.py$"
+    r"/clusterjob/node/workers/(hook|torch_patches)\.py$"
     r"|/python/(sitecustomize|clusterjob_\w+)\.py$"
 )
 _IMPORT = re.compile(r"^<frozen importlib|/python/sitecustomize\.py$|/node/workers/hook\.py$")

@@ -2,7 +2,7 @@
 
 torch records the collectives of a process. With NCCL, a thread of torch writes the record to a file
 when something is written into a pipe; these variables name both. With gloo, torch has no such
-thread: `flight_dumps` adds it. The dumps are in the logs. The pipes are on this machine: the job
+thread: `torch_patches` adds it. The dumps are in the logs. The pipes are on this machine: the job
 directory may be on a disk that many nodes share.
 """
 

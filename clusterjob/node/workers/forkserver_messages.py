@@ -129,7 +129,7 @@ class WorkerAlive:
 
 @dataclass(frozen=True)
 class WorkerPhase:
-    """A phase of a worker begins; `rank_phases.tell` writes this message.
+    """A phase of a worker begins; `torch_patches.tell` writes this message.
 
     Attributes:
         phase: a value of `clusterjob.node.logs.phases.Phase`; ``import`` and ``imported`` are the
@@ -144,7 +144,7 @@ class WorkerPhase:
 
 @dataclass(frozen=True)
 class WorkerWaits:
-    """How long a worker has waited in collectives lately; `collective_waits` sends this message.
+    """How long a worker has waited in collectives lately; `torch_patches` sends this message.
 
     Attributes:
         step: the mean length of a step, in seconds.

@@ -8,24 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clusterjob.node.stacks import offer
-from clusterjob.node.workers import (
-    collective_waits,
-    flight_dumps,
-    hook,
-    rank_phases,
-    snapshot_imports,
-    torch_patches,
-)
+from clusterjob.node.workers import hook, snapshot_imports, torch_patches
 
 _NAME = "python"
 # Python's site module imports sitecustomize (docs.python.org/3/library/site.html).
 _FILES = {
-    hook.PATCHES_FILE: torch_patches,
-    hook.SNAPSHOT_FILE: snapshot_imports,
-    hook.STACKS_FILE: offer,
-    hook.PHASES_FILE: rank_phases,
-    hook.DUMPS_FILE: flight_dumps,
-    hook.WAITS_FILE: collective_waits,
+    f"{hook.PATCHES}.py": torch_patches,
+    f"{hook.SNAPSHOT}.py": snapshot_imports,
+    f"{hook.STACKS}.py": offer,
     "sitecustomize.py": hook,
 }
 
