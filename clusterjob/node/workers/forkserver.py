@@ -34,17 +34,15 @@ from clusterjob.node.stacks.request import StackRequest
 from clusterjob.node.system import processes, signals
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
+from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import (
-    early_variables,
     hook_directory,
     output_drain,
     preload,
-    promised_gpus,
     snapshot_imports,
     torchrun,
     worker_process,
 )
-from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers.preemption_pipe import WarningPipe
 from clusterjob.node.workers.report import ReportPipe
 from clusterjob.node.workers.status_probe import StatusProbe
@@ -161,7 +159,7 @@ class Forkserver:
         why = self._preload_torch()
         options = self._options
         is_python = options.program.is_python
-        self._no_gpus = promised_gpus.missing(options.require_gpus or 0, is_python=is_python)
+        self._no_gpus = preload.missing_gpus(options.require_gpus or 0, is_python=is_python)
         self._hook = hook_directory.write(self._job_dir)
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))
@@ -207,7 +205,7 @@ class Forkserver:
         ):
             return "not a Python source file"  # a zipapp, a .pyc, a directory with __main__.py
         if options.start == "auto":
-            why = early_variables.set_in(source, options.program.file.name, os.environ)
+            why = preload.changed_variable(source, file)
         if why is None:
             why = preload.preload_torch(training=preload.trains(source))
         self._fork = why is None
