@@ -200,22 +200,22 @@ def _wait_for_head(
 def _wait_for_nodes(
     command: list[str], environ: dict[str, str], check: Callable[[], None], *, seconds: float
 ) -> None:
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-    waiting = subprocess.Popen(
-        command, env=environ, stdin=nothing, stdout=pipe, stderr=pipe, text=True
-    )
-    deadline = time.monotonic() + seconds + _ANSWER
-    while waiting.poll() is None:
-        check()
-        if time.monotonic() > deadline:
-            raise ClusterJobError(f"Ray's head does not answer after {seconds + _ANSWER:g} s")
-        time.sleep(_POLL)
-    missing, err = waiting.communicate()
-    if waiting.returncode:
-        raise ClusterJobError(f"Ray's nodes cannot be listed: {err.strip()[-1000:]}")
-    if missing.strip():
+    limit = seconds + _ANSWER
+    nothing = subprocess.DEVNULL
+    try:
+        done = subprocess.run(
+            command, env=environ, stdin=nothing, capture_output=True, text=True, timeout=limit,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ClusterJobError(f"Ray's head does not answer after {limit:g} s") from error
+    check()
+    if done.returncode:
+        raise ClusterJobError(f"Ray's nodes cannot be listed: {done.stderr.strip()[-1000:]}")
+    missing = done.stdout.split()
+    if missing:
         raise ClusterJobError(
-            f"node {', '.join(missing.split())} has not joined the Ray cluster after {seconds:g} s"
+            f"node {', '.join(missing)} has not joined the Ray cluster after {seconds:g} s"
         )
 
 

@@ -33,7 +33,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
@@ -359,8 +359,7 @@ def patch_stores(module: Any) -> None:
         served = served_at(hostname, port)
         if served is not None:
             return create(served, port, *args, **options)
-        where = _script_line(sys._getframe(1))
-        notice = threading.Timer(_WAITING_NOTICE, _print_notice, (hostname, port, where))
+        notice = threading.Timer(_WAITING_NOTICE, _print_notice, (hostname, port))
         notice.daemon = True
         notice.start()
         this_thread.elsewhere = True
@@ -374,7 +373,7 @@ def patch_stores(module: Any) -> None:
     module._create_c10d_store = create_store
 
 
-def _print_notice(host: str, port: int, where: str) -> None:
+def _print_notice(host: str, port: int) -> None:
     """Print one notice if no process listens at the address where this process waits."""
     try:
         socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
@@ -382,23 +381,10 @@ def _print_notice(host: str, port: int, where: str) -> None:
         own = os.environ.get(STORE, "")
         sys.stderr.write(
             f"clusterjob: no process listens at {host}:{port}, where this process waits for rank"
-            f" 0's store ({error.strerror or error}){where}"
+            f" 0's store ({error.strerror or error})"
             f"{f'; the job store is at {own}' if own else ''}\n"
         )
         sys.stderr.flush()
-
-
-def _script_line(frame: FrameType | None) -> str:
-    """Return `` (train.py line 3)`` for the innermost frame outside torch and the hook's files."""
-    inside = os.sep + "torch" + os.sep
-    own = os.path.dirname(__file__)
-    while frame is not None and (
-        inside in frame.f_code.co_filename or os.path.dirname(frame.f_code.co_filename) == own
-    ):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    return f" ({os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno})"
 
 
 # -- flight recorder of gloo -----------------------------------------------------------------------
@@ -582,67 +568,42 @@ def _timed(function: Callable[..., Any], waits: Waits) -> Callable[..., Any]:
     return _never_compiled(timed)
 
 
-class _Timers:
-    """The timers of one DDP model, and when to read them."""
+def _watch_ddp(c10d: Any, waits: Waits, on_device: Callable[[], bool]) -> None:
+    """Patch the classes of C++ that DDP calls before each forward pass."""
+    set_logger, note = c10d.Reducer.set_logger, c10d.Logger.set_runtime_stats_and_log
+    reducers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+    read: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the last iteration
 
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = weakref.ref(reducer)
-        self._iteration = 0  # the last one that was read
-        self._skip = 0  # calls until the next reading
-
-    def read(self, logger: Any, waits: Waits, pause: float) -> float | None:
-        """Return how long the last iteration has waited, in seconds; None if it is not known.
-
-        Args:
-            logger: torch's object that has the results of the timers.
-            waits: knows the length of an iteration.
-            pause: seconds between two readings.
-        """
-        if self._skip > 0:
-            self._skip -= 1
-            return None
+    def wait_of(logger: Any) -> float | None:
+        """Return how long the last iteration has waited, in seconds; None if it is not known."""
         values = logger._get_ddp_logging_data().ints_map
-        iteration = values.get("iteration", 0)
-        if iteration == self._iteration:
+        iteration, reducer = values.get("iteration", 0), reducers[logger]()
+        if iteration == read.get(logger, 0) or reducer is None:
             return None
-        self._iteration = iteration
-        self._choose_next(iteration, waits.step, pause)
+        read[logger] = iteration
+        # With TORCH_DISTRIBUTED_DEBUG, each reading may print lines.
+        if waits.step > 0 and not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
+            pause = _READ_ON_DEVICE if on_device() else _READ_ON_HOST
+            every = min(_RARELY, max(1, round(pause / waits.step)))
+            while every > 1 and (every % 2 == 0 or every % 5 == 0):
+                every += 1  # what a script does in each tenth step must not always be seen
+            reducer._set_ddp_runtime_logging_sample_rate(every)
         # The all-reduces overlap the computation; the rest is a wait.
         wait = values["backward_comm_time"] - values["backward_compute_comm_overlap_time"]
         return float(max(0, wait)) * _NANOSECOND
 
-    def _choose_next(self, iteration: int, step: float, pause: float) -> None:
-        reducer = self._reducer()
-        if reducer is None or step <= 0:
-            return
-        every = _RARELY
-        if not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):  # each reading may print lines then
-            every = min(_RARELY, max(1, round(pause / step)))
-            while every > 1 and (every % 2 == 0 or every % 5 == 0):
-                every += 1  # what a script does in each tenth step must not always be seen
-            reducer._set_ddp_runtime_logging_sample_rate(every)
-        self._skip = max(0, every - iteration % every - 1)
-
-
-def _watch_ddp(c10d: Any, waits: Waits, on_device: Callable[[], bool]) -> None:
-    """Patch the classes of C++ that DDP calls before each forward pass."""
-    set_logger, note = c10d.Reducer.set_logger, c10d.Logger.set_runtime_stats_and_log
-    timers: weakref.WeakKeyDictionary[Any, _Timers] = weakref.WeakKeyDictionary()
-
     @functools.wraps(set_logger)
     def watched_set_logger(reducer: Any, logger: Any) -> Any:
-        timers[logger] = _Timers(reducer)
+        reducers[logger] = weakref.ref(reducer)
         return set_logger(reducer, logger)
 
     @functools.wraps(note)
     def watched_note(logger: Any) -> Any:
         result = note(logger)
-        own = timers.get(logger)
-        if own is not None:
+        if logger in reducers:
             wait = None
             with contextlib.suppress(Exception):  # another torch
-                pause = _READ_ON_DEVICE if on_device() else _READ_ON_HOST
-                wait = own.read(logger, waits, pause=pause)
+                wait = wait_of(logger)
             waits.add_iteration(wait)
         return result
 
