@@ -35,7 +35,7 @@ from clusterjob.node.logs import ends, failure_texts
 from clusterjob.node.rendezvous.preemption import WARNING_TIMEOUT, Preemption
 from clusterjob.node.rendezvous.root_cause import RootCause
 from clusterjob.node.verdict import Failure, FailureKind
-from clusterjob.node.workers.preemption_pipe import WarningPipe
+from clusterjob.node.workers.forkserver import WarningPipe
 
 MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
@@ -635,7 +635,7 @@ def test_sigterm_ends_worker_of_cancelled_job(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pipe():
-    warning_pipe = WarningPipe(warned=False)
+    warning_pipe = WarningPipe()
     yield warning_pipe
     for descriptor in (warning_pipe.write_end, int(warning_pipe.name.partition(":")[0])):
         try:

@@ -12,7 +12,7 @@ import pytest
 from launching import write_tree
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.workers import hook_directory
+from clusterjob.node.workers import worker_process
 
 SHOW = 'import sys, part, src_mod; print("{0}", part.V, src_mod.V, sys.argv[1:])\n'
 
@@ -29,7 +29,7 @@ class Tree:
         (self.kept / "data").rmdir()
         (self.kept / "data").symlink_to(self.current / "data")
         self.write("new")
-        hooks = hook_directory.write(tmp_path)
+        hooks = worker_process.write_hook(tmp_path)
         self.environ = os.environ | {
             "PYTHONPATH": f"{hooks}:{self.current}/src",
             "CLUSTERJOB_CODE_ORIGIN": str(self.current),

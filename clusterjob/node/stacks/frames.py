@@ -89,7 +89,7 @@ MAX_FRAMES = 200
 _LIBRARY = re.compile(
     r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
     r"|/clusterjob/(bootstrap\.py$|node/|worker/)"
-    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `node.workers.hook_directory`
+    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `worker_process.write_hook`
 )
 # The hook's files: functions between the program and torch, and a thread of their own.
 _HOOK = re.compile(

@@ -14,6 +14,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.system.codec import Codec, Limit
 from clusterjob.node.verdict import FailureKind
 
+MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
 _ExitCode = Annotated[int, Limit(255)]

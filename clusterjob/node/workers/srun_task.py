@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from clusterjob.node import contract
 from clusterjob.node.environments import scheduler, slurm_task
-from clusterjob.node.workers import hook_directory, preload
+from clusterjob.node.workers import preload, worker_process
 
 
 def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
@@ -24,6 +24,6 @@ def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
     if error := preload.missing_gpus(gpus, is_python=is_python):
         sys.exit(f"clusterjob: {scheduler.node_name()}: {error}")
     if os.environ.get(contract.CODE_TREE):
-        directory = hook_directory.write(Path(os.environ[contract.JOB_DIR]))
-        os.environ.update(hook_directory.variables(os.environ, directory))
+        directory = worker_process.write_hook(Path(os.environ[contract.JOB_DIR]))
+        os.environ.update(worker_process.hook_variables(os.environ, directory))
     slurm_task.main(argv)

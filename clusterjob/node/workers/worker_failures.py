@@ -5,6 +5,7 @@ A failure contains the last lines of stderr, and whether it is only an effect of
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from clusterjob.node.logs import failure_texts, log_files
 from clusterjob.node.logs.failure_texts import Meaning
 from clusterjob.node.system import processes
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
-from clusterjob.node.workers import torchrun
 from clusterjob.node.workers.forkserver_messages import ProbedWorker
 
 _NO_NCCL_HINT = (
@@ -25,6 +25,66 @@ _NO_NCCL_HINT = (
 # Limits for stderr. Many lines are read, because libraries may print warnings at the end.
 _MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 200, 20, 65536
 _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
+
+
+# torchrun prints this block last; a negative exit code in it means a signal.
+_ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?"
+    r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)"
+    r".*?exitcode\s*:\s*(?P<code>-?\d+)",
+    re.DOTALL,
+)
+_TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
+_RANK_MARK = re.compile(r"\[rank\d+\]:")
+_LINES = 400
+
+
+@dataclass(frozen=True)
+class TorchrunFailure:
+    """The worker that failed first on a node, as its torchrun reports it.
+
+    Attributes:
+        rank: the worker's rank; None for torchrun itself.
+        local_rank: its index on the node; None for torchrun itself.
+        exit_code: its exit code, 128 + n for signal n.
+        signal: that signal's name, or None.
+        last_lines: the worker's last lines before torchrun's own output.
+    """
+
+    rank: int | None
+    local_rank: int | None
+    exit_code: int
+    signal: str | None
+    last_lines: tuple[str, ...]
+
+
+def torchrun_cause(stderr: Path) -> TorchrunFailure | None:
+    """Parse the first failure from torchrun's stderr; return None if there is none."""
+    lines = log_files.last_lines(stderr, _LINES, 1 << 17)
+    match = _ROOT_CAUSE.search("\n".join(lines))
+    if match is None:
+        return None
+    code = int(match["code"])
+    end = next(
+        (index for index, line in enumerate(lines) if _TORCHRUN_OUTPUT.search(line)), len(lines)
+    )
+    return TorchrunFailure(
+        int(match["rank"]),
+        int(match["local_rank"]),
+        exit_code=128 - code if code < 0 else code,
+        signal=processes.signal_name(-code) if code < 0 else None,
+        last_lines=_lines_of_rank(match["rank"], lines[:end])[-20:],
+    )
+
+
+def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the lines of a rank.
+
+    torch marks the traceback of each rank. Without marked lines of this rank, return all unmarked
+    lines, which may be of any rank.
+    """
+    own = tuple(line for line in lines if line.startswith(f"[rank{rank}]:"))
+    return own or tuple(line for line in lines if not _RANK_MARK.match(line))
 
 
 def how(code: int, signal_name: str | None) -> str:
@@ -131,7 +191,7 @@ class Failures:
         self, world: World, code: int, signal_name: str | None, message: str
     ) -> Failure:
         stderr = log_files.torchrun_files(self.directory, world.restart, attempt=self.attempt)[1]
-        cause = torchrun.root_cause(stderr) or torchrun.TorchrunFailure(
+        cause = torchrun_cause(stderr) or TorchrunFailure(
             None, None, exit_code=code, signal=signal_name, last_lines=log_files.last_lines(stderr)
         )
         meanings = failure_texts.meanings_of_end("", cause.last_lines)
