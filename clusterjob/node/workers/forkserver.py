@@ -627,7 +627,9 @@ class Forkserver:
             return not kernel.catches(worker.pid, signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
-        asked = stop.stacks.setdefault(worker.pid, StackRequest(worker.pid))
+        if worker.pid not in stop.stacks:
+            stop.stacks[worker.pid] = StackRequest(worker.pid)
+        asked = stop.stacks[worker.pid]
         if not asked.done:
             asked.step()
             return False

@@ -127,7 +127,7 @@ def _report_sigterm(module):
             finally:
                 patches.send("WorkerHandler", state="ended")
 
-        reported.of_program = handler
+        reported.of_program = handler  # type: ignore[attr-defined]
         earlier = own(set_handler(signalnum, reported))
         patches.send("WorkerHandler", state="set")
         return earlier

@@ -220,15 +220,11 @@ def missing_gpus(wanted: int, *, is_python: bool) -> str:
     """
     if not wanted or devices.has_other_accelerator():
         return ""
-    answer = _ask_torch() if is_python else None
-    if answer is None:
-        seen, torch = devices.visible_gpus(os.environ), "torch not asked"
-        who = "this node has"
-    else:
-        count, version, built_for = (*answer.split(" "), "")[:3]
-        seen, torch, who = int(count), f"torch {version}", "torch sees"
-        torch += f" for CUDA {built_for}" if built_for else " for the CPU"
-    if seen >= wanted:
+    who, answer = "torch sees", _ask_torch() if is_python else ""
+    if not answer:
+        who, answer = "this node has", f"{devices.visible_gpus(os.environ)} torch not asked"
+    seen, _, torch = answer.partition(" ")
+    if int(seen) >= wanted:
         return ""
     modules = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
     driver = next(filter(None, (files.read_text(path).strip() for path in modules)), "none")
@@ -240,8 +236,8 @@ def missing_gpus(wanted: int, *, is_python: bool) -> str:
     )
 
 
-def _ask_torch() -> str | None:
-    """Return ``COUNT VERSION CUDA`` of torch; None if torch cannot be asked.
+def _ask_torch() -> str:
+    """Return the number of GPUs, a space and what torch it is; empty if torch cannot be asked.
 
     A forked child asks it: a process that has asked CUDA cannot fork workers that use it.
     """
@@ -251,18 +247,18 @@ def _ask_torch() -> str | None:
         with contextlib.suppress(BaseException):
             import torch
 
-            cuda, version = torch.cuda, torch.version
+            cuda, built_for = torch.cuda, torch.version.cuda or getattr(torch.version, "hip", None)
             # A process whose parent has asked CUDA cannot ask it again.
             if not getattr(torch._C, "_cuda_isInBadFork", bool)():
                 count = cuda.device_count() if cuda.is_available() else 0
-                built_for = version.cuda or getattr(version, "hip", None) or ""
-                os.write(write_end, f"{count} {torch.__version__} {built_for}".encode())
+                kind = f"CUDA {built_for}" if built_for else "the CPU"
+                os.write(write_end, f"{count} torch {torch.__version__} for {kind}".encode())
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as answer:
         if select.select([answer], [], [], _GPU_TIMEOUT)[0]:
             os.waitpid(child, 0)
-            return answer.read().decode().strip() or None
+            return answer.read().decode()
     os.kill(child, signal.SIGKILL)
-    version = getattr(sys.modules.get("torch"), "__version__", "unknown")
-    return f"0 {version} (no answer in {_GPU_TIMEOUT:g} s)"
+    os.waitpid(child, 0)
+    return f"0 torch has not answered in {_GPU_TIMEOUT:g} s"
