@@ -1,4 +1,4 @@
-"""The forkserver imports once what the workers of a script would import, if they can be forked."""
+"""The forkserver imports once what the workers import, if they can be forked."""
 
 from __future__ import annotations
 
