@@ -12,7 +12,7 @@ from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system import network, processes
-from clusterjob.node.workers import rank_phases
+from clusterjob.node.workers import torch_patches
 from clusterjob.worker import rendezvous
 from clusterjob.worker.context import Context, state, watch
 from clusterjob.worker.store import GroupStore, open_store
@@ -153,7 +153,7 @@ def _make_group(
         return None
     hook = sys.excepthook
     seconds = timeout or rendezvous.DEFAULT_TIMEOUT
-    rank_phases.tell("rendezvous")
+    torch_patches.tell("rendezvous")
     try:
         place = open_store(worker, seconds, group_timeout=timeout)
         rendezvous.join(

@@ -17,11 +17,11 @@ TRAIN = """
     from torch import nn
 
     how, slow = sys.argv[1], int(sys.argv[2])
-    names = ("clusterjob.node.workers.collective_waits", "clusterjob_collective_waits")
+    names = ("clusterjob.node.workers.torch_patches", "clusterjob_torch_patches")
     measured = next(filter(None, map(sys.modules.get, names)))
     measured.INTERVAL = 0.5
     found = []
-    measured._tell = lambda step, waited: found.append((step, waited))
+    measured._send_waits = lambda step, waited: found.append((step, waited))
     dist.init_process_group("gloo")
     layers = [nn.Linear(32, 32), nn.BatchNorm1d(32)] if how == "buffers" else [nn.Linear(32, 32)]
     model = nn.Sequential(*layers)

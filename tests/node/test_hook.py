@@ -10,7 +10,7 @@ import pytest
 from hooked import hooked_path, python
 from launching import ROOT
 
-from clusterjob.node.workers import hook_directory
+from clusterjob.node.workers import worker_process
 
 LOADED = (
     "import sys; print(sum(getattr(finder, 'of_clusterjob', False) for finder in sys.meta_path), "
@@ -101,8 +101,8 @@ def test_hook_is_installed_only_in_supported_python_versions(
 
 def test_hook_of_job_inside_another_job_is_installed_once(path: str, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    inner = hook_directory.variables(
-        {"PYTHONPATH": path}, hook_directory.write(tmp_path / "inner")
+    inner = worker_process.hook_variables(
+        {"PYTHONPATH": path}, worker_process.write_hook(tmp_path / "inner")
     )["PYTHONPATH"]
     completed = python(inner, f"{LOADED}; print(sys.from_site)")
     assert (completed.stdout, completed.stderr) == ("1 False\nTrue\n", "")
@@ -110,8 +110,8 @@ def test_hook_of_job_inside_another_job_is_installed_once(path: str, tmp_path: P
 
 def test_missing_hook_directory_is_no_error(tmp_path: Path) -> None:
     assert python(str(tmp_path / "gone"), LOADED).stdout == "0 False\n"
-    assert hook_directory.write(tmp_path / "gone") is None
-    assert hook_directory.variables({"PYTHONPATH": "/mine"}, None) == {}
+    assert worker_process.write_hook(tmp_path / "gone") is None
+    assert worker_process.hook_variables({"PYTHONPATH": "/mine"}, None) == {}
 
 
 def test_process_outside_job_keeps_behaviour_of_torch(path: str) -> None:

@@ -103,17 +103,17 @@ def test_forged_phases_are_ignored_and_bounded(make_job: MakeJob) -> None:
     job = make_job()
     script = job.script("""
         import json, os
-        from clusterjob.node.workers import rank_phases
+        from clusterjob.node.workers import torch_patches
         pipe = int(os.environ["CLUSTERJOB_REPORT_FD"].partition(":")[0])
         forged = ((7, "init"), (0, "ended"), (0, "x"), (-1, "init"), (0, "rendezvous"))
         for rank, phase in forged:
             line = {"type": "WorkerPhase", "local_rank": rank, "phase": phase, "monotonic": 1.0}
             os.write(pipe, json.dumps(line).encode() + b"\\n")
         for _ in range(500):
-            rank_phases.tell("rendezvous")
-            rank_phases.tell("running")
+            torch_patches.tell("rendezvous")
+            torch_patches.tell("running")
         if os.fork() == 0:
-            rank_phases.tell("init")  # a child of a worker is no rank
+            torch_patches.tell("init")  # a child of a worker is no rank
             os._exit(0)
         os.wait()
     """)

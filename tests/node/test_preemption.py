@@ -33,7 +33,7 @@ from procs import (
 
 from clusterjob.node.logs import ends, failure_texts
 from clusterjob.node.verdict import FailureKind
-from clusterjob.node.workers.preemption_pipe import WarningPipe
+from clusterjob.node.workers.forkserver import WarningPipe
 
 MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
@@ -627,7 +627,7 @@ def test_sigterm_ends_worker_of_cancelled_job(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pipe():
-    warning_pipe = WarningPipe(warned=False)
+    warning_pipe = WarningPipe()
     yield warning_pipe
     for descriptor in (warning_pipe.write_end, int(warning_pipe.name.partition(":")[0])):
         try:

@@ -1,4 +1,4 @@
-"""The forkserver imports once what the workers of a training script would import themselves."""
+"""The forkserver imports once what the workers import, if they can be forked."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ TRAINS_NOT = {
     "empty": "",
     "collective": "dist.all_reduce(tensor)\n",
     "other word": "options = optimistic()\n",
-    "variable of dynamo": (
-        "import os, torch\nos.environ['TORCHDYNAMO_DISABLE'] = '1'\nimport torch.optim\n"
-    ),
-    "variable of inductor": "os.environ.setdefault('TORCHINDUCTOR_X', '1')\nloss.backward()\n",
 }
 # Prints whether the compiler is loaded as soon as torch is, and trains one step.
 STEP = """
@@ -73,7 +69,7 @@ def test_workers_that_train_share_one_import_of_the_compiler(make_job: MakeJob, 
     job.start_all("--nproc-per-node", "2", "--start", start, job.script(STEP), python=WITH_TORCH)
     assert job.wait() == [0]
     for rank in (0, 1):
-        assert json.loads(job.log(0, f"rank{rank}.out")) == [False, start == "fork", True]
+        assert json.loads(job.log(0, f"rank{rank}.out")) == [start == "fork", start == "fork", True]
 
 
 def test_cuda_that_a_fork_would_break_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +87,7 @@ def test_worker_frees_objects_of_nanobind_at_its_end_as_plain_python_does(
 ) -> None:
     job = make_job(1)
     job.script(
-        """
-        import sys, types
-        binding = sys.modules["binding"] = types.ModuleType("binding")
-        binding.function = type("nb_func", (), {"__module__": "nanobind"})()
-        """,
+        "import sys, types; sys.modules['triton'] = types.ModuleType('triton')\n",
         "sitecustomize.py",
     )
     script = job.script("""
@@ -110,3 +102,62 @@ def test_worker_frees_objects_of_nanobind_at_its_end_as_plain_python_does(
     job.start(0, "--start", "fork", script, python=WITH_TORCH, env=env)
     assert job.wait() == [0]
     assert job.log(0, "rank0.out").split("\n") == ["frozen", "frozen 0"]
+
+
+ENVIRON = "import os\nos.environ"
+CHANGES = {
+    "item": f'{ENVIRON}["PYTORCH_ALLOC_CONF"] = "a:1"\nimport torch',
+    "keyword": f'{ENVIRON}.update(MKL_DYNAMIC="0")\nimport torch',
+    "putenv": 'import os\nos.putenv("TORCH_CPP_LOG_LEVEL", "INFO")\nimport torch',
+    "removed": 'import os\ndel os.environ["TORCH_LOGS"]\nimport torch',
+    "in a function": 'import os\ndef f():\n  os.environ["OMP_NUM_THREADS"] = "1"',
+    "dynamo": f'{ENVIRON}["TORCHDYNAMO_DISABLE"] = "1"\nimport torch.optim',
+    "inductor": f'{ENVIRON}.setdefault("TORCHINDUCTOR_X", "1")',
+}
+CHANGES_NOT = {
+    "read later": f'{ENVIRON}["TORCH_NCCL_BLOCKING_WAIT"] = "1"\nos.environ["TORCH_HOME"] = ""',
+    "not of torch": f'{ENVIRON}["TOKENIZERS_PARALLELISM"] = "false"\nimport torch',
+    "read by torch's elastic": 'import os\nprint(os.environ.get("TORCHELASTIC_RUN_ID"))',
+    "no environment": 'config["TORCH_LOGS"] = ""',
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        pytest.param(text, changes, id=name)
+        for changes, texts in ((True, CHANGES), (False, CHANGES_NOT))
+        for name, text in texts.items()
+    ],
+)
+def test_program_that_may_change_a_variable_of_torch_is_found(
+    tmp_path: Path, text: str, changes: bool
+) -> None:
+    found = preload.changed_variable(text.encode(), tmp_path / "train.py")
+    assert (found is not None) is changes
+
+
+def test_modules_beside_the_script_are_read_without_importing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("import settings\nraise SystemExit")
+    (tmp_path / "settings.py").write_text("import pack\n" + CHANGES["item"])
+    text = b"import json, math\nfrom pack import name\n"
+    expected = "settings.py line 3 names PYTORCH_ALLOC_CONF, which torch reads while it is imported"
+    assert preload.changed_variable(text, Path("train.py")) == expected
+    assert preload.changed_variable(text, tmp_path / "elsewhere" / "train.py") == expected
+    assert preload.changed_variable(b"from .settings import X", Path("train.py")) == expected
+
+
+def test_script_that_changes_a_variable_of_torch_is_started_by_exec(make_job: MakeJob) -> None:
+    job = make_job(1)
+    script = job.script("import own_settings, torch; print(torch.get_num_threads())")
+    settings = 'import os\nos.environ["OMP_NUM_THREADS"] = "1"\n'
+    (Path(script).parent / "own_settings.py").write_text(settings)
+    agent = job.start(0, script, python=WITH_TORCH, env={"OMP_NUM_THREADS": "2"})
+    assert job.wait() == [0], job.stderr(agent)
+    assert job.log(0, "rank0.out") == "1\n"
+    reason = "own_settings.py line 2 names OMP_NUM_THREADS, which torch reads while it is imported"
+    assert f"starts its workers by exec: {reason}" in job.stderr(agent)

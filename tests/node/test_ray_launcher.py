@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,10 +20,7 @@ from slurm_user import User
 from clusterjob import Job, JobState
 from clusterjob.core.records import Records
 from clusterjob.errors import ClusterJobError
-from clusterjob.node import contract
-from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.options import parse
-from clusterjob.node.system import processes
 from clusterjob.node.workers import ray_node
 
 
@@ -125,82 +121,6 @@ def test_no_ray_process_outlives_the_job(tmp_path: Path, event: str) -> None:
     expected = JobState.CANCELLED if event == "cancel" else JobState.FAILED
     assert verdict.state is expected, verdict
     wait_for_end_of_ray(job)
-
-
-# In the first start of Ray on a node, end as Ray does if it needs more than 30 s. Until then, the
-# head answers.
-SLOW_START = """
-import os, socket, sys, time
-if "ray.scripts.scripts" in sys.orig_argv and ("--head" in sys.orig_argv) == {head}:
-    try:
-        os.close(os.open({marker!r}, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        pass
-    else:
-        if {head}:
-            words = dict(word.split("=", 1) for word in sys.orig_argv if "=" in word)
-            head = socket.create_server((words["--node-ip-address"], int(words["--port"])))
-            time.sleep(5)
-        os.write(2, b"Exception: {message}\\n")
-        os._exit(1)
-"""
-TIMED_OUT = "The current node timed out during startup. This could happen because some of the"
-NO_HEAD = "No node info found for head node in GCS. Did the head node or gcs start successfully?"
-
-
-@needs_ray
-@pytest.mark.slow
-@pytest.mark.parametrize(("node", "message"), [(0, TIMED_OUT), (1, TIMED_OUT), (1, NO_HEAD)])
-def test_ray_that_is_slow_to_start_on_a_node_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, message: str
-) -> None:
-    code = SLOW_START.format(marker=str(tmp_path / "slow"), head=node == 0, message=message)
-    custom = script(tmp_path, code, "sitecustomize.py")
-    monkeypatch.setenv("PYTHONPATH", f"{custom.parent}:{os.environ.get('PYTHONPATH', '')}")
-    job = submit(tmp_path, "0")
-    verdict = job.wait(TEST_TIMEOUT)
-    assert verdict.state is JobState.SUCCEEDED, job.logs()
-    assert (tmp_path / "slow").exists()
-    assert f"Ray starts again on node {node}" in job.logs()
-    wait_for_end_of_ray(job)
-
-
-# The first start ends as in SLOW_START; the second joins, and then Ray is killed.
-LOST_NODE = """
-import os, pathlib, signal
-starts = pathlib.Path(os.environ["STARTS"])
-starts.write_text(starts.read_text() + "start ")
-if starts.read_text() == "start ":
-    raise SystemExit("timed out during startup")
-print("Ray runtime started", flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_node_that_is_lost_after_its_second_start_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The log still contains the message of the first start."""
-    install_ray(tmp_path, "2.52.0")
-    (tmp_path / "ray" / "scripts").mkdir()
-    script(tmp_path / "ray" / "scripts", LOST_NODE, "scripts.py")
-    starts = tmp_path / "starts"
-    starts.touch()
-    node_directory(tmp_path, 1).mkdir(parents=True)
-    monkeypatch.setattr(processes, "kill_descendants", lambda: None)  # those of the tests
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        for name, value in {
-            "PYTHONPATH": tmp_path, "STARTS": starts, "RAY_AUTH_MODE": "disabled",
-            contract.JOB_DIR: tmp_path, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2,
-            "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": head.getsockname()[1],
-        }.items():  # fmt: skip
-            monkeypatch.setenv(name, str(value))
-        node = ray_node.RayNode(str(tmp_path), TEST_TIMEOUT, cpus=1)
-        node.start()
-        with pytest.raises(ClusterJobError, match="Ray ended with -9 on node 1"):
-            node.serve()
-    assert starts.read_text() == "start start "
 
 
 def _words(pid: int) -> bytes:

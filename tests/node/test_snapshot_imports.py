@@ -12,21 +12,9 @@ import pytest
 from launching import write_tree
 from procs import TEST_TIMEOUT
 
-from clusterjob.node.workers import hook_directory
+from clusterjob.node.workers import worker_process
 
 SHOW = 'import sys, part, src_mod; print("{0}", part.V, src_mod.V, sys.argv[1:])\n'
-EDITABLE = """
-import sys
-from importlib.machinery import PathFinder, ModuleSpec
-from importlib.util import spec_from_file_location
-MAPPING = {{"edited": {path!r}}}
-class Finder:
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name in MAPPING:
-            return spec_from_file_location(name, MAPPING[name] + "/__init__.py")
-sys.meta_path.append(Finder)
-"""
 
 
 class Tree:
@@ -41,7 +29,7 @@ class Tree:
         (self.kept / "data").rmdir()
         (self.kept / "data").symlink_to(self.current / "data")
         self.write("new")
-        hooks = hook_directory.write(tmp_path)
+        hooks = worker_process.write_hook(tmp_path)
         self.environ = os.environ | {
             "PYTHONPATH": f"{hooks}:{self.current}/src",
             "CLUSTERJOB_CODE_ORIGIN": str(self.current),
@@ -58,7 +46,6 @@ class Tree:
                 "pack/tool.py": SHOW.format(version),
                 "space/inner.py": f"V = {version!r}\n",
                 "src/src_mod.py": f"V = {version!r}\n",
-                "edited/__init__.py": f"V = {version!r}\n",
             },
         )
 
@@ -122,18 +109,13 @@ def test_file_that_snapshot_leaves_out_is_current(tree: Tree) -> None:
     assert tree.python("data/loose.py") == "loose old"
 
 
-def test_editable_installation_is_old(tree: Tree, tmp_path: Path) -> None:
+def test_editable_installation_on_sys_path_is_old(tree: Tree, tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    text = EDITABLE.format(path=str(tree.current / "edited"))
-    (site / "__editable___edited_finder.py").write_text(text)
-    (site / "sitecustomize.py").write_text("")
-    # A .pth file runs before sitecustomize.
-    (site / "edited.pth").write_text("import __editable___edited_finder\n")
-    start = f"import site; site.addsitedir({str(site)!r})\n"
-    hooks = Path(tree.environ["PYTHONPATH"].partition(":")[0])
-    (hooks / "sitecustomize.py").write_text(start + (hooks / "sitecustomize.py").read_text())
-    assert tree.python("-c", "import edited; print(edited.V)", cwd=tmp_path) == "old"
+    (site / "edited.pth").write_text(f"{tree.current / 'src'}\n")
+    tree.environ["PYTHONPATH"] = tree.environ["PYTHONPATH"].partition(":")[0]
+    text = f"import site; site.addsitedir({str(site)!r}); import src_mod; print(src_mod.V)"
+    assert tree.python("-c", text, cwd=tmp_path) == "old"
 
 
 def test_children_of_a_process_are_old(tree: Tree) -> None:

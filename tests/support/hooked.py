@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from clusterjob.node.workers import hook_directory
+from clusterjob.node.workers import worker_process
 
 MODES = ["fork", "exec"]
 
@@ -30,9 +30,8 @@ def hooked_path(directory: Path) -> str:
     own.mkdir()
     (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")
     (own / "usercustomize.py").write_text("import sys; sys.from_user = True\n")
-    return hook_directory.variables({"PYTHONPATH": str(own)}, hook_directory.write(directory))[
-        "PYTHONPATH"
-    ]
+    hook = worker_process.write_hook(directory)
+    return worker_process.hook_variables({"PYTHONPATH": str(own)}, hook)["PYTHONPATH"]
 
 
 def python(

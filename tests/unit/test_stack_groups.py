@@ -159,7 +159,7 @@ def test_stacks_of_all_threads_are_known_by_thread_id() -> None:
 )
 def test_frames_and_threads_of_the_hook_are_left_out(hook: str) -> None:
     main = f"""\
-  File "{hook}collective_waits.py", line 188 in timed
+  File "{hook}torch_patches.py", line 188 in timed
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2 in all_reduce
   File "/w/train.py", line 3 in <module>
 """
@@ -167,7 +167,7 @@ def test_frames_and_threads_of_the_hook_are_left_out(hook: str) -> None:
     assert [frame.function for frame in found.frames] == ["all_reduce", "<module>"]
     assert grouping.waits_for_peers(found.frames)
     dumps = f"""\
-  File "{hook}flight_dumps.py", line 62 in _serve
+  File "{hook}torch_patches.py", line 62 in _serve
   File "/lib/python3.11/threading.py", line 982 in run
 """
     assert grouping.parse_thread("thread 7", dumps).frames == ()

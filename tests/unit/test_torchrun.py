@@ -9,7 +9,8 @@ import pytest
 
 from clusterjob.node.contract import World
 from clusterjob.node.program import Program
-from clusterjob.node.workers.torchrun import command_line, root_cause
+from clusterjob.node.workers.worker_failures import torchrun_cause
+from clusterjob.node.workers.worker_process import torchrun_command
 
 WORLD = World(
     0,
@@ -59,7 +60,7 @@ Root Cause (first observed failure):
 def test_command_line_of_torchrun_has_placement_and_program(
     program: Program, end: list[str]
 ) -> None:
-    argv = command_line(program, WORLD, job_id="train-abc")
+    argv = torchrun_command(program, WORLD, job_id="train-abc")
     assert argv[:3] == [sys.executable, "-m", "torch.distributed.run"]
     options = dict(zip(argv[3 : -len(end) : 2], argv[4 : -len(end) : 2], strict=True))
     assert options == {
@@ -84,7 +85,7 @@ def test_stderr_of_torchrun_gives_rank_and_exit_of_root_cause(
     path.write_text(
         "[rank2]: peer is gone\n[rank3]: ValueError: boom\n" + CLOSING.format(code=written)
     )
-    cause = root_cause(path)
+    cause = torchrun_cause(path)
     assert cause is not None
     assert (cause.rank, cause.local_rank, cause.exit_code, cause.signal) == (3, 1, code, signal)
     assert cause.last_lines == ("[rank3]: ValueError: boom",), (
@@ -97,7 +98,7 @@ def test_root_cause_without_output_has_no_lines_of_other_ranks(tmp_path: Path) -
     path.write_text(
         "[rank2]: Connection closed by peer\nterminate called\n" + CLOSING.format(code=-6)
     )
-    cause = root_cause(path)
+    cause = torchrun_cause(path)
     assert cause is not None
     assert cause.last_lines == ("terminate called",)
 
@@ -109,5 +110,5 @@ def test_root_cause_without_output_has_no_lines_of_other_ranks(tmp_path: Path) -
 def test_stderr_of_torchrun_without_root_cause_gives_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "torchrun.err"
     path.write_text(text)
-    assert root_cause(path) is None
-    assert root_cause(tmp_path / "absent") is None
+    assert torchrun_cause(path) is None
+    assert torchrun_cause(tmp_path / "absent") is None

@@ -33,7 +33,7 @@ from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
 from clusterjob.node.verdict import JobState
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.collective_waits import Waits
+from clusterjob.node.workers.torch_patches import Waits
 
 Sent = list[tuple[float, float]]
 WORKER = WorkerSample(99.0, 1024, pss=None, read=0.0, written=0.0, threads=4)

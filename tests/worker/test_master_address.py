@@ -105,24 +105,17 @@ def test_torchrun_started_by_worker_has_its_own_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "cause"),
+    "last",
     [
+        "meet('late', init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
         (
-            "meet('late', init_method='tcp://127.0.0.1:' + PORT, rank=1, world_size=2)",
-            "the address comes from init_method",
-        ),
-        (
-            (
-                "os.environ['MASTER_PORT'] = PORT; os.environ['RANK'] = '1'; "
-                "meet('late', rank=1, world_size=2)"
-            ),
-            "the script has set MASTER_PORT=PORT",
+            "os.environ['MASTER_PORT'] = PORT; os.environ['RANK'] = '1'; "
+            "meet('late', rank=1, world_size=2)"
         ),
     ],
+    ids=["init_method", "variables"],
 )
-def test_wait_for_missing_store_is_explained_within_seconds(
-    tmp_path: Path, last: str, cause: str
-) -> None:
+def test_wait_for_missing_store_is_explained_within_seconds(tmp_path: Path, last: str) -> None:
     port = str(free_port())
     # The import of torch, which takes long on a busy machine, comes before.
     begin = "import pathlib, time; pathlib.Path('begin').write_text(str(time.monotonic()))"
@@ -146,8 +139,6 @@ def test_wait_for_missing_store_is_explained_within_seconds(
         f"no process listens at 127.0.0.1:{port}, "
         "where this process waits for rank 0's store (Connection refused)" in line
     )
-    assert cause.replace("PORT=PORT", f"PORT={port}") in line
-    assert "(train.py line " in line
     assert "; the job store is at 127.0.0.1:" in line
 
 

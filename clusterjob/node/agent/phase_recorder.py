@@ -4,7 +4,7 @@ The phases of a rank that runs:
 
 - ``import`` from its start;
 - ``running`` from its first line of output, or from its start if it is no Python program;
-- ``rendezvous``, ``init`` and again ``running`` when it forms a process group (`rank_phases`).
+- ``rendezvous``, ``init`` and again ``running`` when it forms a process group (`torch_patches`).
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 torch records the collectives of a process. With NCCL, a thread of torch writes the record to a file
 when something is written into a pipe; these variables name both. With gloo, torch has no such
-thread: `flight_dumps` adds it. The dumps are in the logs. The pipes are on this machine: the job
+thread: `torch_patches` adds it. The dumps are in the logs. The pipes are on this machine: the job
 directory may be on a disk that many nodes share.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -29,14 +28,12 @@ OLD_DUMP_FILE, OLD_SIZE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_B
 _ENTRIES = "2000"  # as newer versions
 _POLL = 0.01
 _MEMORY = "/dev/shm"  # noqa: S108 - mkdtemp makes a private directory
-_PREFIX = "clusterjob-pipes-"
-_UNLOCKED = 60.0  # seconds after which a directory without a lock has lost its agent
 
 
 class Pipes:
     """A private directory of this machine for the pipes of a node's workers.
 
-    Its agent holds a lock on it. A killed agent leaves its directory; the next one removes it.
+    That of a killed agent stays, with the pipes, until this machine restarts.
 
     Raises:
         OSError: no pipe can be made there; torch's NCCL group would fail.
@@ -44,20 +41,16 @@ class Pipes:
 
     def __init__(self) -> None:
         memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory))
-        self._lock = _lock(self.path)
+        self.path = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
         try:
             os.mkfifo(self.path / "try", 0o600)
-            os.unlink(self.path / "try")
         except OSError:
             self.close()
             raise
-        _remove_abandoned(self.path.parent)
 
     def close(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
 
 
 class Dumps:
@@ -125,25 +118,3 @@ def _write(pipe: str) -> bool:
         finally:
             os.close(descriptor)
     return False
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove the user's directories whose agents were killed."""
-    for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or another agent removes it
-            found = path.lstat()
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _UNLOCKED:
-                lock = _lock(path)
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
-
-
-def _lock(directory: Path) -> int:
-    """Return a descriptor that holds the lock of a directory; raise OSError if it is locked."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

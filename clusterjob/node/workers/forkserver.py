@@ -11,45 +11,36 @@ The messages are in `forkserver_messages`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract, preflight, program
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler, slurm_env, worker_endpoints
+from clusterjob.node.job_processes import TABLE
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks import collect, grouping, offer
 from clusterjob.node.stacks.collect import StackRequest, catches
 from clusterjob.node.system import processes, signals
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
-from clusterjob.node.workers import (
-    early_variables,
-    hook_directory,
-    output_drain,
-    preload,
-    promised_gpus,
-    snapshot_imports,
-    torchrun,
-    worker_process,
-)
 from clusterjob.node.workers import forkserver_messages as messages
-from clusterjob.node.workers.preemption_pipe import WarningPipe
+from clusterjob.node.workers import output_drain, preload, snapshot_imports, worker_process
+from clusterjob.node.workers.forkserver_messages import MESSAGE_BYTES
 from clusterjob.node.workers.report import ReportPipe
-from clusterjob.node.workers.status_probe import StatusProbe
-from clusterjob.node.workers.worker_table import WorkerTable
+from clusterjob.node.workers.worker_process import RunningWorker, WorkerStart
 
-MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 # Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
 # resource tracker frees the shared memory. It ignores SIGTERM and waits until the last process that
 # holds its pipe, such as a DataLoader worker, has ended.
@@ -60,6 +51,70 @@ _EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
 _LEASE_INTERVAL, _LEASE_MARGIN = 0.5, 1.0
+# Limits of a stack that is sent to the agent; the worker's log has all of it.
+_MAX_LINES, _MAX_LINE = 40, 300
+
+
+class WarningPipe:
+    """The pipe that signals a preemption warning to the workers of a round.
+
+    No process reads from it. Any number of processes can query its state at any time with poll(2),
+    also children of workers and processes that start late:
+
+        empty     no warning
+        a byte    a preemption is near: save, then exit
+        EOF       the workers are being stopped, or their forkserver has ended: SIGTERM now means
+                  stop
+
+    Attributes:
+        write_end: the write end; a worker must close it, and inherits the read end.
+        name: identifies the read end for a worker: its number and its inode. The inode is needed
+            because a process that inherits only the variable may have another file at that number.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_inheritable(self._read_end, True)
+        self.name = f"{self._read_end}:{os.fstat(self._read_end).st_ino}"
+
+    def warn(self) -> None:
+        """Signal the preemption warning to the workers."""
+        with contextlib.suppress(BlockingIOError):  # many warnings
+            os.write(self.write_end, b"!")
+
+    def close(self) -> None:
+        """Signal to the workers that they are being stopped now."""
+        os.close(self.write_end)
+        os.close(self._read_end)
+
+
+@dataclass
+class _Probe:
+    """A probe of workers that other ranks wait for; after `end` it needs no more answers."""
+
+    message: messages.ProbeWorkers
+    asked: list[tuple[RunningWorker, StackRequest]]
+    end: float
+
+
+@dataclass
+class _Stop:
+    """A stop of all workers in progress.
+
+    Attributes:
+        begun, kill_at: the times of the first signal and of SIGKILL.
+        early: whether a worker that saves nothing is killed before that time.
+        empty_since: when the last worker ended.
+        terminated: whether what the workers left behind got SIGTERM.
+        stacks: of workers whose handler of SIGTERM has ended, by pid.
+    """
+
+    begun: float
+    kill_at: float
+    early: bool
+    empty_since: float | None = None
+    terminated: bool = False
+    stacks: dict[int, StackRequest] = field(default_factory=dict)
 
 
 class Forkserver:
@@ -102,35 +157,21 @@ class Forkserver:
         self._agent_pid = os.getppid()
         self._agent_parent = agent_parent
         self._fork = False
-        self._running: dict[int, worker_process.RunningWorker] = {}  # by pid
-        self._status_probe = StatusProbe()
-        self._table = WorkerTable(node_rank, attempt)
+        self._running: dict[int, RunningWorker] = {}  # by pid
+        self._table: int | None = None  # see `_write_table`
         self._source = b""
         self._store: int | None = None
         # pipes of the workers' output, and the files
         self._streams: list[tuple[tuple[int, ...], Path]] = []
-        self._stopping: float | None = None  # the time of SIGKILL, while a stop is in progress
-        self._stopped_at = 0.0
-        self._early = False  # whether a worker that saves nothing is killed before that time
+        self._probe: _Probe | None = None
+        self._stop: _Stop | None = None
         # The state of the SIGTERM handlers in Python, and since when, by local rank.
         self._sigterm: dict[int, tuple[str, float]] = {}
-        self._stacks: dict[int, StackRequest] = {}  # of workers whose handler has ended
         # The pipe of this round's workers; None if the job cannot be preempted.
         self._warning: WarningPipe | None = None
         self._warned = False
-        self._empty_since: float | None = None  # when the last worker ended
-        self._leftovers_terminated = False
         self._agent_gone = False
         self._quit = False
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.WarnWorkers: self._on_warn,
-            messages.ProbeWorkers: self._on_probe,
-            messages.ReportEnds: self._on_report_ends,
-            messages.StopWorkers: lambda stop: self._begin_stop(
-                stop.grace, stop.signal, early=stop.early
-            ),
-            messages.Quit: self._on_quit,
-        }
 
     def serve(self) -> Program | None:
         """Serve the agent until the end.
@@ -160,11 +201,11 @@ class Forkserver:
         why = self._preload_torch()
         options = self._options
         is_python = options.program.is_python
-        self._no_gpus = promised_gpus.missing(options.require_gpus or 0, is_python=is_python)
-        self._hook = hook_directory.write(self._job_dir)
+        self._no_gpus = preload.missing_gpus(options.require_gpus or 0, is_python=is_python)
+        self._hook = worker_process.write_hook(self._job_dir)
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))
-        while not (self._quit and self._stopping is None):
+        while not (self._quit and self._stop is None):
             for key, _ in self._selector.select(self._select_timeout()):
                 if key.fd == self._wake_read:
                     os.read(self._wake_read, 4096)
@@ -175,10 +216,7 @@ class Forkserver:
             self._reap()
             self._check_lease()
             self._continue_stop()
-            if self._status_probe.ready():
-                answers = self._status_probe.answers(forked=self._fork)
-                if answers is not None:
-                    self._send(answers)
+            self._continue_probe()
         self._drain.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._drain_pid, 0)
@@ -206,7 +244,7 @@ class Forkserver:
         ):
             return "not a Python source file"  # a zipapp, a .pyc, a directory with __main__.py
         if options.start == "auto":
-            why = early_variables.set_in(source, options.program.file.name, os.environ)
+            why = preload.changed_variable(source, file)
         if why is None:
             why = preload.preload_torch(training=preload.trains(source))
         self._fork = why is None
@@ -227,11 +265,11 @@ class Forkserver:
         processes.die_with_parent(self._agent_pid, signal.SIGTERM)
 
     def _select_timeout(self) -> float | None:
-        if self._stopping is not None:
+        if self._probe is not None:
+            return collect.POLL_SECONDS
+        if self._stop is not None:
             return _SWEEP_INTERVAL
-        due = self._status_probe.due
-        timeout = None if self._lease is None else _LEASE_INTERVAL
-        return timeout if due is None else max(0.0, due - time.monotonic())
+        return None if self._lease is None else _LEASE_INTERVAL
 
     def _handle_message(self) -> Program | None:
         try:
@@ -244,112 +282,140 @@ class Forkserver:
             self._begin_stop(_ORPHANED_GRACE)
             return None
         message = messages.decode(messages.FROM_AGENT, data)
-        if isinstance(message, messages.StartRound):
-            return self._start(message.world, message.variables, descriptors)
-        if isinstance(message, messages.StartMeasuring):
-            preflight.start(
-                descriptors[0],
-                log_files.node_directory(self._job_dir, self._node_rank),
-                message.variables,
-                close=[
-                    self._control.fileno(),
-                    self._wake_read,
-                    self._wake_write,
-                    self._drain.fileno(),
-                ],
-                fork=self._fork or "torch" not in sys.modules,
-            )
-        else:
-            self._handlers[type(message)](message)
+        match message:
+            case messages.StartRound():
+                return self._start(message.world, message.variables, descriptors)
+            case messages.StartMeasuring():
+                preflight.start(
+                    descriptors[0],
+                    log_files.node_directory(self._job_dir, self._node_rank),
+                    message.variables,
+                    close=self._own_descriptors(),
+                    fork=self._fork or "torch" not in sys.modules,
+                )
+            case messages.WarnWorkers():
+                self._warned = True
+                if self._warning is not None:
+                    self._warning.warn()
+                if self._options.warn_signal:
+                    self._signal([*self._running], signals.number_of(self._options.warn_signal))
+            case messages.ProbeWorkers():
+                self._begin_probe(message)
+            case messages.ReportEnds():
+                self._reap()
+                self._send(messages.EndsReported())
+            case messages.StopWorkers():
+                self._begin_stop(message.grace, message.signal, early=message.early)
+            case messages.Quit():
+                self._quit = True
+                self._begin_stop(0.0)
         return None
 
-    def _on_warn(self, _message: messages.WarnWorkers) -> None:
-        self._warned = True
-        if self._warning is not None:
-            self._warning.warn()
-        if self._options.warn_signal:
-            self._signal([*self._running], signals.number_of(self._options.warn_signal))
-
-    def _on_probe(self, message: messages.ProbeWorkers) -> None:
-        running = self._running.values()
-        self._status_probe.start(
-            message.local_ranks, running, final=message.final, note=message.note
-        )
-
-    def _on_report_ends(self, _message: messages.ReportEnds) -> None:
-        self._reap()
-        self._send(messages.EndsReported())
-
-    def _on_quit(self, _message: messages.Quit) -> None:
-        self._quit = True
-        self._begin_stop(0.0)
+    def _own_descriptors(self) -> list[int]:
+        """Return the descriptors that a forked process must close."""
+        own = [self._control.fileno(), self._wake_read, self._wake_write, self._drain.fileno()]
+        return own if self._warning is None else [*own, self._warning.write_end]
 
     # -- starting ----------------------------------------------------------------------------------
 
     def _start(
         self, world: World, variables: dict[str, str], descriptors: list[int]
     ) -> Program | None:
-        self._empty_since = None
         self._sigterm.clear()
-        self._status_probe.cancel()
-        self._table.clear()
+        self._drop_probe()
+        if self._table is not None:  # the workers must not inherit it
+            os.close(self._table)
+            self._table = None
         directory = log_files.node_directory(self._job_dir, self._node_rank)
-        own = [self._control.fileno(), self._wake_read, self._wake_write, self._drain.fileno()]
         if descriptors:
+            close = [*self._own_descriptors(), *self._reports.ends]
             self._store = worker_process.start_store(
-                world, descriptors[0], log=directory / STORE_LOG, close=[*own, *self._reports.ends]
+                world, descriptors[0], log=directory / STORE_LOG, close=close
             )
-        variables |= hook_directory.variables(os.environ, self._hook)
+        variables |= worker_process.hook_variables(os.environ, self._hook)
         if self._options.warning is not None:
-            self._warning = WarningPipe(warned=self._warned)
+            self._warning = WarningPipe()
+            if self._warned:
+                self._warning.warn()
             variables[contract.WARNING_FD] = self._warning.name
-            own.append(self._warning.write_end)
         starts = self._starts(world, variables, directory=directory)
         if self._fork:
             snapshot_imports.install(os.environ)
             program.read_ahead(self._options.program, self._source)
             self._source = b""  # it may change before the next round
+        error = self._no_gpus
         for start in starts:
-            error, pid, writers = self._no_gpus, -1, list[int]()
             try:
-                if not error:
-                    writers += [self._open_stream(start.out)]
-                    writers += [self._open_stream(start.err)]
-                    pid = worker_process.start(
-                        start,
-                        self._reports.ends,
-                        streams=(writers[0], writers[1]),
-                        close=[*own, *(end for pipes, _ in self._streams for end in pipes)],
-                        stdin=self._stdin,
-                        is_script=self._options.program.on_stdin,
-                    )
+                pid = -1 if error else self._fork_worker(start)
             except OSError as failed:
                 error = f"cannot start a worker: {failed}"
-            finally:
-                if pid != 0:
-                    for writer in writers:
-                        os.close(writer)
             if error:
+                kind, now = FailureKind.LAUNCH.value, time.monotonic()
                 self._send(
-                    messages.WorkerFailing(
-                        start.local_rank,
-                        time.monotonic(),
-                        message=error,
-                        exit_code=1,
-                        kind=FailureKind.LAUNCH.value,
-                        started=False,
-                    )
+                    messages.WorkerFailing(start.local_rank, now, error, 1, kind, started=False)
                 )
                 return None
             if pid == 0:
                 # The worker has closed this descriptor; the program may reuse its number.
                 self._control.detach()
                 return self._options.program
-            self._running[pid] = worker_process.RunningWorker(
+            self._running[pid] = RunningWorker(
                 pid, start.local_rank, started=time.monotonic(), err=start.err
             )
-        self._table.write(world, starts, running=self._running.values())
+        self._write_table(world, starts)
         return None
+
+    def _fork_worker(self, start: WorkerStart) -> int:
+        """Return the pid of a new worker; in the worker, 0."""
+        pid, writers = -1, list[int]()
+        try:
+            writers += [self._open_stream(start.out)]
+            writers += [self._open_stream(start.err)]
+            pid = worker_process.start(
+                start,
+                self._reports.ends,
+                streams=(writers[0], writers[1]),
+                close=[
+                    *self._own_descriptors(),
+                    *(end for pipes, _ in self._streams for end in pipes),
+                ],
+                stdin=self._stdin,
+                is_script=self._options.program.on_stdin,
+            )
+        finally:
+            if pid != 0:
+                for writer in writers:
+                    os.close(writer)
+        return pid
+
+    def _write_table(self, world: World, starts: list[WorkerStart]) -> None:
+        """Show the environment of each worker to `clusterjob exec`, if that is possible.
+
+        A forked worker's /proc/PID/environ is that of the forkserver's exec. So the forkserver
+        keeps the environments in an anonymous file. Only the user's own processes can open it,
+        through /proc/PID/fd, and nothing is on a disk. Without RANK, torchrun starts the workers.
+        """
+        pids = {worker.local_rank: worker.pid for worker in self._running.values()}
+        table = {
+            "node_rank": self._node_rank,
+            "attempt": self._attempt,
+            "first_rank": world.first_rank,
+            "nproc": world.nproc,
+            "world_size": world.world_size,
+            "environ": dict(os.environ),
+            "workers": [
+                {
+                    "rank": int(start.variables["RANK"]) if "RANK" in start.variables else None,
+                    "pid": pids[start.local_rank],
+                    "variables": start.variables,
+                }
+                for start in starts
+            ],
+        }
+        with contextlib.suppress(OSError):  # such as too many open files
+            self._table = offer.anonymous_file(TABLE)
+            with open(self._table, "wb", closefd=False) as stream:
+                stream.write(json.dumps(table).encode())
 
     def _open_stream(self, path: Path) -> int:
         """Return a descriptor; what a worker writes to it is written into a file."""
@@ -360,15 +426,17 @@ class Forkserver:
 
     def _starts(
         self, world: World, variables: dict[str, str], directory: Path
-    ) -> list[worker_process.WorkerStart]:
+    ) -> list[WorkerStart]:
         is_torchrun = self._options.launcher == "torchrun"
         files = log_files.round_files(directory, world, attempt=self._attempt, torchrun=is_torchrun)
         if is_torchrun:
-            argv = torchrun.command_line(self._options.program, world, job_id=self._job_id)
-            return [worker_process.WorkerStart(0, variables, argv, *files[0])]
+            argv = worker_process.torchrun_command(
+                self._options.program, world, job_id=self._job_id
+            )
+            return [WorkerStart(0, variables, argv, *files[0])]
         command = None if self._fork else self._options.program.argv(sys.executable)
         return [
-            worker_process.WorkerStart(
+            WorkerStart(
                 local_rank,
                 variables
                 | contract.worker_variables(
@@ -396,7 +464,7 @@ class Forkserver:
                         output_drain.add(self._drain, pipes, path)
             elif pid == self._store:
                 self._store = None
-                if self._stopping is None and (
+                if self._stop is None and (
                     os.waitstatus_to_exitcode(status) != worker_process.NO_TORCH
                 ):
                     self._send(messages.StoreExited(status))
@@ -425,7 +493,7 @@ class Forkserver:
         """
         moment, checked_at = time.monotonic(), self._checked_at
         self._checked_at = moment
-        if self._lease is None or not self._running or self._stopping is not None:
+        if self._lease is None or not self._running or self._stop is not None:
             return
         if moment <= self._lease.read().get("until", moment):
             self._over = 0.0
@@ -433,6 +501,58 @@ class Forkserver:
         self._over += min(moment - checked_at, 2 * _LEASE_INTERVAL)
         if self._over > _LEASE_MARGIN:
             self._begin_stop(0.0, signal.SIGKILL)
+
+    # -- probing -----------------------------------------------------------------------------------
+
+    def _begin_probe(self, message: messages.ProbeWorkers) -> None:
+        self._drop_probe()
+        asked = [
+            (worker, StackRequest(worker.pid))
+            for worker in self._running.values()
+            if worker.local_rank in message.local_ranks
+        ]
+        self._probe = _Probe(message, asked, end=time.monotonic() + collect.ANSWER_SECONDS)
+
+    def _drop_probe(self) -> None:
+        for _, asked in self._probe.asked if self._probe is not None else ():
+            asked.close()
+        self._probe = None
+
+    def _continue_probe(self) -> None:
+        if self._probe is None:
+            return
+        message, asked = self._probe.message, self._probe.asked
+        for _, each in asked:
+            each.step()
+        if time.monotonic() < self._probe.end and not all(each.done for _, each in asked):
+            return
+        self._probe = None
+        found = tuple(self._describe(worker, each, message) for worker, each in asked)
+        if not message.note:
+            self._send(messages.WorkersProbed(message.final, found))
+
+    def _describe(
+        self, worker: RunningWorker, asked: StackRequest, message: messages.ProbeWorkers
+    ) -> messages.ProbedWorker:
+        threads = tuple(asked.answer().values())
+        frames = threads[0].frames if threads else ()
+        shown = tuple(grouping.frame_line(frame)[:_MAX_LINE] for frame in frames[:_MAX_LINES])
+        doing = grouping.position_text(frames) if frames else f"it {collect.state_of(worker.pid)}"
+        if message.note:
+            log_files.append(worker.err, [f"{message.note}; {doing}", *shown])
+        if any(
+            frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames
+        ):
+            how = "is inside bootstrap.init()"
+        elif frames or not (asked.offered or self._fork):
+            how = "has not reached bootstrap.init()"
+        else:  # a forked worker offers its stack before it runs the program
+            how = "has not joined the rendezvous"
+        text = f"has run for {time.monotonic() - worker.started:.0f} s and {how}; {doing}"
+        if message.final and threads:
+            lines = [f"the others gave up waiting for this process, which {text}"]
+            log_files.append(worker.err, lines + grouping.to_lines(threads))
+        return messages.ProbedWorker(worker.local_rank, worker.pid, text=text[:1000], stack=shown)
 
     # -- stopping ----------------------------------------------------------------------------------
 
@@ -445,11 +565,11 @@ class Forkserver:
             self._warning.close()
             self._warning = None
         moment = time.monotonic()
-        self._early |= early
-        if self._stopping is not None:  # a handler must not run twice
-            self._stopping = min(moment + grace, self._stopping)
+        if self._stop is not None:  # a handler must not run twice
+            self._stop.early |= early
+            self._stop.kill_at = min(moment + grace, self._stop.kill_at)
             return
-        self._stopped_at, self._stopping = moment, moment + grace
+        self._stop = _Stop(moment, moment + grace, early=early)
         # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
         # would not forward it.
         below = []
@@ -458,33 +578,33 @@ class Forkserver:
         self._signal([*self._running, *below], number)
 
     def _continue_stop(self) -> None:
-        if self._stopping is None:
+        stop, moment = self._stop, time.monotonic()
+        if stop is None:
             return
-        moment = time.monotonic()
         if self._running:
-            if moment >= self._stopping:
+            if moment >= stop.kill_at:
                 self._signal(self._below(), signal.SIGKILL)
-            elif self._early:
-                idle = [worker.pid for worker in self._running.values() if self._is_idle(worker)]
+            elif stop.early:
+                workers = self._running.values()
+                idle = [worker.pid for worker in workers if self._is_idle(worker, stop)]
                 self._signal(idle, signal.SIGKILL)
             return
-        if self._empty_since is None:
-            self._empty_since = moment
+        if stop.empty_since is None:
+            stop.empty_since = moment
         if self._store is not None:
             processes.send_signal(self._store, signal.SIGKILL)
             return  # continue after the store is reaped
         leftovers = self._below()
         if leftovers:
-            if moment >= self._empty_since + _LEFTOVER_KILL:
+            if moment >= stop.empty_since + _LEFTOVER_KILL:
                 self._signal(leftovers, signal.SIGKILL)
-            elif moment >= self._empty_since + _LEFTOVER_TERM and not self._leftovers_terminated:
-                self._leftovers_terminated = True
+            elif moment >= stop.empty_since + _LEFTOVER_TERM and not stop.terminated:
+                stop.terminated = True
                 self._signal(leftovers, signal.SIGTERM)
             return
-        self._stopping = self._empty_since = None
-        self._leftovers_terminated = self._early = False
-        while self._stacks:
-            self._stacks.popitem()[1].close()
+        for asked in stop.stacks.values():
+            asked.close()
+        self._stop = None
         output_drain.flush(self._drain)
         for end in (end for pipes, _ in self._streams for end in pipes):
             os.close(end)
@@ -495,20 +615,22 @@ class Forkserver:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _is_idle(self, worker: worker_process.RunningWorker) -> bool:
+    def _is_idle(self, worker: RunningWorker, stop: _Stop) -> bool:
         """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
         state, since = self._sigterm.get(worker.local_rank, ("", 0.0))
-        if time.monotonic() < max(since, self._stopped_at) + _EARLY_KILL or state == "begun":
+        if time.monotonic() < max(since, stop.begun) + _EARLY_KILL or state == "begun":
             return False
         if self._options.launcher == "torchrun" or state not in ("set", "ended"):
             return not catches(worker.pid, signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
-        asked = self._stacks.setdefault(worker.pid, StackRequest(worker.pid))
+        if worker.pid not in stop.stacks:
+            stop.stacks[worker.pid] = StackRequest(worker.pid)
+        asked = stop.stacks[worker.pid]
         if not asked.done:
             asked.step()
             return False
-        main = next(iter(self._stacks.pop(worker.pid).answer().values()), None)
+        main = next(iter(stop.stacks.pop(worker.pid).answer().values()), None)
         return main is not None and grouping.waits_for_peers(main.frames)
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterjob.node.system import processes
 from clusterjob.node.workers import forkserver_messages as messages
-from clusterjob.node.workers.forkserver import MESSAGE_BYTES
+from clusterjob.node.workers.forkserver_messages import MESSAGE_BYTES
 
 _QUIT_TIMEOUT = 3.0  # seconds for the forkserver to exit
 

@@ -14,6 +14,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.system.codec import Codec, Limit
 from clusterjob.node.verdict import FailureKind
 
+MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
 _ExitCode = Annotated[int, Limit(255)]
@@ -129,7 +130,7 @@ class WorkerAlive:
 
 @dataclass(frozen=True)
 class WorkerPhase:
-    """A phase of a worker begins; `rank_phases.tell` writes this message.
+    """A phase of a worker begins; `torch_patches.tell` writes this message.
 
     Attributes:
         phase: a value of `clusterjob.node.logs.events.Phase`; ``import`` and ``imported`` are the
@@ -144,7 +145,7 @@ class WorkerPhase:
 
 @dataclass(frozen=True)
 class WorkerWaits:
-    """How long a worker has waited in collectives lately; `collective_waits` sends this message.
+    """How long a worker has waited in collectives lately; `torch_patches` sends this message.
 
     Attributes:
         step: the mean length of a step, in seconds.

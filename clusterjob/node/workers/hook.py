@@ -16,23 +16,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 # In the same directory as the copy of this file.
-PATCHES_FILE = "clusterjob_torch_patches.py"
-SNAPSHOT_FILE = "clusterjob_snapshot_imports.py"
-STACKS_FILE = "clusterjob_stacks.py"
-PHASES_FILE = "clusterjob_rank_phases.py"
-DUMPS_FILE = "clusterjob_flight_dumps.py"
-WAITS_FILE = "clusterjob_collective_waits.py"
-# The patches of each module, as (module of the package, its copy, function).
+PATCHES = "clusterjob_torch_patches"
+SNAPSHOT = "clusterjob_snapshot_imports"
+STACKS = "clusterjob_stacks"
+# The function of `torch_patches` that patches a module.
 _CHANGED = {
-    "torch.distributed.distributed_c10d": (
-        ("torch_patches", PATCHES_FILE, "keep_groups"),
-        ("rank_phases", PHASES_FILE, "report_phases"),
-        ("flight_dumps", DUMPS_FILE, "watch"),
-        ("collective_waits", WAITS_FILE, "measure"),
-    ),
-    "torch.distributed.rendezvous": (("torch_patches", PATCHES_FILE, "choose_store"),),
-    "torch": (),  # its import takes seconds, which the job's phase shows
-    "signal": (),
+    "torch.distributed.distributed_c10d": "patch_groups",
+    "torch.distributed.rendezvous": "patch_stores",
+    "torch": "",  # its import takes seconds, which the job's phase shows
+    "signal": "",
 }
 _MARK = "_changed_by_clusterjob"
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -50,32 +42,6 @@ def install():
         if name in sys.modules:
             _change(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
-    show = sys.excepthook
-
-    def excepthook(kind, error, trace):
-        # type: (Any, Any, Any) -> None
-        """Show an uncaught exception; see Python's documentation."""
-        _strip(error)
-        show(kind, error, trace)
-
-    sys.excepthook = excepthook
-
-
-def _strip(error):
-    # type: (Any) -> None
-    """Remove the frames of the hook and its patches from the traceback of an exception."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        frame = error.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            called = frame.tb_next
-            own = os.path.dirname(called.tb_frame.f_code.co_filename) == _HERE
-            if own and called.tb_next is not None:
-                frame.tb_next = called.tb_next
-            else:
-                frame = called
-        error = error.__cause__ or error.__context__
 
 
 class _Finder:
@@ -86,38 +52,36 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         # type: (str, Any, Any) -> Any
         """Return the spec of a module to patch; None for all other modules."""
-        spec = spec_of_others(self, name, path, target) if name in _CHANGED else None
+        spec = self._spec_of_others(name, path, target) if name in _CHANGED else None
         if spec is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module):
                 # type: (ModuleType) -> None
-                phases = _changes("rank_phases", PHASES_FILE) if name == "torch" else None
-                if phases is not None:
-                    phases.tell("import")
-                try:
+                patches = _patches() if name == "torch" else None
+                if patches is None:
                     execute(module)
-                finally:
-                    if phases is not None:
-                        phases.tell("imported")
+                else:
+                    patches.tell("import")
+                    try:
+                        execute(module)
+                    finally:
+                        patches.tell("imported")
                 _change(module)
 
             spec.loader.exec_module = exec_module
         return spec
 
-
-def spec_of_others(own, name, path, target):
-    # type: (Any, str, Any, Any) -> Any
-    """Return the spec that the finders of others find for a module; None without one."""
-    for finder in sys.meta_path:
-        # Two finders that call each other would do so without an end.
-        skip = finder is own or getattr(finder, "of_clusterjob", False)
-        # Some finders have only find_module.
-        find = None if skip else getattr(finder, "find_spec", None)
-        spec = None if find is None else find(name, path, target)
-        if spec is not None:
-            return spec
-    return None
+    def _spec_of_others(self, name, path, target):
+        # type: (str, Any, Any) -> Any
+        for finder in sys.meta_path:
+            # Some finders have only find_module. Two hooks would call each other without an end.
+            find = getattr(finder, "find_spec", None)
+            if find is not None and not getattr(finder, "of_clusterjob", False):
+                spec = find(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
 
 
 def _change(module):
@@ -128,10 +92,10 @@ def _change(module):
     setattr(module, _MARK, True)
     if module.__name__ == "signal":
         _report_sigterm(module)
-    for name, file, function in _CHANGED[module.__name__]:
-        changes = _changes(name, file)
-        if changes is not None:
-            getattr(changes, function)(module)
+    elif _CHANGED[module.__name__]:
+        patches = _patches()
+        if patches is not None:
+            getattr(patches, _CHANGED[module.__name__])(module)
 
 
 def _report_sigterm(module):
@@ -142,74 +106,56 @@ def _report_sigterm(module):
     """
     set_handler, get_handler = module.signal, module.getsignal
 
-    class Reported:
-        """A handler of SIGTERM."""
-
-        def __init__(self, handler, send):
-            # type: (Any, Any) -> None
-            self.handler, self.send = handler, send
-
-        def __call__(self, number, frame):
-            # type: (int, Any) -> None
-            self.send("WorkerHandler", state="begun")
-            try:
-                self.handler(number, frame)
-            finally:
-                self.send("WorkerHandler", state="ended")
-
     def own(handler):
         # type: (Any) -> Any
-        return handler.handler if isinstance(handler, Reported) else handler
+        return getattr(handler, "of_program", handler)
 
     def signal(signalnum, handler):
         # type: (Any, Any) -> Any
         """Set a signal's handler; see Python's documentation."""
-        phases = None
+        patches = None
         if callable(handler) and signalnum == module.SIGTERM:
-            phases = _changes("rank_phases", PHASES_FILE)
-        if phases is None:
+            patches = _patches()
+        if patches is None:
             return own(set_handler(signalnum, handler))
-        earlier = own(set_handler(signalnum, Reported(handler, phases.send)))
-        phases.send("WorkerHandler", state="set")
+
+        def reported(number, frame):
+            # type: (int, Any) -> None
+            patches.send("WorkerHandler", state="begun")
+            try:
+                handler(number, frame)
+            finally:
+                patches.send("WorkerHandler", state="ended")
+
+        reported.of_program = handler  # type: ignore[attr-defined]
+        earlier = own(set_handler(signalnum, reported))
+        patches.send("WorkerHandler", state="set")
         return earlier
 
     module.signal = signal
     module.getsignal = lambda signalnum: own(get_handler(signalnum))
 
 
-def _changes(name, file):
-    # type: (str, str) -> Any
-    """Return a module with patches; None if the job's directory was removed."""
+def _patches():
+    # type: () -> Any
+    """Return the module `torch_patches`; None if the job's directory was removed."""
     if __name__ != "sitecustomize":
         from importlib import import_module
 
-        return import_module("clusterjob.node.workers." + name)
-    return _load(file)
-
-
-def _load(file):
-    # type: (str) -> Any
-    """Return the module of a file beside this one; None if the job's directory was removed."""
-    name = file[: -len(".py")]
-    if name not in sys.modules:
-        from importlib.util import module_from_spec, spec_from_file_location
-
-        spec = spec_from_file_location(name, os.path.join(_HERE, file))
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except OSError:
-            return None
-        sys.modules[name] = module
-    return sys.modules[name]
+        return import_module("clusterjob.node.workers.torch_patches")
+    sys.path.insert(0, _HERE)
+    try:
+        return __import__(PATCHES)
+    except ImportError:
+        return None
+    finally:
+        sys.path.remove(_HERE)
 
 
 def _use_snapshot():
     # type: () -> None
-    imports = _load(SNAPSHOT_FILE) if os.environ.get("CLUSTERJOB_CODE_TREE") else None
-    if imports is not None:
+    if os.environ.get("CLUSTERJOB_CODE_TREE"):
+        imports = __import__(SNAPSHOT)
         imports.run_kept_script(os.environ)
         imports.install(os.environ)
 
@@ -218,11 +164,7 @@ def _offer_stacks():
     # type: () -> None
     # The processes below a rank have RANK too; they offer their stacks without harm.
     if "RANK" in os.environ:
-        # Not `_load`, whose importlib.util takes several milliseconds.
-        try:
-            __import__(STACKS_FILE[: -len(".py")]).offer()
-        except ImportError:  # the job's directory was removed
-            pass
+        __import__(STACKS).offer()
 
 
 def _run_hidden_sitecustomize():
@@ -241,8 +183,11 @@ def _run_hidden_sitecustomize():
 
 if __name__ == "sitecustomize":
     if sys.version_info >= (3, 7):  # every torch version that needs the patches requires 3.7
-        _use_snapshot()
-        _offer_stacks()
+        try:
+            _use_snapshot()
+            _offer_stacks()
+        except ImportError:  # the job's directory was removed
+            pass
         if "CLUSTERJOB_TASK_RANK" not in os.environ:  # set with --launcher srun
             install()
     _run_hidden_sitecustomize()

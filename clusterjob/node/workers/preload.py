@@ -16,29 +16,80 @@ import gc
 import io
 import os
 import re
+import select
+import signal
 import sys
 import time
-from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import Any
 
-from clusterjob.node.workers import early_variables, hook
+from clusterjob.node.system import devices, files
+from clusterjob.node.workers import hook
 
 _THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined thread
 # The initial seed in versions of torch with a constant one (c10::detail's default_rng_seed_val).
 _TORCH_CONSTANT_SEED = 67280421310721
 
 
-# A script with one of these words uses an optimizer; one with a variable that torch._dynamo reads
-# while it is imported may set it before.
+# A script with one of these words uses an optimizer.
 _TRAINS = re.compile(
     rb"\boptim\b|\.backward\(|Trainer\b|Accelerator\b|\blightning\b|torch\.compile"
 )
-_READ_BY_DYNAMO = re.compile(rb"TORCHDYNAMO_|TORCHINDUCTOR_|TORCH_COMPILE_")
+_CHANGES = re.compile(rb"environ|putenv")
+# Variables that torch 2.13, torch._dynamo and the libraries they load read at import, but for those
+# that they read later. An extra name costs time; a missing name breaks scripts.
+_READ_BY_IMPORT = re.compile(
+    rb"\b(?!TORCH_(?:NCCL|FR|GLOO)_|TORCH_HOME\b|TORCH_EXTENSIONS_DIR\b|TORCH_CUDA_ARCH_LIST\b"
+    rb"|KMP_DUPLICATE_LIB_OK\b)"
+    rb"(?:OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TORCHDYNAMO"
+    rb"|TORCHINDUCTOR|TQDM)_[A-Z]\w*"
+)
+_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
+_MAX_FILES, _MAX_BYTES = 100, 1 << 20  # of a program that are read
+_GPU_TIMEOUT = 60.0  # seconds; a broken driver may block for ever
 
 
 def trains(source: bytes) -> bool:
     """Return whether a script probably imports torch._dynamo, which can be preloaded then."""
-    return _TRAINS.search(source) is not None and _READ_BY_DYNAMO.search(source) is None
+    return _TRAINS.search(source) is not None
+
+
+def changed_variable(source: bytes, file: Path) -> str | None:
+    """Return where a program may change a variable that the import of torch reads.
+
+    A forked worker has inherited a torch that has read it. A program whose text has both the
+    variable and ``environ`` may change it.
+
+    Args:
+        source: the main file's text.
+        file: its path. The modules that it imports from its directory, or from the current one, are
+            read too.
+
+    Returns:
+        A sentence with file, line and variable; None if no file has one.
+    """
+    left, seen = [(file, source)], {file}
+    while left:
+        path, text = left.pop()
+        found = _READ_BY_IMPORT.search(text) if _CHANGES.search(text) else None
+        if found is not None:
+            line = text.count(b"\n", 0, found.start()) + 1
+            return (
+                f"{path.name} line {line} names {found[0].decode()},"
+                " which torch reads while it is imported"
+            )
+        for name in _IMPORT.findall(text):
+            module = name.decode(errors="replace").strip(".").replace(".", "/")
+            for own in (
+                directory / end
+                for directory in (path.parent, file.parent, Path())
+                for end in (f"{module}.py", f"{module}/__init__.py")
+            ):
+                if own not in seen and len(seen) < _MAX_FILES and own.is_file():
+                    seen.add(own)
+                    with contextlib.suppress(OSError), own.open("rb") as stream:
+                        left.append((own, stream.read(_MAX_BYTES)))
+    return None
 
 
 def preload_torch(*, training: bool = False) -> str | None:
@@ -80,21 +131,11 @@ def preload_torch(*, training: bool = False) -> str | None:
     if threads > 1:
         return f"{threads} threads run after the import of torch"
     gc.freeze()
-    if _has_nanobind():
+    if "triton" in sys.modules:
         # At the end of the interpreter, nanobind prints what the last collection has not freed.
         # Without it, the workers save half a second of that collection.
         atexit.register(gc.unfreeze)  # for the workers: this process ends without its handlers
     return None
-
-
-def _has_nanobind() -> bool:
-    """Return whether a module made with nanobind, such as triton, is loaded."""
-    return any(
-        type(value).__module__ == "nanobind"
-        for module in list(sys.modules.values())
-        if not isinstance(getattr(module, "__loader__", None), SourceFileLoader)
-        for value in list(getattr(module, "__dict__", {}).values())
-    )
 
 
 def _fork_breaks_cuda(torch: Any) -> bool:
@@ -145,7 +186,7 @@ class _WriteThrough(io.FileIO):
 def refresh_after_fork() -> None:
     """Give a forked worker the state of a fresh process.
 
-    This covers the garbage collector, random seeds, unbuffered output and the import of torch.
+    This covers the garbage collector, random seeds and unbuffered output.
     """
     gc.enable()
     numpy_random = sys.modules.get("numpy.random")
@@ -164,4 +205,60 @@ def refresh_after_fork() -> None:
         stream.__init__(  # type: ignore[misc]
             raw, encoding=stream.encoding, errors=stream.errors, newline="\n", write_through=True
         )
-    early_variables.apply_at_import()
+
+
+def missing_gpus(wanted: int, *, is_python: bool) -> str:
+    """Return one line if this node's workers see fewer GPUs than promised; empty if they do not.
+
+    A job on another machine that sees fewer ends before its script starts: it would train on the
+    CPU.
+
+    Args:
+        wanted: the number of GPUs that the job was promised on this node.
+        is_python: whether this interpreter runs the workers; then torch counts the GPUs, if there
+            is one, else the device files.
+    """
+    if not wanted or devices.has_other_accelerator():
+        return ""
+    who, answer = "torch sees", _ask_torch() if is_python else ""
+    if not answer:
+        who, answer = "this node has", f"{devices.visible_gpus(os.environ)} torch not asked"
+    seen, _, torch = answer.partition(" ")
+    if int(seen) >= wanted:
+        return ""
+    modules = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
+    driver = next(filter(None, (files.read_text(path).strip() for path in modules)), "none")
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    return (
+        f"{who} {seen} of the {wanted} GPUs that the job was promised"
+        f" ({torch}, driver {driver}, CUDA_VISIBLE_DEVICES {listed});"
+        " --no-require-gpus (of `launch`: --require-gpus 0) runs it on the CPU"
+    )
+
+
+def _ask_torch() -> str:
+    """Return the number of GPUs, a space and what torch it is; empty if torch cannot be asked.
+
+    A forked child asks it: a process that has asked CUDA cannot fork workers that use it.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            import torch
+
+            cuda, built_for = torch.cuda, torch.version.cuda or getattr(torch.version, "hip", None)
+            # A process whose parent has asked CUDA cannot ask it again.
+            if not getattr(torch._C, "_cuda_isInBadFork", bool)():
+                count = cuda.device_count() if cuda.is_available() else 0
+                kind = f"CUDA {built_for}" if built_for else "the CPU"
+                os.write(write_end, f"{count} torch {torch.__version__} for {kind}".encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as answer:
+        if select.select([answer], [], [], _GPU_TIMEOUT)[0]:
+            os.waitpid(child, 0)
+            return answer.read().decode()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return f"0 torch has not answered in {_GPU_TIMEOUT:g} s"

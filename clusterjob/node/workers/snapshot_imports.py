@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def install(environ: Mapping[str, str]) -> None:
-    """Let imports and editable installations find the snapshot that the variables name."""
+    """Let imports find the snapshot that the variables name.
+
+    So an editable installation that adds its directory to sys.path is that of the snapshot.
+    """
     tree = _Tree.of(environ)
     if tree is None or any(getattr(hook, "of_clusterjob", False) for hook in sys.path_hooks):
         return
@@ -31,11 +34,6 @@ def install(environ: Mapping[str, str]) -> None:
     for path in list(sys.path_importer_cache):
         if tree.kept(path) is not None:
             del sys.path_importer_cache[path]
-    for name, module in list(sys.modules.items()):
-        # setuptools makes such a module for each editable installation.
-        mapping = getattr(module, "MAPPING", None) if name.startswith("__editable__") else None
-        if isinstance(mapping, dict):
-            mapping.update({each: tree.kept(path) or path for each, path in mapping.items()})
 
 
 def run_kept_script(environ: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from clusterjob.node import contract
 from clusterjob.node.environments import scheduler, slurm_task
-from clusterjob.node.workers import hook_directory, promised_gpus
+from clusterjob.node.workers import preload, worker_process
 
 
 def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
@@ -21,9 +21,9 @@ def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
         gpus: number of GPUs that the task must see; with fewer, it ends before the program starts.
     """
     is_python = os.path.basename(argv[0]).startswith("python")
-    if error := promised_gpus.missing(gpus, is_python=is_python):
+    if error := preload.missing_gpus(gpus, is_python=is_python):
         sys.exit(f"clusterjob: {scheduler.node_name()}: {error}")
     if os.environ.get(contract.CODE_TREE):
-        directory = hook_directory.write(Path(os.environ[contract.JOB_DIR]))
-        os.environ.update(hook_directory.variables(os.environ, directory))
+        directory = worker_process.write_hook(Path(os.environ[contract.JOB_DIR]))
+        os.environ.update(worker_process.hook_variables(os.environ, directory))
     slurm_task.main(argv)

@@ -5,6 +5,7 @@ A failure contains the last lines of stderr, and whether it is only an effect of
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from clusterjob.node.logs import failure_texts, log_files
 from clusterjob.node.logs.failure_texts import Meaning
 from clusterjob.node.system import processes
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
-from clusterjob.node.workers import torchrun
 from clusterjob.node.workers.forkserver_messages import ProbedWorker
 
 _NO_NCCL_HINT = (
@@ -25,6 +25,66 @@ _NO_NCCL_HINT = (
 # Limits for stderr. Many lines are read, because libraries may print warnings at the end.
 _MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 200, 20, 65536
 _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
+
+
+# torchrun prints this block last; a negative exit code in it means a signal.
+_ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?"
+    r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)"
+    r".*?exitcode\s*:\s*(?P<code>-?\d+)",
+    re.DOTALL,
+)
+_TORCHRUN_OUTPUT = re.compile(r"torch/distributed/elastic/|failed \(exitcode|^=+$|^-+$")
+_RANK_MARK = re.compile(r"\[rank\d+\]:")
+_LINES = 400
+
+
+@dataclass(frozen=True)
+class TorchrunFailure:
+    """The worker that failed first on a node, as its torchrun reports it.
+
+    Attributes:
+        rank: the worker's rank.
+        local_rank: its index on the node.
+        exit_code: its exit code, 128 + n for signal n.
+        signal: that signal's name, or None.
+        last_lines: the worker's last lines before torchrun's own output.
+    """
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    signal: str | None
+    last_lines: tuple[str, ...]
+
+
+def torchrun_cause(stderr: Path) -> TorchrunFailure | None:
+    """Parse the first failure from torchrun's stderr; return None if there is none."""
+    lines = log_files.last_lines(stderr, _LINES, 1 << 17)
+    match = _ROOT_CAUSE.search("\n".join(lines))
+    if match is None:
+        return None
+    code = int(match["code"])
+    end = next(
+        (index for index, line in enumerate(lines) if _TORCHRUN_OUTPUT.search(line)), len(lines)
+    )
+    return TorchrunFailure(
+        int(match["rank"]),
+        int(match["local_rank"]),
+        exit_code=128 - code if code < 0 else code,
+        signal=processes.signal_name(-code) if code < 0 else None,
+        last_lines=_lines_of_rank(match["rank"], lines[:end])[-20:],
+    )
+
+
+def _lines_of_rank(rank: str, lines: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the lines of a rank.
+
+    torch marks the traceback of each rank. Without marked lines of this rank, return all unmarked
+    lines, which may be of any rank.
+    """
+    own = tuple(line for line in lines if line.startswith(f"[rank{rank}]:"))
+    return own or tuple(line for line in lines if not _RANK_MARK.match(line))
 
 
 def how(code: int, signal_name: str | None) -> str:
@@ -81,13 +141,24 @@ class Failures:
             kind: the kind that the worker has reported; None if it has reported none.
             where: the file and line that it has reported; empty if it has reported none.
         """
+        rank: int | None = world.first_rank + local_rank
+        local: int | None = local_rank
         if self.under_torchrun:
-            return self._of_torchrun(world, code, signal_name=signal_name, message=message)
-        lines = log_files.last_lines(
-            self.stderr_of(world, local_rank), _MAX_LINES, limit=_MAX_BYTES
-        )
+            stderr = log_files.torchrun_files(self.directory, world.restart, self.attempt)[1]
+            cause = torchrun_cause(stderr)
+            if cause is None:  # torchrun itself
+                rank = local = None
+                lines, message = log_files.last_lines(stderr), f"torchrun {message}"
+            else:
+                rank, local, code = cause.rank, cause.local_rank, cause.exit_code
+                signal_name, lines = cause.signal, cause.last_lines
+                message = how(code, signal_name)
+        else:
+            stderr = self.stderr_of(world, local_rank)
+            lines = log_files.last_lines(stderr, _MAX_LINES, limit=_MAX_BYTES)
         own = failure_texts.without_library_warnings(lines)
-        raised = signal_name in (None, "SIGABRT")  # not an exception that it has handled
+        # Not an exception that it has handled, nor one of torchrun itself.
+        raised = rank is not None and signal_name in (None, "SIGABRT")
         last = failure_texts.ending_at_error(own, _SHOWN_LINES) if raised else own[-_SHOWN_LINES:]
         meanings = failure_texts.meanings_of_end(message, last, kind)
         # A worker that fails because another worker ended raises an exception or aborts. SIGKILL
@@ -102,8 +173,8 @@ class Failures:
         if memory:
             kind = FailureKind.OOM_HOST
         return Failure(
-            world.first_rank + local_rank,
-            local_rank,
+            rank,
+            local,
             node_rank=self.node_rank,
             host=self.host,
             exit_code=code,
@@ -112,7 +183,7 @@ class Failures:
             last_lines=last,
             effect=effect,
             kind=failure_texts.kind_of_end(
-                kind, meanings, signal_name, raised=exception is not None
+                kind, meanings, signal_name, raised=rank is not None and exception is not None
             ),
             where=where or failure_texts.place(lines),
         )
@@ -126,38 +197,6 @@ class Failures:
             return ""
         news = self.oom_kills.describe_new()
         return f" ({news})" if news else ""
-
-    def _of_torchrun(
-        self, world: World, code: int, signal_name: str | None, message: str
-    ) -> Failure:
-        stderr = log_files.torchrun_files(self.directory, world.restart, attempt=self.attempt)[1]
-        cause = torchrun.root_cause(stderr) or torchrun.TorchrunFailure(
-            None, None, exit_code=code, signal=signal_name, last_lines=log_files.last_lines(stderr)
-        )
-        meanings = failure_texts.meanings_of_end("", cause.last_lines)
-        message, memory, effect, raised = f"torchrun {message}", "", False, False
-        if cause.rank is not None:
-            memory = self._memory_note(cause.signal, meanings)
-            message = how(cause.exit_code, cause.signal) + memory
-            effect = cause.signal in (None, "SIGABRT") and failure_texts.is_effect(meanings)
-            exception = failure_texts.last_exception(cause.last_lines)
-            raised = exception is not None
-            if raised and cause.signal in (None, "SIGABRT"):
-                message = f"{exception} ({message})"
-        kind = FailureKind.OOM_HOST if memory else None
-        return Failure(
-            cause.rank,
-            cause.local_rank,
-            node_rank=self.node_rank,
-            host=self.host,
-            exit_code=cause.exit_code,
-            signal=cause.signal,
-            message=message,
-            last_lines=cause.last_lines,
-            effect=effect,
-            kind=failure_texts.kind_of_end(kind, meanings, cause.signal, raised=raised),
-            where=failure_texts.place(cause.last_lines),
-        )
 
 
 @dataclass

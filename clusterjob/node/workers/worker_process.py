@@ -1,23 +1,34 @@
-"""Fork the processes of the forkserver: workers, and the server of torch's store on node 0."""
+"""Start workers, forked or by exec, and the server of torch's store on node 0."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.stacks.offer import offer
+from clusterjob.node.program import Program
+from clusterjob.node.stacks import offer
 from clusterjob.node.system import processes
-from clusterjob.node.workers import preload
+from clusterjob.node.workers import hook, preload, snapshot_imports, torch_patches
 from clusterjob.node.workers.report import report
 
 _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
 NO_TORCH = 3  # exit code of a store process that could not import torch
+
+
+# Python's site module imports sitecustomize (docs.python.org/3/library/site.html).
+_HOOK_FILES = {
+    f"{hook.PATCHES}.py": torch_patches,
+    f"{hook.SNAPSHOT}.py": snapshot_imports,
+    f"{hook.STACKS}.py": offer,
+    "sitecustomize.py": hook,
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,7 @@ def start(
         os.environ[contract.REPORT_FD] = f"{report_pipe[1]}:{os.getpid()}"
         if worker.argv is None:
             preload.refresh_after_fork()
-            offer()
+            offer.offer()
             return 0
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             # Python ignores these signals, and exec keeps ignored signals ignored.
@@ -175,6 +186,54 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
     except BaseException as error:
         os.write(2, f"the store process failed: {error!r}\n".encode())
     os._exit(1)
+
+
+def write_hook(job_dir: Path) -> Path | None:
+    """Write the directory on the workers' PYTHONPATH that loads `hook`, and return it.
+
+    Return None if that fails; the job then runs without the hook.
+    """
+    directory = job_dir / "python"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        for name, mod in _HOOK_FILES.items():
+            own = directory / f".{name}.{secrets.token_hex(4)}"
+            own.write_text(mod.__loader__.get_source(mod.__name__))  # type: ignore[union-attr]
+            own.replace(directory / name)  # nodes that share the directory write the same content
+    except OSError:
+        return None
+    return directory
+
+
+def hook_variables(environ: Mapping[str, str], directory: Path | None) -> dict[str, str]:
+    """Return the variables with which Python processes find the directory.
+
+    Args:
+        environ: the environment that the processes inherit.
+        directory: the result of `write_hook`.
+    """
+    if directory is None:
+        return {}
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(directory), environ.get("PYTHONPATH"))))
+    }
+
+
+def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
+    """Return the command that starts one node's torchrun.
+
+    torchrun does not restart workers: without a rendezvous server, the torchruns of several nodes
+    cannot agree on a restart.
+    """
+    # Not "-": its workers would share one position in the script.
+    target = "/dev/stdin" if program.on_stdin else program.target
+    flags = {"script": [], "module": ["-m"], "command": ["--no-python"]}[program.kind]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(world.nnodes), "--node-rank",
+        str(world.node_rank), "--nproc-per-node", str(world.nproc), "--master-addr",
+        world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
+        "--max-restarts", "0", *flags, target, *program.args,
+    ]  # fmt: skip
 
 
 def _exec(argv: list[str], report_fd: int, local_rank: int) -> None:
