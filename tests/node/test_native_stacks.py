@@ -192,6 +192,8 @@ def test_process_loses_no_signal_while_it_is_read(tmp_path: Path) -> None:
         up()
         count = 0
         while count < 500: count += len(os.read(reader, 500))
+        os.mknod("counted")
+        while not os.path.exists("read"): time.sleep(0.01)
         sys.exit(45)
     """
     send = (
@@ -202,10 +204,12 @@ def test_process_loses_no_signal_while_it_is_read(tmp_path: Path) -> None:
         words = [sys.executable, "-S", "-c", send, str(process.pid), str(int(signal.SIGRTMIN))]
         sender = subprocess.Popen(words)
         reads = 0
-        while sender.poll() is None and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ends after the last signal
-                reads += len(thread_copies.copy_threads(process.pid))
+        while sender.poll() is None:
+            reads += len(thread_copies.copy_threads(process.pid))
         assert sender.wait(TIMEOUT) == 0
+        wait_until((tmp_path / "counted").exists, TIMEOUT)
+        # The reader is the parent too: it would take the exit code of a process that ends now.
+        (tmp_path / "read").touch()
         assert process.wait(TIMEOUT) == 45
         assert reads > 20
 
