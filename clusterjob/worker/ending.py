@@ -27,8 +27,7 @@ class ProcessState:
         pid: pid of the process that called `init`. A forked child inherits this state and must
             not use it.
         watched: whether `watch` has installed its hooks.
-        await_peers: waits until all ranks have the group. It is set only on a rank 0 that serves
-            the store itself.
+        await_peers: waits until all ranks have the group.
         abandoned: whether threads of an abandoned group may still run.
     """
 

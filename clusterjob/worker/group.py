@@ -170,10 +170,9 @@ def _make_group(
                 store=place.store, rank=worker.rank, world_size=worker.world_size, **options
             )
         place.note_formed()
-        if not place.served:
-            note_joined(place.store)
-            if worker.rank == 0:
-                ending.state.await_peers = partial(await_joined, place.store, worker.world_size)
+        # A rank that left now would break the connections of one that still forms the group.
+        note_joined(place.store)
+        ending.state.await_peers = partial(await_joined, place.store, worker.world_size)
     except RuntimeError as error:  # torch's DistError is a RuntimeError
         store_address = network.with_port(topology.master_addr, topology.master_port or 0)
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -285,12 +285,12 @@ def _check_store(link: socket.socket) -> None:
 
 
 def note_joined(store: Any) -> None:
-    """Count this process as one that has the group and no longer needs the store."""
+    """Count this process as one that has the group."""
     store.add("joined", 1)
 
 
 def await_joined(store: Any, world_size: int) -> None:
-    """Wait up to 5 s until all ranks have the group: the store ends with rank 0."""
+    """Wait up to 5 s until all ranks have the group, which needs this rank and the store."""
     end = time.monotonic() + _PARTING
     with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
         while store.add("joined", 0) < world_size and time.monotonic() < end:
