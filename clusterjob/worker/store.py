@@ -25,7 +25,7 @@ from clusterjob.node.workers import torch_patches
 
 _ANSWER = 2.0  # seconds for a connection, and for its first answer
 _NO_ROUTE_GRACE = 3.0  # seconds to wait for a network that starts, or a busy resolver
-_PARTING = 5.0  # seconds that rank 0 waits at its end until all ranks have the group
+_PARTING = 5.0  # seconds that a rank waits at its end until all ranks have the group
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.04  # seconds between two tries to reach rank 0
 _JOINING_PAUSE = 0.01  # seconds between two polls of the number of joined ranks
 _BACKLOG = 4096
@@ -156,13 +156,13 @@ class GroupStore:
         counter = _counter(self.worker.rank)
         with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
             self.whole.add(counter, self.number + 1 - self.whole.add(counter, 0))
-            if not self.served:
-                self.store.add("joined", 1)
+            self.store.add("joined", 1)
 
     def await_joined(self) -> None:
-        """On a rank 0 that serves the store, wait up to 5 s until all ranks have the group."""
-        if self.served or self.worker.rank:
-            return
+        """Wait up to 5 s until all ranks have the group, which needs this rank and the store.
+
+        A rank that left would break the connections of one that still forms the group.
+        """
         end = time.monotonic() + _PARTING
         with contextlib.suppress(RuntimeError):  # torch's error for a store that has ended
             while self.store.add("joined", 0) < self.worker.world_size and time.monotonic() < end:
