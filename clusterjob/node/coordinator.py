@@ -239,6 +239,8 @@ class Coordinator:
         for name, fields in decision.events:
             self._events.add(name, **fields)
             self._notify(name, fields)
+            if name == "avoid":
+                ends.avoid(self._job_dir, fields["host"])
         for node, why in decision.dropped.items():
             self._lose(self._joined[node], why, ended=False)
         stage = self._ledger.stage

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,39 +175,3 @@ def test_agent_that_loses_the_coordinator_saves_its_own_stacks(make_job: MakeJob
     assert (end["state"], end["evidence"]) == ("LOST", "logs/node1/stacks.txt")
     assert job.wait()[0] == 1
     assert ranks(saved(job)) == [0, 1]  # node 0 saves those that it still reaches
-
-
-def test_pipes_of_the_flight_recorder_are_removed(make_job: MakeJob) -> None:
-    """A killed agent leaves its directory; the next agent of the user removes it."""
-
-    def started() -> tuple[Job, Path]:
-        job = make_job(1)
-        job.start_all(script_of_pipes(job))
-        wait_until(job.path("pipe").exists, TEST_TIMEOUT, "the worker")
-        return job, Path(job.path("pipe").read_text()).parent
-
-    killed, left = started()
-    assert left.stat().st_mode & 0o777 == 0o700
-    killed.agents[0].kill()
-    killed.wait()
-    running, used = started()
-    assert left.exists()  # its agent might just have made it
-    os.utime(left, (0, 0))
-    os.utime(used, (0, 0))
-    ended, removed = started()
-    assert used.exists()
-    assert not left.exists()
-    for job in (running, ended):
-        job.agents[0].terminate()
-        job.wait()
-    assert not used.exists()
-    assert not removed.exists()
-
-
-def script_of_pipes(job: Job) -> str:
-    return job.script("""
-        import os, pathlib, time
-        pathlib.Path("new").write_text(os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"])
-        os.rename("new", "pipe")
-        time.sleep(1000)
-    """)

@@ -11,6 +11,10 @@ All files are in the job's directory:
 - ``cancelled``: a request to end the job, with SIGINT if the file contains ``interrupt``.
 - ``ends/warned.<attempt>``: a preemption warning for one attempt of the job.
 - ``ends/memory.<attempt>``: the factor of memory, in thousandths, with which a job is queued again.
+- ``ends/started.<attempt>``, ``ends/code.<attempt>``, ``ends/again.<attempt>``: for the job's script,
+  which reads no JSON: an attempt with --until-done has begun; its verdict's exit code; the job has to
+  be queued again.
+- ``ends/avoid.<host>``: a host that caused a failure; the next attempt of the job avoids it.
 - ``ends/next.<attempt>``: the scheduler's id of the job that continues after this attempt, if it is
   another one; written by the job's script.
 
@@ -62,6 +66,7 @@ _MAX_WALK = 1.0  # maximum seconds to look for written files
 _NOT_WRITTEN = (".git", "__pycache__")
 _MAX_REFUSAL = 1 << 20  # maximum bytes of a refusal
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _JOB_NUMBER = re.compile(r"\d{1,11}", re.ASCII)
 
 
@@ -148,6 +153,19 @@ def want_memory(job_dir: Path, attempt: int, factor: float) -> None:
     """
     thousandths = f"{round(factor * 1000)}\n".encode()
     files.write_atomic(directory(job_dir) / f"memory.{attempt}", thousandths)
+
+
+def avoid(job_dir: Path, host: str) -> None:
+    """Let the next attempt of the job avoid a host, if the script can read its name."""
+    if _HOST.fullmatch(host):
+        with contextlib.suppress(OSError):
+            (directory(job_dir) / f"avoid.{host}").touch(0o600)
+
+
+def note_started(job_dir: Path, attempt: int) -> None:
+    """Tell the job's script that this attempt has begun."""
+    with contextlib.suppress(OSError):
+        (directory(job_dir) / f"started.{attempt}").touch(0o600)
 
 
 def warning_file(job_dir: Path, attempt: int) -> Path:
@@ -261,12 +279,18 @@ def written_beside_code(job_dir: Path, verdict: Verdict) -> list[str]:
 def write_result(job_dir: Path, verdict: Verdict) -> None:
     """Write the job's verdict.
 
-    If the directory cannot be written, the verdict goes to a directory in /tmp, where
+    Before it, the job's script gets its part. If the directory cannot be written, the verdict goes to a directory in /tmp, where
     `read_result` on this machine finds it.
 
     Raises:
         OSError: the verdict cannot be written to the job's directory.
     """
+    with contextlib.suppress(OSError):  # the script then uses the exit code of srun
+        if verdict.state is JobState.PREEMPTED:
+            (directory(job_dir) / f"again.{verdict.attempt}").touch(0o600)
+        if verdict.state is not JobState.LOST:
+            code = f"{verdict.exit_code}\n".encode()
+            files.write_atomic(directory(job_dir) / f"code.{verdict.attempt}", code)
     try:
         files.write_reserved(job_dir / RESULT, _fitting(verdict.to_json()))
     except OSError as error:

@@ -44,6 +44,7 @@ class UntilDone:
 
     def __init__(self, options: LaunchOptions, job_dir: Path, attempt: int) -> None:
         self._options = options
+        self._job_dir = job_dir
         self._file = ends.directory(job_dir) / "progress.json"
         self._attempt = attempt
         self._begun = time.monotonic()
@@ -64,7 +65,8 @@ class UntilDone:
             return
         if self._options.checkpoint_dir:
             self._newest_before, _ = newest(Path(self._options.checkpoint_dir))
-        self._write(self._idle_before)  # the script of the job also looks at this file
+        self._write(self._idle_before)
+        ends.note_started(self._job_dir, self._attempt)
 
     def decide(self, verdict: Verdict, *, warned: bool) -> Verdict:
         """Return the verdict of the attempt, PREEMPTED if the job runs again.
