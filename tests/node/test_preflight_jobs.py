@@ -16,6 +16,7 @@ from procs import TEST_TIMEOUT, WITH_TORCH, Job, command_line, wait_until
 
 from clusterjob.insight.preflight import read_preflight
 from clusterjob.insight.report import preflight_table
+from clusterjob.node.logs.job_dir import PREFLIGHT_LOG
 
 MakeJob = Callable[..., Job]
 
@@ -27,11 +28,13 @@ def preflight_event(job: Job) -> dict[str, Any]:
 
 def wait_for_measuring(job: Job) -> list[int]:
     """Return the measuring process of each node; they start where the workers start later."""
-    wait_until(lambda: job.events("measuring"), TEST_TIMEOUT, "the preflight")
-    return [
-        wait_until(lambda at=agent: job.workers_of(at), TEST_TIMEOUT, "a measuring process")[0]
-        for agent in job.agents
-    ]
+    found = []
+    for node, agent in enumerate(job.agents):
+        # It makes its log. The import of torch starts other processes before.
+        log = job.dir / "logs" / f"node{node}" / PREFLIGHT_LOG
+        wait_until(log.exists, TEST_TIMEOUT, "a measuring process")
+        found.append(job.workers_of(agent)[0])
+    return found
 
 
 @pytest.mark.parametrize("mode", ["--preflight", "--preflight=warn"])

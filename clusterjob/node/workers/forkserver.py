@@ -356,8 +356,9 @@ class Forkserver:
                 )
                 return None
             if pid == 0:
-                # The worker has closed this descriptor; the program may reuse its number.
+                # The worker has closed these descriptors; the program may reuse their numbers.
                 self._control.detach()
+                self._drain.detach()
                 return self._options.program
             self._running[pid] = RunningWorker(
                 pid, start.local_rank, started=time.monotonic(), err=start.err
