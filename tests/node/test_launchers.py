@@ -151,22 +151,6 @@ def test_bootstrap_under_torch_distributed_launch_trains_all_ranks(tmp_path: Pat
     )
 
 
-def test_bootstrap_reads_local_rank_from_argv(tmp_path: Path) -> None:
-    """torch.distributed.launch of older torch started its processes like this."""
-    path = script(tmp_path, TRAIN)
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, path, f"--local{dash}rank={rank}"],
-            cwd=tmp_path,
-            env=environment(tmp_path, common | {"RANK": str(rank)}),
-        )
-        for rank, dash in enumerate("-_")
-    ]
-    assert [process.wait(120) for process in started] == [0, 0]
-    check_ranks(tmp_path, 2, "env")
-
-
 def test_bootstrap_under_accelerate_launch_trains_all_ranks(tmp_path: Path) -> None:
     """On CPUs, accelerate starts its processes through torchrun."""
     pytest.importorskip("accelerate")
