@@ -150,7 +150,7 @@ class Context:
             return False
         if self._store is not None and not failed:
             self._store.await_joined()
-        self._store = None  # rank 0 may serve it, and the next group has a store at the same port
+        self._store = None  # rank 0 may serve it
         joined, leaving = self._group is not None, self._owned and self.holds_group()
         self._closed = True
         self._group = None

@@ -32,6 +32,7 @@ _BACKLOG = 4096
 _SIGNATURE = 64  # characters
 # Seconds before the first notice of a process that waits, and between later notices.
 _FIRST_NOTICE, _LATER_NOTICES = 4.0, 30.0
+_own: dict[tuple[int, str, int], Any] = {}  # rank 0's stores, by pid and address
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -219,6 +220,10 @@ def _serve(worker: Worker, wait: timedelta) -> Any:
     import torch.distributed as dist
 
     host, port = worker.topology.master_addr, worker.topology.master_port or 0
+    address = os.getpid(), host, port
+    if address in _own:
+        _own[address].set_timeout(wait)
+        return _own[address]
     try:
         listener = network.listen_at(host, port, backlog=_BACKLOG)
     except OSError as error:
@@ -232,7 +237,7 @@ def _serve(worker: Worker, wait: timedelta) -> Any:
             else "set MASTER_ADDR to rank 0's machine"
         )
         raise RendezvousError(why, hint) from error
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host,
         port,
         is_master=True,
@@ -240,6 +245,10 @@ def _serve(worker: Worker, wait: timedelta) -> Any:
         timeout=wait,
         master_listen_fd=listener.detach(),
     )
+    if torch_patches.has_agent_variables():
+        # Under clusterjob's agents a destroyed group keeps its store, so the port stays in use.
+        _own[address] = store
+    return store
 
 
 def _is_served(worker: Worker) -> bool:
