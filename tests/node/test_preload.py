@@ -118,6 +118,7 @@ CHANGES_NOT = {
     "read later": f'{ENVIRON}["TORCH_NCCL_BLOCKING_WAIT"] = "1"\nos.environ["TORCH_HOME"] = ""',
     "not of torch": f'{ENVIRON}["TOKENIZERS_PARALLELISM"] = "false"\nimport torch',
     "read by torch's elastic": 'import os\nprint(os.environ.get("TORCHELASTIC_RUN_ID"))',
+    "in a text": f"{ENVIRON}['A'] = 'try PYTORCH_ALLOC_CONF=expandable_segments:True'",
     "no environment": 'config["TORCH_LOGS"] = ""',
 }
 

@@ -37,8 +37,15 @@ _TRAINS = re.compile(
 )
 _CHANGES = re.compile(rb"environ|putenv")
 # Variables that torch 2.13, torch._dynamo and the libraries they load read at import, but for those
-# that they read later. An extra name costs time; a missing name breaks scripts.
+# that they read later: as a string, or as an argument's name. An extra name costs time; a missing
+# name breaks scripts.
 _READ_BY_IMPORT = re.compile(
+    rb"""(?:["']|[(,]\s*)(?!TORCH_(?:NCCL|FR|GLOO)_|TORCH_HOME\b|TORCH_EXTENSIONS_DIR\b"""
+    rb"""|TORCH_CUDA_ARCH_LIST\b|KMP_DUPLICATE_LIB_OK\b)"""
+    rb"""((?:OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TORCHDYNAMO"""
+    rb"""|TORCHINDUCTOR|TQDM)_[A-Z]\w*)(?:["']|\s*=)"""
+)
+_IMPORT = re.compile(
     rb"\b(?!TORCH_(?:NCCL|FR|GLOO)_|TORCH_HOME\b|TORCH_EXTENSIONS_DIR\b|TORCH_CUDA_ARCH_LIST\b"
     rb"|KMP_DUPLICATE_LIB_OK\b)"
     rb"(?:OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TORCHDYNAMO"
@@ -73,9 +80,9 @@ def changed_variable(source: bytes, file: Path) -> str | None:
         path, text = left.pop()
         found = _READ_BY_IMPORT.search(text) if _CHANGES.search(text) else None
         if found is not None:
-            line = text.count(b"\n", 0, found.start()) + 1
+            line = text.count(b"\n", 0, found.start(1)) + 1
             return (
-                f"{path.name} line {line} names {found[0].decode()},"
+                f"{path.name} line {line} names {found[1].decode()},"
                 " which torch reads while it is imported"
             )
         for name in _IMPORT.findall(text):
