@@ -42,7 +42,7 @@ def test_report_of_a_job_that_runs_and_has_failed(
     words += ("--secret", "SECRET_KEY")
     job_id = command(tmp_path, "submit", *words, "train.py").stdout.split()[-1]
     logs = Records().find(job_id).job_dir / "logs"
-    wait_until(lambda: all((logs / f"node{node}/metrics.0").exists() for node in (0, 1)), 60.0)
+    wait_until(lambda: all((logs / f"node{node}/metrics.jsonl").exists() for node in (0, 1)), 60.0)
     wait_until(lambda: (logs / "node1/rank3.out").stat().st_size > 0, 60.0)
 
     # While it runs: a snapshot with the stacks of this moment.

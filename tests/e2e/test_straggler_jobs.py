@@ -80,7 +80,7 @@ def test_slow_ranks_are_named_and_nobody_is_blamed_for_a_checkpoint(tmp_path: Pa
     words = ("--cluster", "local", "--nodes", "2", "--nproc-per-node", "2")
     shown = command(tmp_path, "submit", *words, "train.py").stdout
     named = Named(tmp_path, shown.split()[-1])
-    metrics = named.job_dir / "logs" / "node1" / "metrics.0"
+    metrics = named.job_dir / "logs" / "node1" / "metrics.jsonl"
 
     def measured() -> int:
         """Return the number of samples with the waits of both ranks."""

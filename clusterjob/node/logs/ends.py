@@ -11,9 +11,9 @@ All files are in the job's directory:
 - ``cancelled``: a request to end the job, with SIGINT if the file contains ``interrupt``.
 - ``ends/warned.<attempt>``: a preemption warning for one attempt of the job.
 - ``ends/memory.<attempt>``: the factor of memory, in thousandths, with which a job is queued again.
-- ``ends/started.<attempt>``, ``ends/code.<attempt>``, ``ends/again.<attempt>``: for the job's script,
-  which reads no JSON: an attempt with --until-done has begun; its verdict's exit code; the job has to
-  be queued again.
+- For the job's script, which reads no JSON: ``ends/started.<attempt>`` (one with --until-done
+  has begun), ``ends/code.<attempt>`` (the exit code of its verdict), ``ends/again.<attempt>`` (the
+  job has to be queued again).
 - ``ends/avoid.<host>``: a host that caused a failure; the next attempt of the job avoids it.
 - ``ends/next.<attempt>``: the scheduler's id of the job that continues after this attempt, if it is
   another one; written by the job's script.
@@ -279,8 +279,8 @@ def written_beside_code(job_dir: Path, verdict: Verdict) -> list[str]:
 def write_result(job_dir: Path, verdict: Verdict) -> None:
     """Write the job's verdict.
 
-    Before it, the job's script gets its part. If the directory cannot be written, the verdict goes to a directory in /tmp, where
-    `read_result` on this machine finds it.
+    Before it, the job's script gets its part. If the directory cannot be written, the verdict goes
+    to a directory in /tmp, where `read_result` on this machine finds it.
 
     Raises:
         OSError: the verdict cannot be written to the job's directory.

@@ -45,7 +45,7 @@ STORE_LOG = "store.log"
 PREFLIGHT_LOG = "preflight.log"
 TIMELINE = "timeline"
 PHASES = "phases.jsonl"  # see `clusterjob.node.logs.phases`
-ENVIRONMENT = "environment.jsonl"  # see `clusterjob.node.logs.environment_log`
+ENVIRONMENT = "environment.jsonl"  # see `clusterjob.node.logs.events`
 METRICS = "metrics.jsonl"  # see `clusterjob.node.metrics.samples`
 HEARTBEAT = "heartbeat"  # touched by workers that torchrun has started; see `ctx.heartbeat()`
 

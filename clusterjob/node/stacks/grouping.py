@@ -95,11 +95,11 @@ MAX_FRAMES = 200
 _LIBRARY = re.compile(
     r"/lib(64)?/python\d[^/]*/|-packages/|^<frozen |\.pyz/"
     r"|/clusterjob/(bootstrap\.py$|node/|worker/)"
-    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `node.workers.hook_directory`
+    r"|/python/(sitecustomize|clusterjob_\w+)\.py$"  # see `worker_process.write_hook`
 )
 # The hook's files: functions between the program and torch, and a thread of their own.
 _HOOK = re.compile(
-    r"/clusterjob/node/workers/(collective_waits|flight_dumps|hook|rank_phases|torch_patches)\.py$"
+    r"/clusterjob/node/workers/(hook|torch_patches)\.py$"
     r"|/python/(sitecustomize|clusterjob_\w+)\.py$"
 )
 _IMPORT = re.compile(r"^<frozen importlib|/python/sitecustomize\.py$|/node/workers/hook\.py$")

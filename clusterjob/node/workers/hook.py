@@ -1,9 +1,9 @@
 """Apply the patches of torch and of imports in every Python process; offer its stacks.
 
 Forked workers inherit the hook from the forkserver. Every other Python process of a job loads a
-copy of this file as ``sitecustomize`` (`hook_directory`). So this file is short and imports only
-the standard library. It also runs in Python 2.7 and 3.6, where it does nothing; for them, types are
-in comments.
+copy of this file as ``sitecustomize`` (`worker_process.write_hook`). So this file is short and
+imports only the standard library. It also runs in Python 2.7 and 3.6, where it does nothing; for
+them, types are in comments.
 """
 
 import os
