@@ -67,29 +67,27 @@ def nodes(job_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:
-    """Return the stdout and stderr files of one worker."""
-    return _files(directory, f"rank{rank}", restart=restart, attempt=attempt)
+def rank_files(
+    directory: Path, rank: int | None, restart: int, attempt: int = 0
+) -> tuple[Path, Path]:
+    """Return the stdout and stderr files of one worker.
 
-
-def torchrun_files(directory: Path, restart: int, attempt: int = 0) -> tuple[Path, Path]:
-    """Return the stdout and stderr files of one node's torchrun, which merges workers' output."""
-    return _files(directory, "torchrun", restart=restart, attempt=attempt)
+    Without a rank, they are those of the node's torchrun, which merges its workers' output.
+    """
+    stem = "torchrun" if rank is None else f"rank{rank}"
+    stem += round_suffix(attempt, restart)
+    return directory / f"{stem}.out", directory / f"{stem}.err"
 
 
 def round_files(
     directory: Path, world: World, attempt: int, *, torchrun: bool
 ) -> list[tuple[Path, Path]]:
     """Return the files of one round's workers by local rank, or those of the node's torchrun."""
-    if torchrun:
-        return [torchrun_files(directory, world.restart, attempt=attempt)]
     ranks = range(world.first_rank, world.first_rank + world.nproc)
-    return [rank_files(directory, rank, restart=world.restart, attempt=attempt) for rank in ranks]
-
-
-def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path, Path]:
-    stem += round_suffix(attempt, restart)
-    return directory / f"{stem}.out", directory / f"{stem}.err"
+    return [
+        rank_files(directory, rank, restart=world.restart, attempt=attempt)
+        for rank in ((None,) if torchrun else ranks)
+    ]
 
 
 def round_suffix(attempt: int, restart: int) -> str:
