@@ -312,7 +312,10 @@ class Console:
         if self._reader is None:
             return
         self._show_queued = False
-        for lines in fold(self._reader.batches(end=end)):
+        batches = self._reader.batches(end=end)
+        if (first := next(batches, None)) is None:
+            return  # no file has grown
+        for lines in fold(itertools.chain([first], batches)):
             self._print_lines(lines)
         if self._live.has_terminal:
             self._live.show([f"[{label(line)}] {line.text}" for line in self._reader.open_lines()])
