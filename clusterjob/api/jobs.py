@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from clusterjob.api import results, waiting
 from clusterjob.core import job_parts, jobs, polling
 from clusterjob.core.records import SEPARATOR, Record, Records
 from clusterjob.errors import UsageError
-from clusterjob.node.logs.log_files import Folded, Folder, LogReader, fold
+from clusterjob.node.logs.log_files import Folded, LogReader, fold
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -153,23 +154,23 @@ class Job(Generic[T]):
         reader = _reader(record, rank, node)
         if tail is not None:
             reader.skip_to_tail(tail)
-        lines = [_line(record, line) for line in fold(reader.finish())]
+        parts = fold(reader.batches(end=True))
+        lines = [_line(record, line) for line in itertools.chain.from_iterable(parts)]
         shown = lines if tail is None else lines[-tail:] if tail > 0 else []
         return "".join(f"{line}\n" for line in shown)
 
     def follow(self, *, rank: int | None = None, node: int | None = None) -> Iterator[str]:
         """Yield the lines of output while the job writes them, until it ends."""
-        record, folder = self._record(), Folder()
+        record = self._record()
         reader = _reader(record, rank, node)
         while True:
             [(record, now)] = waiting.statuses([record])
             ended = now.verdict is not None
             with waiting.BACKENDS:
                 polling.collect(record)
-            lines = reader.finish() if ended else reader.read()
-            yield from (_line(record, line) for line in folder.add(lines))
+            for lines in fold(reader.batches(end=ended)):
+                yield from (_line(record, line) for line in lines)
             if ended:
-                yield from (_line(record, line) for line in folder.flush())
                 return
             time.sleep(_POLL)
 

@@ -7,6 +7,7 @@ The call is pickled into a temporary directory, which is removed when `spawn` re
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import site
@@ -201,6 +202,6 @@ def _wait_or_kill(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _show(reader: LogReader, *, last: bool = False) -> None:
-    for line in fold(reader.finish() if last else reader.read()):
+    for line in itertools.chain.from_iterable(fold(reader.batches(end=last))):
         stream = sys.stdout if line.stream == "out" else sys.stderr
         print(f"[{line.label}] {sanitize(line.text, colours=True)}", file=stream, flush=True)

@@ -16,7 +16,7 @@ from clusterjob.core.records import Record, home
 from clusterjob.core.units import show_size
 from clusterjob.doctor.engine import Check, CheckState
 from clusterjob.node.logs import ends, events
-from clusterjob.node.logs.log_files import LONGEST, Folded, Folder, LogLine, as_text, label
+from clusterjob.node.logs.log_files import LONGEST, Folded, LogLine, as_text, fold, label
 from clusterjob.node.system import codec
 from clusterjob.node.system.sanitize import escape_json, sanitize
 from clusterjob.node.verdict import JobState, Verdict
@@ -200,21 +200,21 @@ class LogPrinter:
 
     def show_all(self, batches: Iterable[list[LogLine]]) -> None:
         """Print lines; equal lines that several ranks wrote at about the same time become one."""
-        folder = Folder()
+        if not self._raw and not self._plain:
+            for folded in fold(batches):
+                self._print(folded)
+            return
         for lines in batches:
-            if self._raw:
-                live.clear()
-                for line in lines:
-                    stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
-                    stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
-                    stream.flush()
-            elif self._plain:  # only one worker writes
+            if not self._raw:  # only one worker writes
                 self._print(
                     Folded("", line.stream, text=line.text, ended=line.ended) for line in lines
                 )
-            else:
-                self._print(folder.add(lines))
-        self._print(folder.flush())
+                continue
+            live.clear()
+            for line in lines:
+                stream = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
+                stream.write(line.text.encode(errors="surrogateescape") + b"\n" * line.ended)
+                stream.flush()
 
     def _print(self, lines: Iterable[Folded]) -> None:
         for name, text in as_text(lines, self._shown):

@@ -116,6 +116,7 @@ def test_missing_field_is_refused_by_name(field: str) -> None:
         ("seconds", -1.0),
         ("seconds", float("nan")),
         ("seconds", float("inf")),
+        ("seconds", 10**400),  # math.isfinite raises OverflowError
         ("seconds", True),
         ("name", "longer"),
         ("name", 5),

@@ -1,14 +1,13 @@
-"""Folding of equal lines that several ranks write within two seconds."""
+"""Folding of equal lines that several ranks write within two seconds, in one poll."""
 
 from __future__ import annotations
 
 import itertools
-import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterjob.node.logs.log_files import Folded, Folder, LogLine, fold
+from clusterjob.node.logs.log_files import Folded, LogLine, fold
 
 
 def log_line(seconds: float, rank: int, text: str) -> LogLine:
@@ -16,7 +15,11 @@ def log_line(seconds: float, rank: int, text: str) -> LogLine:
 
 
 def folded(lines: list[LogLine]) -> list[tuple[str, str]]:
-    return [(line.label, line.text) for line in fold(lines)]
+    return [(line.label, line.text) for line in fold_all(lines)]
+
+
+def fold_all(lines: list[LogLine]) -> list[Folded]:
+    return [*itertools.chain.from_iterable(fold([lines]))]
 
 
 def test_equal_lines_of_ranks_with_staggered_start_are_folded() -> None:
@@ -60,26 +63,15 @@ def test_rank_without_first_separator_is_still_folded() -> None:
     assert folded(lines) == [("0", "---"), ("0-1", "step 1"), ("0-1", "---"), ("0-1", "step 2")]
 
 
-def test_lines_added_in_pieces_are_folded_like_all_at_once() -> None:
-    rng = random.Random(1)
-    lines = [
-        log_line(rng.random() * 60, rank, f"step {rng.randrange(9)}")
-        for rank in range(4)
-        for _ in range(300)
-    ]
-    lines.sort(key=lambda line: line.seconds)
-    folder, pieces = Folder(), list[Folded]()
-    for begin in range(0, len(lines), 7):
-        pieces += folder.add(lines[begin : begin + 7])
-    assert [*pieces, *folder.flush()] == fold(lines)
+def test_lines_of_several_batches_are_folded_like_those_of_one() -> None:
+    lines = [log_line(0.1 * rank, rank, text) for rank in range(4) for text in ("a", "b")]
+    (found,) = fold([[line] for line in lines])
+    assert found == [Folded("0-3", "out", text="a"), Folded("0-3", "out", text="b")]
 
 
 def test_clock_set_back_neither_loses_nor_repeats_lines() -> None:
     lines = [log_line(0, 0, "b"), log_line(100, 1, "a"), log_line(0, 1, "b"), log_line(1, 1, "c")]
-    folder = Folder()
-    found = itertools.islice(
-        itertools.chain(folder.add(lines), folder.flush()), 10
-    )  # a defect could make this endless
+    found = fold_all(lines)
     assert sorted(found) == [
         Folded("0", "out", text="b"),
         Folded("1", "out", text="a"),
@@ -88,31 +80,24 @@ def test_clock_set_back_neither_loses_nor_repeats_lines() -> None:
     ]
 
 
-def test_folder_delays_lines_by_two_seconds() -> None:
-    folder = Folder()
-    assert list(folder.add([log_line(10, 0, "a"), log_line(11, 0, "b")])) == []
-    assert list(folder.add([log_line(12.5, 0, "c")])) == [Folded("0", "out", text="a")]
-    assert list(folder.flush()) == [Folded("0", "out", text="b"), Folded("0", "out", text="c")]
-
-
 def test_equal_lines_of_ranks_and_nodes_are_folded_in_each_stream() -> None:
     ranks = [LogLine(0, rank, stream="out", text="x") for rank in (0, 1, 2, 5)]
     other = [LogLine(0, 3, stream="err", text="x"), LogLine(0, 3, stream="out", text="other")]
     launchers = [LogLine(node, None, stream="out", text="x") for node in (1, 0)]
-    assert fold([*ranks, *other, *launchers]) == [
+    assert fold_all([*ranks, *other, *launchers]) == [
         Folded("node0,node1,0-2,5", "out", text="x"),
         Folded("3", "err", text="x"),
         Folded("3", "out", text="other"),
     ]
 
 
-def test_lines_beyond_the_limit_are_shown_at_once() -> None:
-    folder, count = Folder(), 12_000
-    shown = list(folder.add(log_line(0, number % 2, str(number)) for number in range(count)))
-    assert count - len(shown) <= 5000
-    assert len(list(folder.flush())) == count - len(shown)
+def test_many_or_long_lines_are_folded_in_parts() -> None:
+    count = 12_000
+    parts = [*fold([log_line(0, number % 2, str(number))] for number in range(count))]
+    assert max(map(len, parts)) <= 5001
+    assert sum(map(len, parts)) == count
     long = "x" * (1 << 20)
-    assert len(list(folder.add(log_line(1, 0, f"{number}{long}") for number in range(10)))) > 5
+    assert len([*fold([log_line(1, 0, f"{number}{long}")] for number in range(10))]) > 1
 
 
 def writers(label: str) -> list[object]:
@@ -149,7 +134,7 @@ def test_folding_keeps_all_lines_of_each_rank_in_order(lines: list[LogLine], in_
         writer = f"node{line.node_rank}" if line.rank is None else line.rank
         written.setdefault((writer, line.stream), []).append(line.text)
     shown: dict[tuple[object, str], list[str]] = {}
-    for one in fold(lines):
+    for one in fold_all(lines):
         for writer in writers(one.label):
             shown.setdefault((writer, one.stream), []).append(one.text)
     assert shown == written
@@ -162,4 +147,4 @@ def test_folding_keeps_all_lines_of_each_rank_in_order(lines: list[LogLine], in_
 def test_equal_output_of_all_ranks_is_shown_once(output: list[str], ranks: int) -> None:
     lines = [LogLine(0, rank, stream="out", text=text) for rank in range(ranks) for text in output]
     label = "0" if ranks == 1 else f"0-{ranks - 1}"
-    assert fold(lines) == [Folded(label, "out", text=text) for text in output]
+    assert fold_all(lines) == [Folded(label, "out", text=text) for text in output]

@@ -55,7 +55,7 @@ def test_log_file_names_contain_rank_restart_and_attempt(
     assert directory == tmp_path / "logs" / "node3"
     for stem, pair in (
         ("rank5", log_files.rank_files(directory, 5, restart=restart, attempt=attempt)),
-        ("torchrun", log_files.torchrun_files(directory, restart, attempt=attempt)),
+        ("torchrun", log_files.rank_files(directory, None, restart, attempt=attempt)),
     ):
         assert pair == tuple(directory / f"{stem}{suffix}.{stream}" for stream in ("out", "err"))
 

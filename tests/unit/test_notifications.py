@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +18,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import silent
 
 from clusterjob.core import notifications
 from clusterjob.core.notifications import NotifyPlace
 from clusterjob.core.options import read_setting
 from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, ConfigError, SpecError
+from clusterjob.node.notifications import sender
 from clusterjob.node.notifications.notifier import Notifier
 from clusterjob.node.notifications.sender import Event, events_of_array
 from clusterjob.node.program import Program
@@ -109,6 +115,37 @@ def test_text_of_any_failure_is_short_and_harmless(message: str, host: str) -> N
     assert all(sanitize(line) == line for line in lines)
     assert max(map(len, lines)) <= 500
     assert len(event.host) <= 500
+
+
+def test_place_that_hangs_delays_script_that_cannot_start_its_agent_by_a_timeout(
+    tmp_path: Path,
+) -> None:
+    settings = {"on": ["failure"], "name": "a", "cluster": "lab", "elements": 0}
+    settings["commands"] = [f"cat > {tmp_path / 'facts'}"]
+    code = (
+        "from clusterjob.node.notifications import sender; sender._REFUSED_TIMEOUT = 1\n"
+        "sender.refused('7', 'a setup line failed')"
+    )
+    with silent() as url:
+        data = json.dumps(settings | {"urls": [url]})
+        environ = {"CLUSTERJOB_NOTIFICATIONS": data, "CLUSTERJOB_JOB_ID": "a-1"}
+        begin = time.monotonic()
+        subprocess.run([sys.executable, "-c", code], env=os.environ | environ, check=True)
+    assert time.monotonic() - begin < 8, "the service has 10 s"
+    facts = json.loads((tmp_path / "facts").read_text())
+    assert (facts["state"], facts["exit_code"]) == ("FAILED", 7)
+    assert facts["reason"].endswith(": a setup line failed")
+
+
+def test_missing_apprise_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "apprise", None)  # its import fails
+    send = functools.partial(sender._notify, f"json://{SECRET}")
+    sender._deliver("json://", send, [Event("end", "a-1")])
+    assert capfd.readouterr().out == (
+        f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd\n"
+    )
 
 
 # -- places ----------------------------------------------------------------------------------------

@@ -230,9 +230,7 @@ class LogStream:
     def _file_names(self, label: str, kind: str) -> list[str]:
         if (label, kind) not in self._names:
             pairs = [
-                log_files.torchrun_files(self._directory, 0, attempt=self._attempt)
-                if rank is None
-                else log_files.rank_files(self._directory, rank, restart=0, attempt=self._attempt)
+                log_files.rank_files(self._directory, rank, restart=0, attempt=self._attempt)
                 for rank in console.label_ranks(label)
             ]
             names = {pair[kind == "err"].name: None for pair in pairs}

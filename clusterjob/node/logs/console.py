@@ -36,11 +36,11 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from clusterjob.node.logs.log_files import Folded, Folder, LogReader, as_text, label
+from clusterjob.node.logs.log_files import Folded, LogReader, as_text, fold, label
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import Verdict
@@ -312,18 +312,17 @@ class Console:
         if self._reader is None:
             return
         self._show_queued = False
-        folder, has_grown = Folder(), False
-        # Each batch is from one file, so one `Folder` must get all batches to fold their lines.
-        for lines in self._reader.batches(end=end):
-            has_grown = True
-            self._print_lines(folder.add(lines))
-        self._print_lines(folder.flush())
-        if has_grown and self._live.has_terminal:
+        batches = self._reader.batches(end=end)
+        if (first := next(batches, None)) is None:
+            return  # no file has grown
+        for lines in fold(itertools.chain([first], batches)):
+            self._print_lines(lines)
+        if self._live.has_terminal:
             self._live.show([f"[{label(line)}] {line.text}" for line in self._reader.open_lines()])
 
-    def _print_lines(self, lines: Iterable[Folded]) -> None:
+    def _print_lines(self, lines: list[Folded]) -> None:
         if self._numbered:
-            _write(sys.stdout, self._lines.output(list(lines), time.time()))
+            _write(sys.stdout, self._lines.output(lines, time.time()))
             return
         for name, text in as_text(lines, _shown):
             self._live.clear()

@@ -20,15 +20,16 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from clusterjob.node.logs.job_dir import ENVIRONMENT, PHASES, event_files
 from clusterjob.node.logs.log_files import node_directory, open_regular
-from clusterjob.node.system import files
+from clusterjob.node.system import codec, files
+from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.files import Appender
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
@@ -39,7 +40,6 @@ ROUND_ENDED = "round_ended"  # the event; its other fields are those of `RoundEn
 # every 10 minutes; and when the rank is no longer late.
 STRAGGLING, CAUGHT_UP = "straggling", "caught_up"
 _MAX_ROUNDS = 1000  # rounds that are collected before the middle ones are dropped
-_MAX_RANK, _MAX_SECONDS, _MAX_HOST = 1 << 24, 1e9, 200
 _MAX_NAMED = 3  # nodes that a text names
 _MAX_STRAGGLERS = 64  # that are kept of a job; a host may forge events
 _MAX_PHASES = 16 << 20  # bytes to read of a file: the phases of hundreds of rounds
@@ -51,6 +51,7 @@ _MAX_LINE, _MAX_FILE = 1 << 20, 64 << 20
 _MIN_LINE = 64
 # Maximum characters of a text, and of an item in a list: nodes send lists of up to 256 long items.
 _MAX_TEXT, _MAX_ITEM = 4000, 1000
+_Rank = Annotated[int, Limit(1 << 24)]
 
 
 def now() -> str:
@@ -296,9 +297,9 @@ class Straggler:
         step: the length of a step in seconds.
     """
 
-    rank: int
-    node_rank: int
-    host: str
+    rank: _Rank
+    node_rank: _Rank
+    host: Annotated[str, Limit(200, cuts=True)]
     waited: float
     step: float
 
@@ -359,15 +360,12 @@ def job_stragglers(job_dir: Path) -> tuple[Straggler, ...]:
 
 def read_straggler(event: Mapping[str, Any]) -> Straggler | None:
     """Return the straggler of an event `STRAGGLING`; None if the event is malformed."""
-    rank, node, host = event.get("rank"), event.get("node_rank"), event.get("host")
-    waited, step = event.get("waited_s"), event.get("step_s")
-    counts = all(type(each) is int and 0 <= each < _MAX_RANK for each in (rank, node))
-    seconds = all(type(each) in (int, float) for each in (waited, step))
-    if not counts or not seconds or not isinstance(host, str):
-        return None
-    if not 0 < step < _MAX_SECONDS or not 0 <= waited <= step:  # type: ignore[operator]
-        return None
-    return Straggler(rank, node, sanitize(host[:_MAX_HOST]), waited, step)  # type: ignore[arg-type]
+    named = {"waited": event.get("waited_s"), "step": event.get("step_s")}
+    with contextlib.suppress(ValueError):
+        found = codec.read(Straggler, {**event, **named})
+        if found.waited <= found.step and found.step:
+            return replace(found, host=sanitize(found.host))
+    return None
 
 
 def straggler_lines(stragglers: Iterable[Straggler]) -> list[str]:

@@ -2,8 +2,8 @@
 
 `workers.output_drain` writes the workers' output into these files. The agent records the size of
 each log file of its node ten times a second in the file ``timeline``. With it, a reader can later
-show the lines of all ranks and nodes in the order of time: see `LogReader`. `Folder` folds equal
-lines of several ranks into one: ``[0-15] loading``.
+show the lines of all ranks and nodes in the order of time: see `LogReader`. `fold` makes one line
+of equal lines of several ranks: ``[0-15] loading``.
 
 The files of node 0 in ``logs/node0/``:
 
@@ -25,7 +25,7 @@ import os
 import re
 import stat
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,29 +67,27 @@ def nodes(job_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def rank_files(directory: Path, rank: int, restart: int, attempt: int = 0) -> tuple[Path, Path]:
-    """Return the stdout and stderr files of one worker."""
-    return _files(directory, f"rank{rank}", restart=restart, attempt=attempt)
+def rank_files(
+    directory: Path, rank: int | None, restart: int, attempt: int = 0
+) -> tuple[Path, Path]:
+    """Return the stdout and stderr files of one worker.
 
-
-def torchrun_files(directory: Path, restart: int, attempt: int = 0) -> tuple[Path, Path]:
-    """Return the stdout and stderr files of one node's torchrun, which merges workers' output."""
-    return _files(directory, "torchrun", restart=restart, attempt=attempt)
+    Without a rank, they are those of the node's torchrun, which merges its workers' output.
+    """
+    stem = "torchrun" if rank is None else f"rank{rank}"
+    stem += round_suffix(attempt, restart)
+    return directory / f"{stem}.out", directory / f"{stem}.err"
 
 
 def round_files(
     directory: Path, world: World, attempt: int, *, torchrun: bool
 ) -> list[tuple[Path, Path]]:
     """Return the files of one round's workers by local rank, or those of the node's torchrun."""
-    if torchrun:
-        return [torchrun_files(directory, world.restart, attempt=attempt)]
     ranks = range(world.first_rank, world.first_rank + world.nproc)
-    return [rank_files(directory, rank, restart=world.restart, attempt=attempt) for rank in ranks]
-
-
-def _files(directory: Path, stem: str, restart: int, attempt: int) -> tuple[Path, Path]:
-    stem += round_suffix(attempt, restart)
-    return directory / f"{stem}.out", directory / f"{stem}.err"
+    return [
+        rank_files(directory, rank, restart=world.restart, attempt=attempt)
+        for rank in ((None,) if torchrun else ranks)
+    ]
 
 
 def round_suffix(attempt: int, restart: int) -> str:
@@ -527,121 +525,74 @@ class Folded(NamedTuple):
     ended: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class _Writer:
-    """A stream of one rank: its lines that are held back.
-
-    `early` lines were shown with another rank, before their own turn.
-    """
-
-    who: int
-    stream: str
-    label: str
-    lines: deque[LogLine] = field(default_factory=deque)
-    early: int = 0
-
-
-def fold(lines: Iterable[LogLine]) -> list[Folded]:
-    """Fold equal lines of several ranks; each rank's own lines keep their order."""
-    folder = Folder()
-    return [*folder.add(lines), *folder.flush()]
-
-
-class Folder:
-    """Fold a stream of lines; hold a line back until no equal line within `WINDOW` can follow.
+def fold(batches: Iterable[list[LogLine]]) -> Iterator[list[Folded]]:
+    """Fold equal lines of several ranks; each rank's own lines keep their order.
 
     The oldest line is shown once, for all ranks whose next line is equal. A rank that writes the
-    line a little later is included: its lines before it are shown first, unless the first rank
-    writes them too. In a large output most lines occur once, so such a line must cost little time.
+    line up to `WINDOW` later is included: its lines before it are shown first, unless the first
+    rank writes them too.
+
+    Args:
+        batches: the lines of one poll, in order of time; all are read before the last are shown.
+
+    Yields:
+        Parts that need little memory. Lines of two parts are not folded.
     """
+    held: list[LogLine] = []
+    size = 0
+    for lines in batches:
+        held += lines
+        size += sum(len(line.text) for line in lines)
+        if len(held) > _MAX_HELD or size > _MAX_HELD_BYTES:
+            yield _fold_part(held)
+            held, size = [], 0
+    if held:
+        yield _fold_part(held)
 
-    def __init__(self) -> None:
-        self._writers: dict[tuple[int, str], _Writer] = {}
-        self._order: deque[_Writer] = deque()  # the writer of each held line, in order of time
-        self._counts: dict[str, int] = {}  # how often a text is held back
-        self._newest = 0.0
-        self._bytes = 0
 
-    def add(self, lines: Iterable[LogLine]) -> Iterator[Folded]:
-        """Add lines; yield the lines that are no longer held back."""
-        for (node_rank, rank, stream), run in itertools.groupby(lines, key=_source):
-            who, counts = _who(node_rank, rank), self._counts
-            writer = self._writers.setdefault(
-                (who, stream), _Writer(who, stream, label=_label((who,)))
-            )
-            for line in run:
-                if line.seconds > self._newest:
-                    self._newest = line.seconds
-                    yield from self._release(before=line.seconds - WINDOW)
-                self._order.append(writer)
-                writer.lines.append(line)
-                counts[line.text] = counts.get(line.text, 0) + 1
-                self._bytes += len(line.text)
-                if len(self._order) > _MAX_HELD or self._bytes > _MAX_HELD_BYTES:
-                    yield from self._release(before=self._newest - WINDOW)
+def _fold_part(lines: list[LogLine]) -> list[Folded]:
+    # In a large output most lines occur once, so such a line must cost little time.
+    counts = Counter(line.text for line in lines)
+    waiting: dict[str, dict[int, deque[LogLine]]] = {"out": {}, "err": {}}  # by stream and writer
+    for line in lines:
+        writer = _who(line.node_rank, line.rank)
+        waiting[line.stream].setdefault(writer, deque()).append(line)
+    found: list[Folded] = []
 
-    def flush(self) -> Iterator[Folded]:
-        """Yield all lines that are still held back."""
-        return self._release(before=float("inf"))
-
-    def _release(self, before: float) -> Iterator[Folded]:
-        """Yield the lines from before this time, and the oldest ones beyond the limits."""
-        while self._order:
-            writer = self._order[0]
-            if writer.early:
-                writer.early -= 1
-                self._order.popleft()
-                continue
-            line = writer.lines[0]
-            if (
-                line.seconds >= before
-                and len(self._order) <= _MAX_HELD
-                and self._bytes <= _MAX_HELD_BYTES
-            ):
-                return
-            if self._counts[line.text] > 1:
-                yield from self._earlier_lines(writer)
-            yield self._show(writer)
-
-    def _earlier_lines(self, writer: _Writer) -> Iterator[Folded]:
-        """Show the lines of other ranks that come before their line equal to the writer's next."""
-        line = writer.lines[0]
-        own = {each.text for each in itertools.islice(writer.lines, _MAX_AHEAD)}
-        for other in self._of_stream(writer.stream):
-            if _comes(line, other, own):
-                while other.lines[0].text != line.text:
-                    yield self._show(other)
-
-    def _show(self, writer: _Writer) -> Folded:
-        """Take the next line of a rank, and of all ranks whose next line is equal."""
-        line = writer.lines[0]
-        text, count, label = line.text, self._counts[line.text], writer.label
+    def show(writer: int, line: LogLine) -> None:
+        """Take a line, which is its writer's next one, from all whose next line is equal."""
+        others = waiting[line.stream]
         same = [writer]
-        if count > 1:
+        if counts[line.text] > 1:
             until = line.seconds + WINDOW
             same = [
-                each
-                for each in self._of_stream(writer.stream)
-                if each.lines[0].text == text and each.lines[0].seconds <= until
+                other
+                for other, own in others.items()
+                if own and own[0].text == line.text and own[0].seconds <= until
             ]
-            label = _label(tuple([each.who for each in same]))
         for each in same:
-            each.lines.popleft()
-            each.early += 1
-        self._bytes -= len(same) * len(text)
-        if count == len(same):
-            del self._counts[text]
-        else:
-            self._counts[text] = count - len(same)
-        return Folded(label, line.stream, text=text, ended=line.ended)
+            others[each].popleft()
+        counts[line.text] -= len(same)
+        found.append(Folded(_label(tuple(same)), line.stream, text=line.text, ended=line.ended))
 
-    def _of_stream(self, stream: str) -> list[_Writer]:
-        return [each for each in self._writers.values() if each.lines and each.stream == stream]
+    for line in lines:
+        writer = _who(line.node_rank, line.rank)
+        own = waiting[line.stream][writer]
+        if not own or own[0] is not line:
+            continue  # it was shown with another rank's line
+        if counts[line.text] > 1:
+            texts = {each.text for each in itertools.islice(own, _MAX_AHEAD)}
+            for other, its in waiting[line.stream].items():
+                if _comes(line, its, texts):
+                    while its[0].text != line.text:
+                        show(other, its[0])
+        show(writer, line)
+    return found
 
 
-def _comes(line: LogLine, other: _Writer, own: Collection[str]) -> bool:
+def _comes(line: LogLine, others: Iterable[LogLine], own: Collection[str]) -> bool:
     """Return whether another rank soon writes an equal line, and before it none of `own`."""
-    for each in itertools.islice(other.lines, _MAX_AHEAD):
+    for each in itertools.islice(others, _MAX_AHEAD):
         if each.seconds > line.seconds + WINDOW:
             return False
         if each.text == line.text or each.text in own:
@@ -663,9 +614,6 @@ def as_text(lines: Iterable[Folded], shown: Callable[[Folded], str]) -> Iterator
 def label(line: LogLine) -> str:
     """Return the label of a line's writer."""
     return _label((_who(line.node_rank, line.rank),))
-
-
-_source = operator.attrgetter("node_rank", "rank", "stream")
 
 
 def _who(node_rank: int, rank: int | None) -> int:

@@ -52,11 +52,6 @@ class Lateness:
     waited: float
     step: float
 
-    @property
-    def share(self) -> float:
-        """The share of a step for which the others wait, from 0 to 1."""
-        return self.waited / self.step
-
     def reaches(self, share: float) -> bool:
         """Return whether the others wait for this share of a step, and long enough to tell."""
         return self.waited >= max(share * self.step, _LEAST)

@@ -36,6 +36,7 @@ from clusterjob.node.verdict import JobState
 
 _PAUSES = (1.0, 2.0, 4.0)  # seconds between two attempts
 _LAST_ATTEMPT = 15.0  # seconds after which no attempt begins
+_REFUSED_TIMEOUT = 15  # seconds that node 0's script waits, which has no agent that ends this
 _COMMAND_TIMEOUT = 30.0  # seconds
 _MAX_TEXT = 500  # characters of an error
 _TYPES = {START: "info", END: "success", FAILURE: "failure", REQUEUE: "warning"}  # of apprise
@@ -131,11 +132,18 @@ def refused(exit_code: str, why: str) -> None:
         host=scheduler.node_name(),
         final=True,
     )
-    _send(settings | {"job_dir": os.environ.get(contract.JOB_DIR, "")}, event)
+    settings |= {"job_dir": os.environ.get(contract.JOB_DIR, "")}
+    _send(settings, event, timeout=_REFUSED_TIMEOUT)
 
 
-def _send(settings: dict[str, Any], event: Event) -> None:
-    """Send an event, or the events of the array that it causes, to the places that want them."""
+def _send(settings: dict[str, Any], event: Event, timeout: int = 0) -> None:
+    """Send an event, or the events of the array that it causes, to the places that want them.
+
+    Args:
+        settings: the value of CLUSTERJOB_NOTIFICATIONS with ``job_dir``.
+        event: the event.
+        timeout: seconds for each place; 0 for no limit.
+    """
     events, job_dir = [event], Path(settings["job_dir"])
     is_element = job_dir.parent.name == ELEMENTS and job_dir.name.isdecimal()
     if settings["elements"] and ARRAY_TASKS not in settings["on"] and is_element:
@@ -148,6 +156,7 @@ def _send(settings: dict[str, Any], event: Event) -> None:
     places += [("--notify-cmd", partial(_run, command)) for command in settings["commands"]]
     for name, send in places if wanted else ():
         if os.fork() == 0:  # a slow place does not delay another one
+            signal.alarm(timeout)
             _deliver(name, send, wanted)
             return
     with contextlib.suppress(ChildProcessError):
@@ -252,7 +261,8 @@ def _notify(url: str, event: Event) -> str:
     try:
         import apprise
     except ImportError:
-        return f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd"
+        _say(f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd")
+        return ""  # another attempt would fail too
     names: dict[str, Any] = {"app_id": "clusterjob", "app_desc": "clusterjob"}
     try:
         asset = apprise.AppriseAsset(**names, **_ASSET)

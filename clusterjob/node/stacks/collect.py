@@ -464,43 +464,30 @@ def _py_spy(pids: Sequence[int], end: float, *options: str) -> dict[int, dict[in
         end: the monotonic time after which py-spy is ended.
         options: ``--native``.
     """
-    found: dict[int, Any] = {}
-    for begin in range(0, len(pids), _PY_SPY_AT_ONCE):
-        with contextlib.ExitStack() as stack:
-            runs = []
-            for pid in pids[begin : begin + _PY_SPY_AT_ONCE]:
-                output = offer.anonymous_file("clusterjob-py-spy")
-                stack.callback(os.close, output)
-                runs.append((pid, output, _start_py_spy(pid, output, options)))
-            for pid, output, process in runs:
-                found[pid] = {}
-                if process is not None and _exit_code(process, end) == 0:
-                    found[pid] = parse_py_spy(os.pread(output, _PY_SPY_BYTES, 0), pid)
-    return found
+    from concurrent.futures import ThreadPoolExecutor  # seldom needed
+
+    with ThreadPoolExecutor(_PY_SPY_AT_ONCE) as pool:
+        found = pool.map(lambda pid: _py_spy_dump(pid, end, options), pids)
+        return dict(zip(pids, found, strict=True))
 
 
-def _start_py_spy(pid: int, output: int, options: Sequence[str]) -> subprocess.Popen[bytes] | None:
+def _py_spy_dump(pid: int, end: float, options: Sequence[str]) -> dict[int, ThreadStack]:
     program = _py_spy_path(pid)
-    if program is None:
-        return None
-    how = options or ("--nonblocking",)
+    left = end - time.monotonic()
+    if program is None or left <= 0:
+        return {}
     try:
-        return subprocess.Popen(
-            [program, "dump", "--json", *how, "--pid", str(pid)],
+        done = subprocess.run(
+            [program, "dump", "--json", *(options or ("--nonblocking",)), "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            check=True,
+            timeout=left,
         )
-    except OSError:
-        return None
-
-
-def _exit_code(process: subprocess.Popen[bytes], end: float) -> int:
-    try:
-        return process.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_py_spy(done.stdout[:_PY_SPY_BYTES], pid)
 
 
 def _py_spy_path(pid: int) -> str | None:

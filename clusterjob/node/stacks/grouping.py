@@ -7,13 +7,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import now
 from clusterjob.node.system.codec import Limit
+from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 
 MAX_TEXT = 600  # characters of a name
@@ -71,18 +72,7 @@ class RankStack:
 
     def to_json(self) -> dict[str, Any]:
         """Return the stack as plain data."""
-        return {
-            "rank": self.rank,
-            "node_rank": self.node_rank,
-            "host": self.host,
-            "pid": self.pid,
-            "state": self.state,
-            "answered": self.answered,
-            "threads": [
-                {"name": thread.name, "frames": [vars(frame) for frame in thread.frames]}
-                for thread in self.threads
-            ],
-        }
+        return asdict(self)
 
 
 # A line of faulthandler; its file names are cut off after 500 characters.
@@ -466,8 +456,8 @@ def text(stacks: Sequence[RankStack], *, all_threads: bool = False) -> list[str]
 
 def _title(members: Sequence[RankStack]) -> str:
     """Return the ranks of a group, and where one or all of them run."""
-    named = f"rank {members[0].rank}" if len(members) == 1 else f"ranks {_ranges(members)}"
     first = members[0]
+    named = f"rank{'s' * (len(members) > 1)} {', '.join(ranges(each.rank for each in members))}"
     if len(members) == 1:
         where = f"node {first.node_rank}, {first.host}, pid {first.pid}: {first.state}"
     else:
@@ -476,17 +466,6 @@ def _title(members: Sequence[RankStack]) -> str:
         count = f"{len(nodes)} nodes" if len(nodes) > 1 else f"node {first.node_rank}"
         where = f"{count}: {', '.join(states)}"
     return f"{named} ({where})" + ("" if first.answered else ": no answer")
-
-
-def _ranges(members: Sequence[RankStack]) -> str:
-    """Return ranks as ``0-2, 5``."""
-    parts: list[list[int]] = []
-    for rank in sorted(each.rank for each in members):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _frame_lines(frames: Sequence[Frame]) -> list[str]:

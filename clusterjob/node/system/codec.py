@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -282,4 +281,4 @@ def _read_if(is_right: Callable[[Any], bool], where: str) -> Reader:
 
 
 def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 <= value < _MAX_SECONDS
+    return type(value) in (int, float) and 0 <= value < _MAX_SECONDS  # neither inf nor nan

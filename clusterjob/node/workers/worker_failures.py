@@ -144,7 +144,7 @@ class Failures:
         rank: int | None = world.first_rank + local_rank
         local: int | None = local_rank
         if self.under_torchrun:
-            stderr = log_files.torchrun_files(self.directory, world.restart, self.attempt)[1]
+            stderr = log_files.rank_files(self.directory, None, world.restart, self.attempt)[1]
             cause = torchrun_cause(stderr)
             if cause is None:  # torchrun itself
                 rank = local = None
