@@ -503,11 +503,10 @@ class Coordinator:
             try:
                 ends.want_memory(self._job_dir, self._identity.attempt, ledger.more_memory)
             except OSError as error:
-                reason = f"{ledger.rounds[-1].message} (not queued again: {error.strerror})"
-                code = verdict.failure.exit_code if verdict.failure is not None else 1
-                verdict = replace(
-                    verdict, state=JobState.FAILED, exit_code=code or 1, reason=reason
-                )
+                assert verdict.failure is not None
+                end = outcome.failed(verdict.failure)
+                reason = f"{end.reason} (not queued again: {error.strerror})"
+                verdict = replace(verdict, state=end.state, exit_code=end.exit_code, reason=reason)
         verdict = self._until_done.decide(verdict, warned=ledger.warned is not None)
         verdict = replace(verdict, in_code=ends.files_in_code())
         if verdict.state is JobState.SUCCEEDED and (full := files.why_full(self._job_dir)):

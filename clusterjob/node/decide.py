@@ -396,10 +396,9 @@ def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -
     step.add("lost", node_rank=lost.node_rank, host=lost.host, why=lost.message)
     fence = now + job.options.lease + END_SECONDS
     step.change(took_over=True, fence=fence, here=frozenset(), lost=frozenset(), run=Run())
-    if _is_recorded(job, ledger):
-        step.go(Stage.WAIT)
-    else:
-        step.go(Stage.STOP, end=ledger.end or outcome.failed(lost))
+    # What the coordinator before has recorded may not have been carried out.
+    recorded = outcome.of_round(ledger.rounds[-1]) if _is_recorded(job, ledger) else None
+    step.go(Stage.STOP, end=recorded or ledger.end or outcome.failed(lost))
     return step.decision
 
 
@@ -848,7 +847,8 @@ class _Step:
         missing = [node for node in range(nnodes) if node not in nodes or nodes[node].lost]
         names = f"node {', '.join(ranges(missing))} of {nnodes}"
         if waited > timeout and missing:
-            few = f"{len(self.usable())} of {self.least} nodes are left"
+            left = len(self.selection().choose(self.usable()))
+            few = f"{left} of {self.least} nodes are left"
             text = f"{few}, and none came within {timeout:g} s"
             if first:
                 text = f"{names} never joined within {timeout:g} s"
@@ -968,6 +968,8 @@ class _Step:
         if (cancelled := cancellation(self.view.nodes)) is not None:
             return cancelled
         gone = [node for node in nodes if self._is_gone(node)]
+        if not gone and not self.has_majority():  # the other part of a split job may start a round
+            gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
         if gone:
             losses = [self._entry_of_loss(node) for node in gone]
             if ledger.warned is not None and root is None:
@@ -1046,11 +1048,9 @@ class _Step:
             self.change_run(importing=importing, imports=imports)
             if imports <= _MOST_IMPORTS:
                 self.add("importing", restart=ledger.restarts, torch=importing)
-        joined = sum(min(node.state.joined, node.nproc) for node in here)
-        formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        size, counts = run.ranks.world_size, run.counts
-        if any(map(_is_step, counts, (joined, formed), (size, size))):
-            self._tell_counts(joined, formed)
+        counts = self._counts(here)
+        if any(_is_step(*each, run.ranks.world_size) for each in zip(run.counts, counts)):
+            self._tell_counts(counts)
 
     def _note_running(self) -> None:
         options, ledger = self.job.options, self.ledger
@@ -1060,16 +1060,24 @@ class _Step:
             self.change(deadline=self.now + options.time_limit)
         self.change(limit_runs=True)
 
-    def _tell_counts(self, joined: int, formed: int) -> None:
-        if (joined, formed) != self.ledger.run.counts:
-            self.change_run(counts=(joined, formed))
-            self.add(
-                "ranks",
-                restart=self.ledger.restarts,
-                joined=joined,
-                formed=formed,
-                world_size=self.ledger.run.ranks.world_size,
-            )
+    def _counts(self, here: Sequence[Node]) -> tuple[int, int]:
+        """Return how many ranks have joined and formed a group; the counts only grow."""
+        before = self.ledger.run.counts
+        joined = sum(min(node.state.joined, node.nproc) for node in here)
+        formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
+        return max(before[0], joined), max(before[1], formed)
+
+    def _tell_counts(self, counts: tuple[int, int]) -> None:
+        if counts == self.ledger.run.counts:
+            return
+        self.change_run(counts=counts)
+        self.add(
+            "ranks",
+            restart=self.ledger.restarts,
+            joined=counts[0],
+            formed=counts[1],
+            world_size=self.ledger.run.ranks.world_size,
+        )
 
     def _ask_about_missing(self, here: Sequence[Node]) -> None:
         """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
@@ -1078,6 +1086,8 @@ class _Step:
             missing = node.state.missing
             if missing is None or (node.node_rank, missing) in run.heard:
                 continue
+            self._tell_counts(self._counts(here))  # which may not have been worth an event before
+            run = self.ledger.run
             known = [rank for rank in missing.ranks if rank < run.ranks.world_size]
             asked = Asked(
                 run.asked.number + 1 if run.asked else 1,
@@ -1270,7 +1280,8 @@ class _Step:
         ledger, run = self.ledger, self.ledger.run
         end = ledger.end
         assert end is not None
-        if end.state is not JobState.SUCCEEDED and not self.has_majority():
+        decides = end.state is not JobState.SUCCEEDED or ledger.took_over
+        if decides and not self.has_majority():
             due = ledger.since + _ALONE_SECONDS
             self.wake(due)
             if self.now >= due:
@@ -1281,9 +1292,9 @@ class _Step:
             found = entries(self.job, ledger, self.view)
             exits = early_exits(ledger, self.view)
             end = outcome.failed(root_cause.root(found, exits) or end.failure)
-        before = ledger.rounds
-        self._record(end)
-        decision = self.policy(before).decide(end)
+        if not _is_recorded(self.job, ledger):
+            self._record(end)
+        decision = self.policy(self.ledger.rounds[:-1]).decide(end)
         if decision.why:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
         if decision.more_memory:

@@ -290,10 +290,12 @@ class Membership:
         await channel.close()
 
     async def _send_heartbeats(self) -> None:
-        heartbeat = messages.Heartbeat()
+        heartbeat, known = messages.Heartbeat(), self.stalls.total
         while True:
             await asyncio.sleep(self._options.heartbeat)
-            stalled = self.stalls.tick()
+            self.stalls.tick()
+            # A decision may have noticed the stall first.
+            stalled, known = self.stalls.total - known, self.stalls.total
             if stalled:
                 self._events.add("stalled", node_rank=self._own, seconds=round(stalled, 1))
             moment = time.monotonic()

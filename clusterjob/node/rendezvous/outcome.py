@@ -14,6 +14,7 @@ from clusterjob.node.verdict import (
     PREEMPTED_EXIT_CODE,
     TIMEOUT_EXIT_CODE,
     Failure,
+    FailureKind,
     JobState,
     RoundEnd,
     Verdict,
@@ -21,6 +22,7 @@ from clusterjob.node.verdict import (
 )
 
 _MAX_CONSEQUENCES = 256  # maximum failures that a verdict lists besides the root cause
+_TIME_LIMIT = "time_limit"  # the kind of a round that the time limit has ended
 _MAX_MESSAGE = 200  # characters of the message of such a failure
 
 
@@ -158,7 +160,7 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
     if failure is not None:
         kind = failure.kind.value
     elif end.exit_code == TIMEOUT_EXIT_CODE:
-        kind = "time_limit"
+        kind = _TIME_LIMIT
     else:  # "cancelled" and "preempted" are states
         kind = "" if end.state is JobState.SUCCEEDED else end.state.value.lower()
     return RoundEnd(
@@ -173,6 +175,22 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
         message=(failure.message if failure else end.reason)[: RoundEnd.MAX_MESSAGE],
         where=failure.where[: RoundEnd.MAX_MESSAGE] if failure else "",
     )
+
+
+def of_round(ended: RoundEnd) -> Outcome:
+    """Return the outcome of a round that was recorded; the failure names the node alone."""
+    if ended.kind in set(FailureKind):
+        kind = FailureKind(ended.kind)
+        node, host = ended.node or 0, ended.host or "unknown"
+        failure = Failure.of_node(node, host, message=ended.message, kind=kind)
+        return failed(replace(failure, where=ended.where))
+    if ended.kind == "preempted":
+        return preempted(ended.message)
+    if ended.kind == "cancelled":
+        return cancelled(ended.message, interrupt=False)
+    if ended.kind == _TIME_LIMIT:
+        return Outcome(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=ended.message)
+    return Outcome(JobState.SUCCEEDED)
 
 
 def final_verdict(

@@ -85,13 +85,16 @@ class Channel:
         """Return the next message, or None when the connection has ended.
 
         Raises:
-            UnauthenticatedError: a message is not signed by the other end of this connection.
+            UnauthenticatedError: a message is too long, or not signed by the other end of this
+                connection.
             MalformedMessageError: a signed message is unknown or has a wrong field.
         """
         try:
             line = await self._reader.readline()
-        except (ConnectionError, OSError, ValueError):
+        except OSError:
             return None
+        except ValueError as error:
+            raise UnauthenticatedError(f"a message of more than {LINE_BYTES} bytes") from error
         if not line.endswith(b"\n"):
             return None
         signature, _, payload = line[:-1].partition(b" ")
