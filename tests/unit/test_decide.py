@@ -12,10 +12,9 @@ import pytest
 
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
-from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
+from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous.evidence import MOST_NODES
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
 from clusterjob.node.rendezvous.succession import Members

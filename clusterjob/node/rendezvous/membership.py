@@ -1,14 +1,19 @@
-"""Membership: admit agents that prove the token, receive messages, detect lost agents."""
+"""Membership: admit agents that prove the token, receive messages, detect lost agents.
+
+A process that was stopped or suspended, or that got no CPU, received and sent nothing meanwhile: it
+must not count a silent peer as lost (`Stalls`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import hmac
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +22,188 @@ from clusterjob.node.contract import TOKEN
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.acceptor import MAX_WAITING, Acceptor
-from clusterjob.node.rendezvous.identity import JobIdentity
-from clusterjob.node.rendezvous.protocol import Channel
-from clusterjob.node.rendezvous.sender_check import check_sender
-from clusterjob.node.rendezvous.stalls import Stalls
+from clusterjob.node.rendezvous.protocol import Channel, JobIdentity
 from clusterjob.node.system import network
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure
+
+MAX_WAITING = 128  # unauthenticated connections, besides one for each agent that has not joined
+_BACKLOG = 4096  # connections
+_PAUSE = 0.1  # seconds after a failed accept(2), for example without free descriptors
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
+    """Return a socket that listens at the first free port.
+
+    Args:
+        master_addr: the address to bind.
+        ports: the candidate ports.
+        alone: whether the job has one node; then only this machine can connect.
+
+    Raises:
+        RendezvousError: no port is free, or the address does not resolve; the message has the
+            kernel's error.
+    """
+    taken = []
+    for port in ports:
+        try:
+            return network.listen_at(master_addr, port, backlog=_BACKLOG, alone=alone)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise RendezvousError(
+                    f"node 0 cannot listen at {master_addr}:{port}: {error.strerror or error}"
+                ) from error
+            taken.append(str(port))
+    raise RendezvousError(
+        f"node 0 finds no free port at {master_addr}:"
+        f" {', '.join(taken)} {'is' if len(taken) == 1 else 'are'} in use"
+    )
+
+
+class Acceptor:
+    """Accept connections and serve each in its own task.
+
+    It replaces asyncio.start_server, which sets the backlog to 100 and accepts all waiting
+    connections before the first handler runs: a thousand idle connections would take every
+    descriptor of this process. No error of accept(2) ends the job.
+
+    Args:
+        listener: a listening socket.
+        handle: serves a connection until its end.
+        max_waiting: returns how many connections may be unauthenticated now. If there are more,
+            the oldest is closed: an agent authenticates in milliseconds, and retries.
+        dropped: called with the address and the reason when a connection is closed.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        handle: Handler,
+        max_waiting: Callable[[], int],
+        dropped: Callable[[str, str], None],
+    ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._handle = handle
+        self._max_waiting = max_waiting
+        self._dropped = dropped
+        # The addresses of unauthenticated peers, oldest first.
+        self._waiting: dict[asyncio.Task[None], str] = {}
+        self._all: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Accept connections until this task is cancelled."""
+        loop = asyncio.get_running_loop()
+        accepted = 0  # since other tasks ran
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno != errno.ECONNABORTED:
+                    self._drop_oldest(f"accept: {error.strerror or error}")
+                    await asyncio.sleep(_PAUSE)
+                continue
+            task = asyncio.create_task(self._serve_one(connection))
+            self._waiting[task] = str(address)
+            self._all.add(task)
+            if len(self._waiting) > max(1, self._max_waiting()):
+                self._drop_oldest("too many unauthenticated connections")
+            accepted += 1
+            # sock_accept does not yield while connections wait. With one at a time, thousands of
+            # agents that connect at once would fill the backlog, and the kernel drops the others.
+            # But a connection must be read before enough others come to drop it as the oldest.
+            if accepted >= self._max_waiting() // 2:
+                accepted = 0
+                await asyncio.sleep(0)
+
+    def admit(self) -> None:
+        """Count the current task's connection as authenticated."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._waiting.pop(task, None)
+
+    async def close(self, timeout: float) -> None:
+        """Close the listener, and after `timeout` seconds all connections that are still open."""
+        self._listener.close()
+        for task in list(self._waiting):
+            task.cancel()
+        if self._all:
+            await asyncio.wait(self._all, timeout=timeout)
+        for task in self._all:
+            task.cancel()
+        if self._all:
+            await asyncio.wait(self._all)
+
+    def _drop_oldest(self, why: str) -> None:
+        oldest = next(iter(self._waiting), None)
+        if oldest is not None:
+            self._dropped(self._waiting.pop(oldest), why)
+            oldest.cancel()
+
+    async def _serve_one(self, connection: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        writer: asyncio.StreamWriter | None = None
+        try:
+            reader, writer = await asyncio.open_connection(
+                sock=connection, limit=protocol.LINE_BYTES
+            )
+            await self._handle(reader, writer)
+        except asyncio.CancelledError:
+            pass  # the connection is closed below, and no task awaits this one
+        except Exception as error:  # wrong input closes only this connection
+            self._dropped(str(self._waiting.get(task, "")), f"{type(error).__name__}: {error}")
+        finally:
+            if writer is None:
+                connection.close()
+            else:
+                writer.transport.abort()
+            self._waiting.pop(task, None)
+            self._all.discard(task)
+
+
+class Stalls:
+    """Measure for how long a process did not run; the process must call `tick` regularly.
+
+    Args:
+        interval: seconds between two calls; a call that is more than one interval late ends
+            a stall.
+        clock: seconds that also pass while the machine is suspended.
+
+    Attributes:
+        total: seconds of all stalls so far.
+        last: seconds of the latest stall.
+    """
+
+    def __init__(
+        self,
+        interval: float,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self.total = self.last = 0.0
+        self._interval = interval
+        self._clock = clock
+        self._ticked = clock()
+        self._ended = float("-inf")
+
+    def tick(self) -> float:
+        """Record that this process runs; return the seconds of a stall that ends now, else 0."""
+        moment = self._clock()
+        elapsed, self._ticked = moment - self._ticked, moment
+        if elapsed <= 2 * self._interval:
+            return 0.0
+        self.last, self._ended = elapsed, moment
+        self.total += elapsed
+        return elapsed
+
+    def recent(self, seconds: float) -> float:
+        """Return the seconds of the latest stall if it ended within the last `seconds`, else 0."""
+        self.tick()
+        return self.last if self._clock() - self._ended <= seconds else 0.0
+
 
 _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
 _MAX_REJECTED = 20  # rejected connections that get an event each; later ones are counted
@@ -280,7 +458,7 @@ class Membership:
         why, ended = "its connection was closed", True
         try:
             while (message := await channel.receive()) is not None and not peer.lost:
-                check_sender(message, peer.node_rank)
+                messages.check_sender(message, peer.node_rank)
                 self.receive(peer.node_rank, message)
         except (RendezvousError, MalformedMessageError) as error:
             why, ended = f"it sent an invalid message: {error}", False
