@@ -119,6 +119,7 @@ class Coordinator:
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[None] | None = None
         self._slurm_up: bool | None = None
+        self._asking: asyncio.Task[None] | None = None  # Slurm
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._until_done = UntilDone(options, self._job_dir, identity.attempt)
         self._found: dict[str, Any] | None = None  # by the preflight
@@ -246,7 +247,8 @@ class Coordinator:
         stage = self._ledger.stage
         if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
             self._begin_measuring()
-        if before.stage is Stage.MEASURE and stage is not Stage.MEASURE:
+        cancelled = stage is Stage.END and not self._ledger.slow
+        if before.stage is Stage.MEASURE and stage is not Stage.MEASURE and not cancelled:
             self._report_preflight()
         if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
             self._expect_stacks()
@@ -254,8 +256,9 @@ class Coordinator:
             # The stacks of thousands of ranks take a second.
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(files.disk, self._evidence.save)
-        if decision.asks_slurm:
-            self._watch(asyncio.create_task(self._ask_slurm()))
+        if decision.asks_slurm and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask_slurm())
+            self._watch(self._asking)
         self._send_orders()
         self._keep_state()
 
