@@ -243,7 +243,7 @@ class Coordinator:
             self._events.add(name, **fields)
             self._notify(name, fields)
         for node, why in decision.dropped.items():
-            self._lose(self._joined[node], why, ended=False)
+            self._lose(node, self._joined[node], why, ended=False)
         stage = self._ledger.stage
         if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
             self._begin_measuring()
@@ -300,9 +300,10 @@ class Coordinator:
         nodes = core.chosen(self._job, self._ledger, self._view())
         worlds, self._store = plan_round(
             nodes,
-            self._joined,
+            {node: peer.hello for node, peer in self._joined.items()},
             self._ledger.round + 1,
             topology=self._topology,
+            store_at=store_address(self._topology, self._joined.values()),
             job=self._identity,
             serve_store=self._options.launcher == "agent" and self._identity.has_torch,
         )
@@ -361,11 +362,11 @@ class Coordinator:
         """Take a message; return whether it may change what follows."""
         peer = self._peers[node_rank]
         if isinstance(message, messages.Hello):
-            self._join(peer)
+            self._join(node_rank, peer)
         elif isinstance(message, (messages.ConnectionLost, messages.CoordinatorLost)):
             by_agent = isinstance(message, messages.CoordinatorLost)
             ended = isinstance(message, messages.ConnectionLost) and message.ended
-            self._lose(peer, sanitize(message.why), ended=ended, by_agent=by_agent)
+            self._lose(node_rank, peer, sanitize(message.why), ended=ended, by_agent=by_agent)
         elif isinstance(message, NodeState) and self._joined.get(node_rank) is peer:
             self._nodes[node_rank] = self._nodes[node_rank].receive(message, time.monotonic())
         elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
@@ -373,7 +374,7 @@ class Coordinator:
         elif isinstance(message, messages.RankWaits):
             waits = waits_of(message, self._ledger.run.worlds.get(node_rank))
             if waits and self._stragglers is not None:
-                self._stragglers.receive(node_rank, peer.host, waits)
+                self._stragglers.receive(node_rank, peer.hello.host, waits)
             return False
         elif isinstance(message, (messages.StackFound, messages.StacksCollected)):
             if self._evidence is not None:
@@ -381,27 +382,28 @@ class Coordinator:
             return False
         return True
 
-    def _join(self, peer: Peer) -> None:
-        self._joined[peer.node_rank] = peer
-        self._orders.pop(peer.node_rank, None)
-        moment = time.monotonic()
-        self._nodes[peer.node_rank] = Node(
-            peer.node_rank,
-            peer.host,
-            pid=peer.pid,
-            nproc=peer.nproc,
+    def _join(self, node_rank: int, peer: Peer) -> None:
+        self._joined[node_rank] = peer
+        self._orders.pop(node_rank, None)
+        hello, moment = peer.hello, time.monotonic()
+        self._nodes[node_rank] = Node(
+            node_rank,
+            hello.host,
+            pid=hello.pid,
+            nproc=hello.nproc,
             joined_at=moment,
             heard_at=moment,
-            state=NodeState(seen=peer.rounds),
+            state=NodeState(seen=hello.rounds),
         )
-        self._send_succession([peer])
+        self._send_succession({node_rank: peer})
 
-    def _lose(self, peer: Peer, why: str, *, ended: bool, by_agent: bool = False) -> None:
-        if self._joined.get(peer.node_rank) is not peer or peer.lost:
+    def _lose(
+        self, node_rank: int, peer: Peer, why: str, *, ended: bool, by_agent: bool = False
+    ) -> None:
+        if self._joined.get(node_rank) is not peer or peer.lost:
             return
-        node = self._nodes[peer.node_rank]
         lost = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
-        self._nodes[peer.node_rank] = replace(node, lost=lost)
+        self._nodes[node_rank] = replace(self._nodes[node_rank], lost=lost)
         peer.lost = True
 
     # -- stacks ------------------------------------------------------------------------------------
@@ -458,9 +460,9 @@ class Coordinator:
             boot_id=processes.boot_id(),
         )
         files.later(succession.write_state, self._job_dir, self._state)
-        self._send_succession(list(self._joined.values()))
+        self._send_succession(self._joined)
 
-    def _send_succession(self, peers: list[Peer]) -> None:
+    def _send_succession(self, peers: Mapping[int, Peer]) -> None:
         """Tell agents who may take the coordinator's place, and these the ledger."""
         if not self._job.moves or not self._kept:
             return
@@ -469,9 +471,9 @@ class Coordinator:
         seen = self._state.restarts + 1
         full = Succession(order, seen, self._state, self._ledger.rounds[-_MOST_ROUNDS:])
         brief = Succession(order, seen)  # one message: it is encoded once for all agents
-        for peer in peers:
+        for node_rank, peer in peers.items():
             if not peer.lost:
-                peer.send(full if peer.node_rank in heirs else brief)
+                peer.send(full if node_rank in heirs else brief)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -646,9 +648,10 @@ def store_address(topology: Topology, peers: Iterable[Peer]) -> str:
 
 def plan_round(
     nodes: Sequence[int],
-    peers: Mapping[int, Peer],
+    peers: Mapping[int, messages.Hello],
     restart: int,
     topology: Topology,
+    store_at: str,
     job: JobIdentity,
     *,
     serve_store: bool,
@@ -660,9 +663,10 @@ def plan_round(
 
     Args:
         nodes: the nodes that run workers, in the order of their ranks.
-        peers: the agents, by the number of their node.
+        peers: the first message of each agent, by the number of its node.
         restart: the number of the round, from 0.
         topology: the coordinator's node.
+        store_at: the coordinator's address for the store; see `store_address`.
         job: the job's identity.
         serve_store: whether the coordinator's agent serves torch's store.
 
@@ -675,7 +679,7 @@ def plan_round(
         candidates = [0]
         if not serve_store:  # a worker binds the port later, so it must not be ephemeral
             candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
-        address = store_address(topology, peers.values())
+        address = store_at
         store = membership.listen(address, candidates, alone=topology.nnodes == 1)
         port = int(store.getsockname()[1])
         if not serve_store:
@@ -695,7 +699,7 @@ def plan_round(
     tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
     step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)
 
-    def world(peer: Peer, node_rank: int, first_rank: int, nproc: int) -> World:
+    def world(peer: messages.Hello, node_rank: int, first_rank: int, nproc: int) -> World:
         return World(
             restart,
             address,

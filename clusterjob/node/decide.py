@@ -25,7 +25,7 @@ from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import Members, may_go_on
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Request, Stop
+from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Probed, Request, Stop
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
@@ -544,11 +544,6 @@ def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
             yield from node.failures
     asked = run.asked
     if asked is not None and asked.gave_up:
-        probed = [
-            node.state.probed
-            for node_rank in asked.ranks
-            if (node := view.nodes.get(node_rank)) is not None and node.state.probed is not None
-        ]
         gave_up = any(
             each.failure.kind is FailureKind.RENDEZVOUS
             for node_rank in ledger.nodes
@@ -556,9 +551,18 @@ def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
             for each in node.failures
         )
         if gave_up:  # a script may catch the error and try again
-            for answer in probed:
-                if answer.number == asked.number:
-                    yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
+            for answer in _answers(asked, view.nodes).values():
+                yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
+
+
+def _answers(asked: Asked, nodes: Mapping[int, Node]) -> dict[int, Probed]:
+    """Return the answers to the newest question so far, by node."""
+    found = {}
+    for node_rank in asked.ranks:
+        probed = nodes[node_rank].state.probed if node_rank in nodes else None
+        if probed is not None and probed.number == asked.number:
+            found[node_rank] = probed
+    return found
 
 
 def _is_hang(end: Outcome) -> bool:
@@ -570,14 +574,7 @@ def _found(run: Run, nodes: Mapping[int, Node]) -> tuple[int, Found] | None:
     asked = run.asked
     if asked is None or asked.asker is None or asked.gave_up:
         return None
-    lines = [
-        line
-        for node_rank in asked.ranks
-        if (node := nodes.get(node_rank)) is not None
-        and node.state.probed is not None
-        and node.state.probed.number == asked.number
-        for line in node.state.probed.lines
-    ]
+    lines = [line for each in _answers(asked, nodes).values() for line in each.lines]
     if not lines:
         return None
     return asked.asker[0], Found(asked.number, asked.asker[1], tuple(lines))
@@ -649,11 +646,15 @@ class _Step:
     def ledger(self) -> Ledger:
         return self.decision.ledger
 
+    @property
+    def current(self) -> Run:
+        return self.decision.ledger.run
+
     def change(self, **fields: Any) -> None:
         self.decision.ledger = replace(self.ledger, **fields)
 
     def change_run(self, **fields: Any) -> None:
-        self.change(run=replace(self.ledger.run, **fields))
+        self.change(run=replace(self.current, **fields))
 
     def go(self, stage: Stage, **fields: Any) -> None:
         self.change(stage=stage, since=self.now, **fields)
@@ -728,8 +729,7 @@ class _Step:
         return Failure.of_node(at_fault.node_rank, at_fault.host, message=text)
 
     def _warn(self, reason: str, warning: float) -> None:
-        grace = self.job.options.grace or GRACE
-        seconds = max(warning / 2, warning - grace - _MARGIN)
+        seconds = self._seconds_to_leave()
         warned = Warned(reason, due=self.now + seconds, ends_at=self.now + warning - _MARGIN)
         self.change(warned=warned)
         self.say(f"warning: {reason}: the workers have {seconds:g} s to leave")
@@ -1033,7 +1033,7 @@ class _Step:
 
     def _is_gone(self, node: Node) -> bool:
         """Return whether the agent of a node of the round was lost, also if it is back already."""
-        return node.lost is not None or node.joined_at > self.ledger.run.began
+        return node.lost is not None or node.joined_at > self.current.began
 
     def _entry_of_loss(self, node: Node) -> Entry:
         if node.lost is None:
@@ -1044,18 +1044,22 @@ class _Step:
 
     def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
         """Return when a failure ends the round: other nodes may know the cause of an effect."""
-        due, run, options = root_cause.stop_due(found), self.ledger.run, self.job.options
+        due, options = root_cause.stop_due(found), self.job.options
         if root is None or not root.effect:
             return due
-        asked = run.asked
-        if asked is not None and asked.gave_up and not self._has_answered(asked):
+        asked, heard = self.current.asked, self.current.heard
+        if (
+            asked is not None
+            and asked.gave_up
+            and not heard.issuperset((node, asked.number) for node in asked.ranks)
+        ):
             due = max(due, asked.at + _ANSWER_SECONDS)
         if due > self.now:
             return due
-        if run.polled is None:
-            self.change_run(polled=self.now)
-            run = self.ledger.run
-        assert run.polled is not None
+        polled = self.current.polled
+        if polled is None:
+            polled = self.now
+            self.change_run(polled=polled)
         silent = [
             node
             for node in self.ledger.nodes
@@ -1063,7 +1067,7 @@ class _Step:
             and each.lost is None
             and not (each.state.reported and each.state.round == self.ledger.round)
         ]
-        return run.polled + options.lease + 2 * options.heartbeat if silent else due
+        return polled + options.lease + 2 * options.heartbeat if silent else due
 
     # -- what the ranks of a round wait for -------------------------------------------------------
 
@@ -1073,15 +1077,13 @@ class _Step:
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
         if complete and not run.running:
             self._note_running()
-        run = self.ledger.run
         importing = any(node.state.importing for node in here)
-        if importing is not run.importing:
-            imports = run.imports + importing
+        if importing is not self.current.importing:
+            imports = self.current.imports + importing
             self.change_run(importing=importing, imports=imports)
             if imports <= _MOST_IMPORTS:
                 self.add("importing", restart=ledger.restarts, torch=importing)
-        counts = self._counts(here)
-        size = run.world_size
+        counts, size = self._counts(here), run.world_size
         if any(map(_is_step, run.counts, counts, (size, size))):
             self._tell_counts(counts)
 
@@ -1095,13 +1097,13 @@ class _Step:
 
     def _counts(self, here: Sequence[Node]) -> tuple[int, int]:
         """Return how many ranks have joined and formed a group; the counts only grow."""
-        before = self.ledger.run.counts
+        before = self.current.counts
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
         return max(before[0], joined), max(before[1], formed)
 
     def _tell_counts(self, counts: tuple[int, int]) -> None:
-        if counts == self.ledger.run.counts:
+        if counts == self.current.counts:
             return
         self.change_run(counts=counts)
         self.add(
@@ -1109,54 +1111,39 @@ class _Step:
             restart=self.ledger.restarts,
             joined=counts[0],
             formed=counts[1],
-            world_size=self.ledger.run.world_size,
+            world_size=self.current.world_size,
         )
 
     def _ask_about_missing(self, here: Sequence[Node]) -> None:
         """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
-        run = self.ledger.run
         for node in here:
             missing = node.state.missing
-            if missing is None or (node.node_rank, missing) in run.heard:
+            if missing is None or (node.node_rank, missing) in self.current.heard:
                 continue
             self._tell_counts(self._counts(here))  # which may not have been worth an event before
-            run = self.ledger.run
-            known = [rank for rank in missing.ranks if rank < run.world_size]
-            asked = Asked(
-                run.asked.number + 1 if run.asked else 1,
-                self.now,
-                run.by_node(known),
+            known = [rank for rank in missing.ranks if rank < self.current.world_size]
+            self._ask(
+                self.current.by_node(known),
                 asker=(node.node_rank, missing.local_rank),
                 gave_up=missing.gave_up,
             )
-            self.change_run(asked=asked, heard=run.heard | {(node.node_rank, missing)})
-            run = self.ledger.run
-        for node in here:
-            probed = node.state.probed
-            if probed is None or not self._is_complete(node):
-                continue
-            answer = (node.node_rank, probed.number)
-            if answer not in run.heard:
-                self.change_run(heard=run.heard | {answer})
-                self.add("missing", node_rank=node.node_rank, workers=list(probed.lines))
-                run = self.ledger.run
+            self.change_run(heard=self.current.heard | {(node.node_rank, missing)})
+        asked = self.current.asked
+        if asked is None:
+            return
+        for node_rank, probed in _answers(asked, self.view.nodes).items():
+            answer, complete = (node_rank, probed.number), len(asked.ranks[node_rank])
+            if len(probed.lines) >= complete and answer not in self.current.heard:
+                self.change_run(heard=self.current.heard | {answer})
+                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
-    def _is_complete(self, node: Node) -> bool:
-        """Return whether a node has described all its ranks of the newest question."""
-        asked, probed = self.ledger.run.asked, node.state.probed
-        return (
-            asked is not None
-            and probed is not None
-            and probed.number == asked.number
-            and len(probed.lines) >= len(asked.ranks.get(node.node_rank, ()))
-        )
-
-    def _has_answered(self, asked: Asked) -> bool:
-        return all((node, asked.number) in self.ledger.run.heard for node in asked.ranks)
+    def _ask(self, ranks: Mapping[int, Sequence[int]], **fields: Any) -> None:
+        number = self.current.asked.number + 1 if self.current.asked else 1
+        self.change_run(asked=Asked(number, self.now, ranks, **fields))
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""
-        run = self.ledger.run
+        run = self.current
         ended = {
             run.worlds[node.node_rank].first_rank + local_rank
             for node in here
@@ -1165,7 +1152,7 @@ class _Step:
         }
         if len(ended) != run.successes[0]:
             self.change_run(successes=(len(ended), self.now), named=False)
-            run = self.ledger.run
+            run = self.current
         if run.named or not ended or len(ended) >= run.world_size:
             return
         due = run.successes[1] + _UNFINISHED_SECONDS
@@ -1177,8 +1164,8 @@ class _Step:
         text = f"{still}; {_ranks(sorted(ended))} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
         by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
-        number = run.asked.number + 1 if run.asked else 1
-        self.change_run(named=True, asked=Asked(number, self.now, by_node, note=text))
+        self.change_run(named=True)
+        self._ask(by_node, note=text)
 
     # -- a hang ------------------------------------------------------------------------------------
 
@@ -1187,7 +1174,7 @@ class _Step:
 
         A node that does not answer proves nothing; its lease ends a round whose agent is gone.
         """
-        run, now = self.ledger.run, self.now
+        run, now = self.current, self.now
         interval = min(max(timeout / _HANG_PARTS, _HANG_SHORTEST), _HANG_LONGEST)
         living = [
             node
@@ -1199,12 +1186,12 @@ class _Step:
             alive = now  # the workers may have been stopped too
         if alive > run.alive + _HANG_JITTER:
             self.change_run(alive=alive, comparable=False)
-            run = self.ledger.run
+            run = self.current
         answered = all(node.state.sampled == run.sample for node in living)
         compared = run.comparable and answered and run.sampled > run.alive
         if compared and any(node.state.moved for node in living):
             self.change_run(alive=run.sampled)
-            run = self.ledger.run
+            run = self.current
         elif compared and run.sampled - run.alive >= timeout:
             return outcome.hang(self.job.own, self.view.nodes[self.job.own].host, timeout)
         limit = run.alive + timeout
@@ -1293,14 +1280,14 @@ class _Step:
             self.change_run(cancelled=cancelled)
         running = [
             node
-            for node in self.ledger.run.worlds
+            for node in run.worlds
             if node in nodes
             and nodes[node].lost is None
             and not (nodes[node].state.idle and nodes[node].state.round >= ledger.round)
             and nodes[node].joined_at <= run.began
         ]
-        if running and self.now < self.ledger.run.stop_due:
-            self.wake(self.ledger.run.stop_due)
+        if running and self.now < self.current.stop_due:
+            self.wake(self.current.stop_due)
             return
         for node in running:
             self.say(f"node {node} (host {nodes[node].host}) {_NO_ANSWER}")

@@ -13,6 +13,7 @@ from clusterjob.node.coordinator import store_address
 from clusterjob.node.environments.candidate_ports import COUNT, candidates
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.rendezvous.membership import Peer, listen
+from clusterjob.node.rendezvous.messages import Hello
 
 
 def used_port() -> socket.socket:
@@ -95,7 +96,7 @@ def test_store_is_at_address_that_all_agents_may_reach(
     master = "10.0.0.1,192.0.2.1,198.51.100.1"
     topology = Topology(3, 0, None, master_addr=master, master_port=None, source="clusterjob")
     peers = [
-        Peer(node, "", 1, nproc=1, send=print, heard_at=0.0, reached_at=each)
+        Peer(Hello(node, "", 1, 0, 4, 1), print, heard_at=0.0, reached_at=each)
         for node, each in enumerate(("", *reached))
     ]
     assert store_address(topology, peers) == address

@@ -14,7 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterjob.errors import RendezvousError
@@ -213,20 +213,19 @@ _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected conn
 
 @dataclass
 class Peer:
-    """An agent that has joined: values of its `Hello`, and the time of its last message."""
+    """An agent that has joined.
 
-    node_rank: int  # the number of its node
-    host: str
-    pid: int
-    nproc: int
+    Attributes:
+        hello: its first message; its texts are sanitized.
+        send: sends it a message.
+        heard_at: the monotonic time of its last message.
+        reached_at: the coordinator's address to which it has connected.
+    """
+
+    hello: messages.Hello
     send: Callable[[Any], None]
-    heard_at: float  # monotonic seconds
-    address: str = ""
-    endpoints: tuple[str, ...] = ()
-    wants_endpoints: bool = False
-    rounds: int = 0  # the newest round that its node has seen, plus 1
-    key: str = ""
-    reached_at: str = ""  # the coordinator's address to which it has connected
+    heard_at: float
+    reached_at: str = ""
     lost: bool = False
 
 
@@ -342,8 +341,14 @@ class Membership:
             RefusedError: its node_rank is taken, or it belongs to another attempt or counts another
                 number of nodes.
         """
-        node_rank, pid = hello.node_rank, hello.pid
-        host, counted_by = sanitize(hello.host), sanitize(hello.counted_by)
+        hello = replace(
+            hello,
+            host=sanitize(hello.host),
+            counted_by=sanitize(hello.counted_by),
+            address=sanitize(hello.address),
+            endpoints=tuple(map(sanitize, hello.endpoints)),
+        )
+        node_rank, host, pid, counted_by = hello.node_rank, hello.host, hello.pid, hello.counted_by
         if hello.attempt != self._job.attempt:
             raise protocol.RefusedError(
                 f"this is attempt {self._job.attempt} of the job, not {hello.attempt}"
@@ -360,7 +365,7 @@ class Membership:
                 " all nodes must use the same variable"
             )
         elif (first := self.peers.get(node_rank)) is not None:
-            is_same = hmac.compare_digest(ascii(hello.key), ascii(first.key))
+            is_same = hmac.compare_digest(ascii(hello.key), ascii(first.hello.key))
             if is_same and not first.lost:
                 # It retries until its earlier connection counts as lost.
                 self.inbox.put_nowait(
@@ -370,25 +375,13 @@ class Membership:
             if not is_same and (self._job.is_open or not first.lost):
                 problem = (
                     f"node_rank {node_rank} is claimed twice:"
-                    f" by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
+                    f" by {first.hello.host} (pid {first.hello.pid}) and by {host} (pid {pid})"
                 )
         if problem:
             if len(self.refusals) < _MAX_REJECTED:
                 self.refusals.append(Failure.of_node(node_rank, host, message=problem))
             raise protocol.RefusedError(problem)
-        peer = self.peers[node_rank] = Peer(
-            node_rank,
-            host,
-            pid=pid,
-            nproc=hello.nproc,
-            send=send,
-            heard_at=time.monotonic(),
-            address=sanitize(hello.address),
-            endpoints=tuple(map(sanitize, hello.endpoints)),
-            wants_endpoints=hello.wants_endpoints,
-            rounds=hello.rounds,
-            key=hello.key,
-        )
+        peer = self.peers[node_rank] = Peer(hello, send, heard_at=time.monotonic())
         if len(self.peers) == self._nnodes:
             gc.freeze()  # a collection would look at the objects of all connections again
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)
@@ -455,16 +448,16 @@ class Membership:
         await self._receive_from(peer, channel)
 
     async def _receive_from(self, peer: Peer, channel: Channel) -> None:
-        why, ended = "its connection was closed", True
+        node_rank, why, ended = peer.hello.node_rank, "its connection was closed", True
         try:
             while (message := await channel.receive()) is not None and not peer.lost:
-                messages.check_sender(message, peer.node_rank)
-                self.receive(peer.node_rank, message)
+                messages.check_sender(message, node_rank)
+                self.receive(node_rank, message)
         except (RendezvousError, MalformedMessageError) as error:
             why, ended = f"it sent an invalid message: {error}", False
-            self._events.add("forged", node_rank=peer.node_rank, why=str(error))
+            self._events.add("forged", node_rank=node_rank, why=str(error))
         if not peer.lost:
-            self.inbox.put_nowait((peer.node_rank, messages.ConnectionLost(why, ended=ended)))
+            self.inbox.put_nowait((node_rank, messages.ConnectionLost(why, ended=ended)))
         await channel.close()
 
     async def _send_heartbeats(self) -> None:
@@ -477,11 +470,11 @@ class Membership:
             if stalled:
                 self._events.add("stalled", node_rank=self._own, seconds=round(stalled, 1))
             moment = time.monotonic()
-            for peer in self.peers.values():
+            for node_rank, peer in self.peers.items():
                 peer.send(heartbeat)
                 if stalled:
                     peer.heard_at = moment  # this process could not receive meanwhile
                 silence = moment - peer.heard_at
-                if silence > self._options.lease and not peer.lost and peer.node_rank != self._own:
+                if silence > self._options.lease and not peer.lost and node_rank != self._own:
                     lost = messages.ConnectionLost(f"no message for {silence:.0f} s")
-                    self.inbox.put_nowait((peer.node_rank, lost))
+                    self.inbox.put_nowait((node_rank, lost))

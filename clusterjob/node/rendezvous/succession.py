@@ -175,10 +175,10 @@ def successors(peers: Mapping[int, Peer], own: int) -> tuple[Successor, ...]:
         peers: the agents, by the number of their node.
         own: the coordinator's node.
     """
-    alive = [node for node, peer in peers.items() if not peer.lost and peer.address]
+    alive = [node for node, peer in peers.items() if not peer.lost and peer.hello.address]
     order = sorted(alive, key=lambda node: (node <= own, node == own, node))
     chosen = [*[node for node in order if node != own][: MAX_SUCCESSORS - 1], own]
-    return tuple(Successor(node, peers[node].address) for node in chosen if node in alive)
+    return tuple(Successor(node, peers[node].hello.address) for node in chosen if node in alive)
 
 
 def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
