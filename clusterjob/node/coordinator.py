@@ -5,50 +5,52 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
+from clusterjob.node.contract import World
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
-from clusterjob.node.environments import scheduler, slurm_env
+from clusterjob.node.environments import (
+    candidate_ports,
+    scheduler,
+    slurm_env,
+    worker_endpoints,
+)
+from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
+from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.preflight import checked, differing
 from clusterjob.node.preflight_table import HeatTable
-from clusterjob.node.rendezvous import (
-    coordinator_state,
-    messages,
-    outcome,
-    ports,
-    root_cause,
-    succession,
-)
-from clusterjob.node.rendezvous.coordinator_state import CoordinatorState, Succession
-from clusterjob.node.rendezvous.evidence import Evidence
-from clusterjob.node.rendezvous.identity import NodeJob
+from clusterjob.node.rendezvous import membership, messages, outcome, root_cause, succession
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.rendezvous.round_plan import plan_round, store_address
-from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
+from clusterjob.node.rendezvous.messages import CoordinatorState, Succession
+from clusterjob.node.rendezvous.policy import UntilDone
+from clusterjob.node.rendezvous.protocol import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.succession import Earlier
-from clusterjob.node.rendezvous.until_done import UntilDone
 from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import NodeState, Order, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
+from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
-    import socket
-
     from clusterjob.node.notifications.notifier import Notifier
 
 # Between two decisions, while states pour in: seconds, and times the duration of the last one.
 _BATCH_SECONDS, _BATCH_TIMES = 0.05, 4
 _MOST_NAMED = 8  # hosts or findings of the preflight
+_MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
+_MAX_MESSAGE = 200  # characters of the message of such a failure
 _MOST_ROUNDS = 100  # of many rounds, the latest go to the nodes that may coordinate
 
 
@@ -110,13 +112,14 @@ class Coordinator:
         self._joined: dict[int, Peer] = {}  # the connection of each of these nodes
         self._orders: dict[int, Order] = {}  # the last order of each
         self._ledger = Ledger(since=time.monotonic())
-        self._worlds: dict[int, Any] = {}
         self._store: socket.socket | None = None  # of the preflight or of the newest round
         self._store_address, self._store_port = "", 0
         self._evidence: Evidence | None = None
+        self._last_failure: Failure | None = None
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[None] | None = None
         self._slurm_up: bool | None = None
+        self._asking: asyncio.Task[None] | None = None  # Slurm
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._until_done = UntilDone(options, self._job_dir, identity.attempt)
         self._found: dict[str, Any] | None = None  # by the preflight
@@ -133,7 +136,7 @@ class Coordinator:
             MinorityError: more than half of the nodes may run without this coordinator.
         """
         identity = self._identity
-        listener = ports.listen(
+        listener = membership.listen(
             self._topology.master_addr, identity.ports, alone=self._topology.nnodes == 1
         )
         await self.membership.open(listener, self._topology.master_addr)
@@ -242,11 +245,12 @@ class Coordinator:
             if name == "avoid":
                 ends.avoid(self._job_dir, fields["host"])
         for node, why in decision.dropped.items():
-            self._lose(self._joined[node], why, ended=False)
+            self._lose(node, self._joined[node], why, ended=False)
         stage = self._ledger.stage
         if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
             self._begin_measuring()
-        if before.stage is Stage.MEASURE and stage is not Stage.MEASURE:
+        cancelled = stage is Stage.END and not self._ledger.slow
+        if before.stage is Stage.MEASURE and stage is not Stage.MEASURE and not cancelled:
             self._report_preflight()
         if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
             self._expect_stacks()
@@ -254,8 +258,9 @@ class Coordinator:
             # The stacks of thousands of ranks take a second.
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(files.disk, self._evidence.save)
-        if decision.asks_slurm:
-            self._watch(asyncio.create_task(self._ask_slurm()))
+        if decision.asks_slurm and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask_slurm())
+            self._watch(self._asking)
         self._send_orders()
         self._keep_state()
 
@@ -295,11 +300,12 @@ class Coordinator:
     async def _start_round(self) -> None:
         """Bind the port of the store, and give each node its place."""
         nodes = core.chosen(self._job, self._ledger, self._view())
-        self._worlds, self._store = plan_round(
+        worlds, self._store = plan_round(
             nodes,
-            self._joined,
+            {node: peer.hello for node, peer in self._joined.items()},
             self._ledger.round + 1,
             topology=self._topology,
+            store_at=store_address(self._topology, self._joined.values()),
             job=self._identity,
             serve_store=self._options.launcher == "agent" and self._identity.has_torch,
         )
@@ -307,16 +313,17 @@ class Coordinator:
         self._evidence = None
         view, moment = self._view(), time.monotonic()
         self._last_failure = self._ledger.end.failure if self._ledger.end else None
-        self._apply(core.begin(self._job, self._ledger, view, moment, self._worlds))
-        run = self._ledger.run
-        self._stragglers = StragglerWatch(self._ledger.round, run.ranks, self._events)
+        self._apply(core.begin(self._job, self._ledger, view, moment, worlds))
+        self._stragglers = StragglerWatch(
+            self._ledger.round, len(nodes), self._ledger.run.world_size, self._events
+        )
 
     # -- the preflight -----------------------------------------------------------------------------
 
     def _begin_measuring(self) -> None:
         self._store_address = store_address(self._topology, self._joined.values())
         alone = self._topology.nnodes == 1
-        self._store = ports.listen(self._store_address, [0], alone=alone)
+        self._store = membership.listen(self._store_address, [0], alone=alone)
         self._store_port = int(self._store.getsockname()[1])
         self._node.print_line(f"preflight: measuring {_count(len(self._ledger.measured))}")
 
@@ -357,64 +364,65 @@ class Coordinator:
         """Take a message; return whether it may change what follows."""
         peer = self._peers[node_rank]
         if isinstance(message, messages.Hello):
-            self._join(peer)
+            self._join(node_rank, peer)
         elif isinstance(message, (messages.ConnectionLost, messages.CoordinatorLost)):
             by_agent = isinstance(message, messages.CoordinatorLost)
             ended = isinstance(message, messages.ConnectionLost) and message.ended
-            self._lose(peer, sanitize(message.why), ended=ended, by_agent=by_agent)
+            self._lose(node_rank, peer, sanitize(message.why), ended=ended, by_agent=by_agent)
         elif isinstance(message, NodeState) and self._joined.get(node_rank) is peer:
             self._nodes[node_rank] = self._nodes[node_rank].receive(message, time.monotonic())
         elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
             self._found = checked(message.result)
-        elif isinstance(message, messages.RankWaits) and self._stragglers is not None:
-            self._stragglers.receive(peer, message)
+        elif isinstance(message, messages.RankWaits):
+            waits = waits_of(message, self._ledger.run.worlds.get(node_rank))
+            if waits and self._stragglers is not None:
+                self._stragglers.receive(node_rank, peer.hello.host, waits)
             return False
-        elif self._evidence is not None and type(message) in self._evidence.handlers:
-            self._evidence.handlers[type(message)](peer, message)
+        elif isinstance(message, (messages.StackFound, messages.StacksCollected)):
+            if self._evidence is not None:
+                self._evidence.receive(node_rank, message)
             return False
         return True
 
-    def _join(self, peer: Peer) -> None:
-        self._joined[peer.node_rank] = peer
-        self._orders.pop(peer.node_rank, None)
-        moment = time.monotonic()
-        self._nodes[peer.node_rank] = Node(
-            peer.node_rank,
-            peer.host,
-            pid=peer.pid,
-            nproc=peer.nproc,
+    def _join(self, node_rank: int, peer: Peer) -> None:
+        self._joined[node_rank] = peer
+        self._orders.pop(node_rank, None)
+        hello, moment = peer.hello, time.monotonic()
+        self._nodes[node_rank] = Node(
+            node_rank,
+            hello.host,
+            pid=hello.pid,
+            nproc=hello.nproc,
             joined_at=moment,
             heard_at=moment,
-            state=NodeState(seen=peer.rounds),
+            state=NodeState(seen=hello.rounds),
         )
-        self._send_succession([peer])
+        self._send_succession({node_rank: peer})
 
-    def _lose(self, peer: Peer, why: str, *, ended: bool, by_agent: bool = False) -> None:
-        if self._joined.get(peer.node_rank) is not peer or peer.lost:
+    def _lose(
+        self, node_rank: int, peer: Peer, why: str, *, ended: bool, by_agent: bool = False
+    ) -> None:
+        if self._joined.get(node_rank) is not peer or peer.lost:
             return
-        node = self._nodes[peer.node_rank]
         lost = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
-        self._nodes[peer.node_rank] = replace(node, lost=lost)
+        self._nodes[node_rank] = replace(self._nodes[node_rank], lost=lost)
         peer.lost = True
 
     # -- stacks ------------------------------------------------------------------------------------
 
     def _expect_stacks(self) -> None:
-        ledger = self._ledger
-        end = ledger.end
-        assert end is not None
-        self._evidence = Evidence(
-            grouping.Round(
-                self._identity.job_id, self._identity.attempt, ledger.round, node_rank=self._own
-            ),
-            self.membership,
-            job_dir=self._job_dir,
-            events=self._events,
-            local_rank=ledger.run.ranks.local_rank,
-        )
-        asked = ledger.run.collect_from
+        ledger, job = self._ledger, self._identity
+        assert ledger.end is not None
+        why, asked = ledger.end.reason, dict[int, tuple[str, range]]()
+        for node in ledger.run.collect_from:
+            world = ledger.run.worlds[node]
+            ranks = range(world.first_rank, world.first_rank + world.nproc)
+            asked[node] = self._nodes[node].host, ranks
         living = sum(1 for node in ledger.nodes if not self._nodes[node].state.ended)
-        self._evidence.expect(asked, end.reason, living)
+        if len(asked) < living:
+            why += f" (stacks of {len(asked)} of {living} nodes)"
+        round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._own)
+        self._evidence = Evidence(round_, self._job_dir, self._events, asked, why)
 
     # -- another coordinator -----------------------------------------------------------------------
 
@@ -453,10 +461,10 @@ class Coordinator:
             made_at=moment,
             boot_id=processes.boot_id(),
         )
-        files.later(coordinator_state.write, self._job_dir, self._state)
-        self._send_succession(list(self._joined.values()))
+        files.later(succession.write_state, self._job_dir, self._state)
+        self._send_succession(self._joined)
 
-    def _send_succession(self, peers: list[Peer]) -> None:
+    def _send_succession(self, peers: Mapping[int, Peer]) -> None:
         """Tell agents who may take the coordinator's place, and these the ledger."""
         if not self._job.moves or not self._kept:
             return
@@ -465,9 +473,9 @@ class Coordinator:
         seen = self._state.restarts + 1
         full = Succession(order, seen, self._state, self._ledger.rounds[-_MOST_ROUNDS:])
         brief = Succession(order, seen)  # one message: it is encoded once for all agents
-        for peer in peers:
+        for node_rank, peer in peers.items():
             if not peer.lost:
-                peer.send(full if peer.node_rank in heirs else brief)
+                peer.send(full if node_rank in heirs else brief)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -477,19 +485,31 @@ class Coordinator:
         ledger = self._ledger
         end = ledger.end
         assert end is not None
-        others: tuple[Failure, ...] = ()
+        others: list[Failure] = []
         if end.failure is not None:
             view = self._view()
             found = core.entries(self._job, ledger, view)
-            others = root_cause.consequences(found, core.early_exits(ledger, view))
-        verdict = outcome.final_verdict(
-            end,
-            others,
-            self._evidence,
+            named = root_cause.consequences(found, core.early_exits(ledger, view))
+            others = [each for each in named if each != end.failure]
+        evidence = self._evidence
+        verdict = Verdict(
+            end.state,
+            end.exit_code,
+            reason=end.reason,
+            failure=end.failure,
+            # Every worker has its own log; the messages of a thousand ranks do not fit into one
+            # message between agents.
+            consequences=tuple(
+                replace(each, last_lines=(), message=each.message[:_MAX_MESSAGE])
+                for each in others[:_MAX_CONSEQUENCES]
+            ),
             restarts=ledger.restarts,
             attempt=self._identity.attempt,
             started_at=ledger.first_started,
-            rounds=ledger.rounds,
+            ended_at=now(),
+            evidence=evidence.path if evidence is not None else "",
+            evidence_ranks=len(evidence.stacks) if evidence is not None and evidence.path else 0,
+            attempts=bounded(ledger.rounds),
         )
         loop = asyncio.get_running_loop()
         verdict = await loop.run_in_executor(files.disk, self._record_verdict, verdict)
@@ -505,16 +525,15 @@ class Coordinator:
             try:
                 ends.want_memory(self._job_dir, self._identity.attempt, ledger.more_memory)
             except OSError as error:
-                reason = f"{ledger.rounds[-1].message} (not queued again: {error.strerror})"
-                code = verdict.failure.exit_code if verdict.failure is not None else 1
-                verdict = replace(
-                    verdict, state=JobState.FAILED, exit_code=code or 1, reason=reason
-                )
+                assert verdict.failure is not None
+                end = outcome.failed(verdict.failure)
+                reason = f"{end.reason} (not queued again: {error.strerror})"
+                verdict = replace(verdict, state=end.state, exit_code=end.exit_code, reason=reason)
         verdict = self._until_done.decide(verdict, warned=ledger.warned is not None)
         verdict = replace(verdict, in_code=ends.files_in_code())
         if verdict.state is JobState.SUCCEEDED and (full := files.why_full(self._job_dir)):
             verdict = replace(verdict, reason=f"{full}, so output may be missing")
-        coordinator_state.remove(self._job_dir)
+        succession.remove_state(self._job_dir)
         try:
             ends.write_result(self._job_dir, verdict)
         except OSError as error:
@@ -524,3 +543,186 @@ class Coordinator:
             reason = f"{verdict.reason} (not recorded: {error.strerror})".strip()
             verdict = replace(verdict, reason=reason)
         return verdict
+
+
+class Evidence:
+    """The stacks of the ranks of one round, which are collected before it is stopped.
+
+    Args:
+        round_: the round, whose node is the coordinator's.
+        job_dir: the job's directory.
+        events: the job's events.
+        asked: the nodes that were asked, with the host and the ranks of each.
+        why: why the round is stopped.
+
+    Attributes:
+        path: the text file, relative to the job directory; empty if there is none.
+    """
+
+    def __init__(
+        self,
+        round_: grouping.Round,
+        job_dir: Path,
+        events: EventLog,
+        asked: Mapping[int, tuple[str, range]],
+        why: str,
+    ) -> None:
+        self._round = round_
+        self._job_dir = job_dir
+        self._events = events
+        self._asked = asked
+        self._why = why
+        self._asked_at = time.monotonic()
+        self._unanswered = set(asked)
+        self._stacks: dict[int, RankStack] = {}
+        self._dumps: list[str] = []
+        self.path = ""
+
+    @property
+    def stacks(self) -> list[RankStack]:
+        """The stacks that have arrived, in order of ranks."""
+        return [self._stacks[rank] for rank in sorted(self._stacks)]
+
+    def receive(self, node: int, message: messages.StackFound | messages.StacksCollected) -> None:
+        """Keep what a node sends; it answers once, for its own ranks."""
+        if node not in self._unanswered or message.restart != self._round.restart:
+            return
+        if isinstance(message, messages.StacksCollected):
+            self._unanswered.discard(node)
+            self._dumps += map(sanitize, message.dumps)
+            return
+        host, ranks = self._asked[node]
+        if message.stack.rank in ranks:
+            self._stacks[message.stack.rank] = replace(message.stack, host=host)
+
+    def save(self) -> None:
+        """Write the files, unless every rank has ended."""
+        if not self._stacks:
+            return
+        silent = [f"node {node} on {self._asked[node][0]}" for node in sorted(self._unanswered)]
+        try:
+            self.path = grouping.write_evidence(
+                self._job_dir,
+                self._round,
+                self.stacks,
+                why=self._why,
+                silent=silent,
+                dumps=self._dumps,
+            )
+        except OSError as error:
+            self._events.add("evidence", why=self._why, error=error.strerror)
+            return
+        self._events.add(
+            "evidence",
+            why=self._why,
+            path=self.path,
+            ranks=len(self._stacks),
+            seconds=round(time.monotonic() - self._asked_at, 3),
+        )
+
+
+def waits_of(message: messages.RankWaits, world: World | None) -> dict[int, Wait]:
+    """Return the waits of a node's ranks, by rank; none of another round.
+
+    Args:
+        message: the node's message.
+        world: the node's place in the round; None without one.
+    """
+    if world is None or message.restart != world.restart:
+        return {}
+    return {
+        world.first_rank + each.local_rank: Wait(each.step, each.waited)
+        for each in message.ranks
+        if each.local_rank < world.nproc
+    }
+
+
+def store_address(topology: Topology, peers: Iterable[Peer]) -> str:
+    """Return the coordinator's address for torch's store.
+
+    Of several addresses, it is the last one at which an agent has reached the coordinator: agents
+    try them in order, so this agent cannot reach an earlier one.
+    """
+    addresses = topology.master_addr.split(",")
+    reached = {peer.reached_at for peer in peers}
+    return next((each for each in reversed(addresses) if each in reached), addresses[0])
+
+
+def plan_round(
+    nodes: Sequence[int],
+    peers: Mapping[int, messages.Hello],
+    restart: int,
+    topology: Topology,
+    store_at: str,
+    job: JobIdentity,
+    *,
+    serve_store: bool,
+) -> tuple[dict[int, World], socket.socket | None]:
+    """Bind the store's port; return every node's world, by its number, and the store's socket.
+
+    The coordinator's agent serves that socket as torch's store; if its node runs no workers, its
+    world has none. The socket is None if rank 0, or torchrun's own agent, binds the port.
+
+    Args:
+        nodes: the nodes that run workers, in the order of their ranks.
+        peers: the first message of each agent, by the number of its node.
+        restart: the number of the round, from 0.
+        topology: the coordinator's node.
+        store_at: the coordinator's address for the store; see `store_address`.
+        job: the job's identity.
+        serve_store: whether the coordinator's agent serves torch's store.
+
+    Raises:
+        RendezvousError: no port for the store is free.
+    """
+    own, first = topology.node_rank, nodes[0]
+    store: socket.socket | None = None
+    if serve_store or first == own:
+        candidates = [0]
+        if not serve_store:  # a worker binds the port later, so it must not be ephemeral
+            candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
+        address = store_at
+        store = membership.listen(address, candidates, alone=topology.nnodes == 1)
+        port = int(store.getsockname()[1])
+        if not serve_store:
+            store.close()
+    else:
+        address = peers[first].address
+        port = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)[0]
+    working = [peers[node] for node in nodes]
+    *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in working)]
+    # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
+    held = all(len(peer.endpoints) > peer.nproc for peer in working)
+    endpoints = ""
+    if held and any(peer.wants_endpoints for peer in working):  # long: make it only if needed
+        of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
+        endpoints = worker_endpoints.listed(of_all)
+
+    tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
+    step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)
+
+    def world(peer: messages.Hello, node_rank: int, first_rank: int, nproc: int) -> World:
+        return World(
+            restart,
+            address,
+            master_port=port,
+            agent_store=serve_store,
+            node_rank=node_rank,
+            nnodes=len(nodes),
+            nproc=nproc,
+            first_rank=first_rank,
+            world_size=world_size,
+            endpoints_master=working[0].endpoints[-1] if held else "",
+            endpoints=endpoints if peer.wants_endpoints else "",
+            own_endpoints=",".join(peer.endpoints[:nproc]),
+            tasks_per_node=tasks,
+            step_nodes=step_nodes,
+        )
+
+    worlds = {
+        peer.node_rank: world(peer, node_rank, first_rank=rank, nproc=peer.nproc)
+        for node_rank, (peer, rank) in enumerate(zip(working, first_ranks, strict=True))
+    }
+    if serve_store and own not in worlds:
+        worlds[own] = world(peers[own], len(nodes), first_rank=world_size, nproc=0)
+    return worlds, store if serve_store else None

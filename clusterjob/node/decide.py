@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,16 +19,13 @@ from clusterjob.node.contract import World
 from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import ROUND_ENDED
 from clusterjob.node.options import GRACE, LaunchOptions
-from clusterjob.node.rendezvous import hang_verdict, outcome, root_cause
-from clusterjob.node.rendezvous.evidence import MOST_NODES
-from clusterjob.node.rendezvous.node_selection import NodeSelection
+from clusterjob.node.rendezvous import outcome, root_cause
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.policy import Policy
-from clusterjob.node.rendezvous.rank_map import RankMap
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import Members, may_go_on
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Request, Stop
+from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Probed, Request, Stop
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
@@ -46,6 +44,7 @@ END_SECONDS = 2.0  # seconds for a node to kill its workers after the end of its
 _ANSWER_SECONDS = 3.0  # seconds for nodes to say what missing ranks do
 _UNFINISHED_SECONDS = 10.0  # seconds after the last success until the other ranks are named
 _MOST_NAMED = 8  # ranks of a node whose stacks go to their logs then
+MOST_NODES = 128  # to ask for stacks after a failure: the stop must not wait for thousands
 _COLLECT_SECONDS = 1.9  # seconds for all nodes to send their stacks
 # Seconds between SIGTERM and SIGKILL after a failure, as torchrun: for workers whose handler saves.
 _FAILURE_GRACE = 30.0
@@ -59,6 +58,7 @@ _MARGIN = 2.0  # seconds for the verdict of a job that is preempted, beyond the 
 _HANG_PARTS, _HANG_SHORTEST, _HANG_LONGEST = 20, 1.0, 5.0
 _SAMPLE_SECONDS = 4.0  # seconds for all nodes to answer
 _HANG_JITTER = 0.5  # seconds by which the network may delay a sign of life
+_NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
@@ -217,7 +217,6 @@ class Run:
     Attributes:
         began: when its workers were started.
         worlds: the place of each node.
-        ranks: the ranks of each node.
         running: whether the workers of all nodes have been started.
         asked: the newest question about missing ranks; None without one.
         heard: the questions of workers that were asked, and the nodes that have answered.
@@ -239,7 +238,6 @@ class Run:
 
     began: float = 0.0
     worlds: Mapping[int, World] = field(default_factory=dict)
-    ranks: RankMap = field(default_factory=lambda: RankMap({}, 0))
     running: bool = False
     asked: Asked | None = None
     heard: frozenset[Any] = frozenset()
@@ -258,6 +256,21 @@ class Run:
     stop_at: float = math.inf
     stop_due: float = math.inf
     cancelled: Outcome | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return next((world.world_size for world in self.worlds.values()), 0)
+
+    def by_node(self, ranks: Iterable[int]) -> dict[int, list[int]]:
+        """Return the given ranks, each below the world size, grouped by node."""
+        working = [(world.first_rank, node) for node, world in self.worlds.items() if world.nproc]
+        working.sort()
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            _, node = working[bisect_right(working, (rank, math.inf)) - 1]
+            found.setdefault(node, []).append(rank)
+        return found
 
 
 @dataclass(frozen=True)
@@ -357,11 +370,46 @@ def decide(job: Job, ledger: Ledger, view: View, now: float) -> Decision:
     """Return what follows from what the coordinator sees now."""
     step = _Step(job, view, now, Decision(ledger))
     step.note_changes()
-    while True:
-        stage = step.ledger.stage
+    while (stage := step.ledger.stage) in _STAGES:
         _STAGES[stage](step)
         if step.ledger.stage is stage:
-            return step.decision
+            break
+    return step.decision
+
+
+def choose(
+    usable: Collection[int],
+    nodes: Sequence[int],
+    avoided: Sequence[int],
+    *,
+    wanted: int,
+    least: int,
+) -> list[int]:
+    """Return the nodes for a round, in the order of their ranks; too few if few are usable.
+
+    A node that stays usable keeps its place, so its ranks are the same as in the last round.
+
+    Args:
+        usable: the nodes that can run workers.
+        nodes: the nodes of the last round, in the order of their ranks.
+        avoided: nodes to use only if there would be fewer than `least` without them, the best last.
+        wanted: the number of nodes, if there are enough.
+        least: the smallest number of nodes.
+    """
+    there = set(usable)  # sets: a job may have 10,000 nodes
+    good = sorted(there.difference(avoided))
+    for node in avoided:
+        if len(good) < least and node in there:
+            good.append(node)
+    kept = set(nodes[:wanted]).intersection(good)
+    others = deque(node for node in good if node not in kept)
+    found = []
+    for node in nodes[:wanted]:
+        if node in kept:
+            found.append(node)
+        elif others:  # another node takes the place of a lost one
+            found.append(others.popleft())
+    return found + list(others)[: wanted - len(found)]
 
 
 def chosen(job: Job, ledger: Ledger, view: View) -> list[int]:
@@ -396,10 +444,9 @@ def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -
     step.add("lost", node_rank=lost.node_rank, host=lost.host, why=lost.message)
     fence = now + job.options.lease + END_SECONDS
     step.change(took_over=True, fence=fence, here=frozenset(), lost=frozenset(), run=Run())
-    if _is_recorded(job, ledger):
-        step.go(Stage.WAIT)
-    else:
-        step.go(Stage.STOP, end=ledger.end or outcome.failed(lost))
+    # What the coordinator before has recorded may not have been carried out.
+    recorded = outcome.of_round(ledger.rounds[-1]) if _is_recorded(job, ledger) else None
+    step.go(Stage.STOP, end=recorded or ledger.end or outcome.failed(lost))
     return step.decision
 
 
@@ -445,7 +492,7 @@ def entries(job: Job, ledger: Ledger, view: View) -> list[Entry]:
 
     A worker that leaves because of a warning has not failed.
     """
-    return _Failures(job, ledger, view, math.inf).entries
+    return _failures(job, ledger, view, math.inf)[0]
 
 
 def early_exits(ledger: Ledger, view: View) -> list[Entry]:
@@ -459,41 +506,34 @@ def early_exits(ledger: Ledger, view: View) -> list[Entry]:
     ]
 
 
-class _Failures:
-    """The failures of a round: those that count, and suspects that a warning may still explain."""
+def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[Entry], bool, float]:
+    """Return the failures of the newest round before its stop that count.
 
-    def __init__(self, job: Job, ledger: Ledger, view: View, now: float) -> None:
-        self.left: set[root_cause.Key] = set()
-        self.suspects_due = math.inf
-        options, warned = job.options, ledger.warned
-        found = sorted(_reported(ledger, view), key=lambda entry: entry.at)
-        found = [entry for entry in found if entry.at < ledger.run.stop_at]
-        counted = []
-        stopping = ledger.stage is Stage.STOP
-        for entry in found:
-            failure = entry.failure
-            leaves = (
-                failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
-            ) and failure.rank is not None
-            if (
-                warned is not None
-                and (leaves or bool(options.warn_signal))
-                and failure.rank is not None
-            ):
-                self.left.add(root_cause.key_of(failure))
-            elif (
-                warned is None
-                and options.warning is not None
-                and leaves
-                and not stopping
-                and now < entry.at + _SUSPECT_SECONDS
-            ):
-                self.suspects_due = min(self.suspects_due, entry.at + _SUSPECT_SECONDS)
-            else:
-                counted.append(entry)
-        if self.left:  # their peers' failures are effects of it
-            counted = [entry for entry in counted if not entry.failure.effect]
-        self.entries = counted
+    A worker that leaves because of a warning has not failed. One that ended as if it had been
+    warned is a suspect, which the warning may still explain.
+
+    Returns:
+        The failures, whether workers have left, and when the first suspect counts as a failure.
+    """
+    counted, left, suspects_due = [], False, math.inf
+    options, warned = job.options, ledger.warned is not None
+    suspects = options.warning is not None and not warned and ledger.stage is not Stage.STOP
+    for entry in sorted(_reported(ledger, view), key=lambda entry: entry.at):
+        failure, due = entry.failure, entry.at + _SUSPECT_SECONDS
+        asked = failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
+        if entry.at >= ledger.run.stop_at:
+            continue
+        if failure.rank is None:
+            counted.append(entry)
+        elif warned and (asked or options.warn_signal):
+            left = True
+        elif suspects and asked and now < due:
+            suspects_due = min(suspects_due, due)
+        else:
+            counted.append(entry)
+    if left:  # their peers' failures are effects of it
+        counted = [entry for entry in counted if not entry.failure.effect]
+    return counted, left, suspects_due
 
 
 def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
@@ -504,11 +544,6 @@ def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
             yield from node.failures
     asked = run.asked
     if asked is not None and asked.gave_up:
-        probed = [
-            node.state.probed
-            for node_rank in asked.ranks
-            if (node := view.nodes.get(node_rank)) is not None and node.state.probed is not None
-        ]
         gave_up = any(
             each.failure.kind is FailureKind.RENDEZVOUS
             for node_rank in ledger.nodes
@@ -516,9 +551,18 @@ def _reported(ledger: Ledger, view: View) -> Iterator[Entry]:
             for each in node.failures
         )
         if gave_up:  # a script may catch the error and try again
-            for answer in probed:
-                if answer.number == asked.number:
-                    yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
+            for answer in _answers(asked, view.nodes).values():
+                yield from (Entry(each, asked.at, exited=True) for each in answer.failures)
+
+
+def _answers(asked: Asked, nodes: Mapping[int, Node]) -> dict[int, Probed]:
+    """Return the answers to the newest question so far, by node."""
+    found = {}
+    for node_rank in asked.ranks:
+        probed = nodes[node_rank].state.probed if node_rank in nodes else None
+        if probed is not None and probed.number == asked.number:
+            found[node_rank] = probed
+    return found
 
 
 def _is_hang(end: Outcome) -> bool:
@@ -530,14 +574,7 @@ def _found(run: Run, nodes: Mapping[int, Node]) -> tuple[int, Found] | None:
     asked = run.asked
     if asked is None or asked.asker is None or asked.gave_up:
         return None
-    lines = [
-        line
-        for node_rank in asked.ranks
-        if (node := nodes.get(node_rank)) is not None
-        and node.state.probed is not None
-        and node.state.probed.number == asked.number
-        for line in node.state.probed.lines
-    ]
+    lines = [line for each in _answers(asked, nodes).values() for line in each.lines]
     if not lines:
         return None
     return asked.asker[0], Found(asked.number, asked.asker[1], tuple(lines))
@@ -609,11 +646,15 @@ class _Step:
     def ledger(self) -> Ledger:
         return self.decision.ledger
 
+    @property
+    def current(self) -> Run:
+        return self.decision.ledger.run
+
     def change(self, **fields: Any) -> None:
         self.decision.ledger = replace(self.ledger, **fields)
 
     def change_run(self, **fields: Any) -> None:
-        self.change(run=replace(self.ledger.run, **fields))
+        self.change(run=replace(self.current, **fields))
 
     def go(self, stage: Stage, **fields: Any) -> None:
         self.change(stage=stage, since=self.now, **fields)
@@ -673,17 +714,22 @@ class _Step:
     def loss_of(self, node: Node) -> Failure:
         """Return the failure of a lost node, or of the one that has made it seem lost."""
         assert node.lost is not None
-        return outcome.node_loss(
-            node,
-            self.view.nodes.get(self.job.own, node),
-            why=node.lost.why,
-            by_agent=node.lost.by_agent,
-            stalled=self.view.stalled,
-        )
+        why, stalled, at_fault = node.lost.why, self.view.stalled, node
+        text = f"the agent on {node.host} (pid {node.pid})"
+        if not node.lost.by_agent:
+            text += f" was lost: {why}"
+        elif not stalled:
+            text += f" lost the coordinator, which still receives its messages: {why}"
+        else:
+            at_fault = self.view.nodes.get(self.job.own, node)
+            text = (
+                f"the agent on {at_fault.host} (pid {at_fault.pid}) did not run for {stalled:.0f} s"
+                f" (stopped, suspended or without a CPU), and node {node.node_rank} lost it"
+            )
+        return Failure.of_node(at_fault.node_rank, at_fault.host, message=text)
 
     def _warn(self, reason: str, warning: float) -> None:
-        grace = self.job.options.grace or GRACE
-        seconds = max(warning / 2, warning - grace - _MARGIN)
+        seconds = self._seconds_to_leave()
         warned = Warned(reason, due=self.now + seconds, ends_at=self.now + warning - _MARGIN)
         self.change(warned=warned)
         self.say(f"warning: {reason}: the workers have {seconds:g} s to leave")
@@ -701,12 +747,12 @@ class _Step:
             node for node, each in self.view.nodes.items() if each.lost is None and each.state.idle
         ]
 
-    def selection(self) -> NodeSelection:
-        selection = NodeSelection(self.wanted, self.least)
-        if self.ledger.nodes:
-            selection.nodes = list(self.ledger.nodes)
-        selection.avoided = list(self.ledger.avoided)
-        return selection
+    def chosen(self) -> list[int]:
+        """Return the nodes of the round that begins, in the order of their ranks."""
+        nodes = self.ledger.nodes or range(self.wanted)
+        return choose(
+            self.usable(), nodes, self.ledger.avoided, wanted=self.wanted, least=self.least
+        )
 
     def present(self) -> set[int]:
         """Return the nodes that are here, and know no newer round."""
@@ -747,9 +793,9 @@ class _Step:
         ledger, now, first = self.ledger, self.now, self.ledger.end is None
         self.wake(now + _DISK_SECONDS)
         refused = self.view.refused
-        cancelled = cancellation(self.view.nodes)
-        if refused or cancelled:
-            self.finish(outcome.failed(refused[0]) if refused else cancelled)
+        end = outcome.failed(refused[0]) if refused else cancellation(self.view.nodes)
+        if end is not None:
+            self.finish(end)
             return
         over = self._wait_is_over()
         late = ledger.warned is not None and now > ledger.warned.due
@@ -759,7 +805,7 @@ class _Step:
         if over and now >= ledger.earliest and now >= self.may_train():
             self._start_if_alone()
             return
-        few = len(self.selection().choose(self.usable())) < self.least
+        few = len(self.chosen()) < self.least
         alone = not self.has_majority() or (ledger.took_over and few)
         if now - ledger.since > _ALONE_SECONDS and alone:
             self.go(Stage.RESIGN)
@@ -820,18 +866,18 @@ class _Step:
         return Failure.of_node(node, host, message=message, kind=FailureKind.LAUNCH)
 
     def _wait_is_over(self) -> bool:
-        usable, selection = self.usable(), self.selection()
+        usable = self.usable()
         if len(usable) < self.least or not self.has_majority():
             return False
-        complete = len(usable) == self.job.nnodes
-        if complete or (self.ledger.end is not None and selection.complete(usable)):
+        good = len(set(usable).difference(self.ledger.avoided))
+        if len(usable) == self.job.nnodes or (self.ledger.end is not None and good >= self.wanted):
             return True
         joined = max(each.joined_at for each in self.view.nodes.values())
         settled = max(self.ledger.since, joined) + _SETTLE_SECONDS
         if self.now < settled:  # other nodes may still come
             self.wake(settled)
             return False
-        return len(selection.choose(usable)) >= self.least
+        return len(self.chosen()) >= self.least
 
     def _look_for_missing(self, *, first: bool) -> None:
         """Name the missing nodes every 5 s; end the job if they do not come in time."""
@@ -848,32 +894,27 @@ class _Step:
         missing = [node for node in range(nnodes) if node not in nodes or nodes[node].lost]
         names = f"node {', '.join(ranges(missing))} of {nnodes}"
         if waited > timeout and missing:
-            few = f"{len(self.usable())} of {self.least} nodes are left"
+            few = f"{len(self.chosen())} of {self.least} nodes are left"
             text = f"{few}, and none came within {timeout:g} s"
             if first:
                 text = f"{names} never joined within {timeout:g} s"
             failure = Failure.of_node(missing[0], "unknown", message=text)
-            self.finish(outcome.too_few(failure, ledger.end))
+            if ledger.end is not None and ledger.end.failure is not None:  # it stays the root cause
+                cause = ledger.end.failure
+                failure = replace(cause, message=f"{cause.message}; {text}")
+            self.finish(outcome.failed(failure))
         elif missing and self.now - max(ledger.since, ledger.noticed) > _NOTICE_SECONDS:
             self.change(noticed=self.now)
             self.say(f"waiting for {names}, {waited:.0f} s so far")
             self.add("waiting", missing=missing, seconds=round(waited, 1))
 
-    def finish(self, end: Outcome | None) -> None:
+    def finish(self, end: Outcome) -> None:
         """End the job."""
-        assert end is not None
         if self.ledger.started is None:
             self._record(end)
         self.go(Stage.END, end=end)
 
     # -- the begin of a round ----------------------------------------------------------------------
-
-    def chosen(self) -> list[int]:
-        """Return the nodes of the round that begins, in the order of their ranks."""
-        return self.selection().choose(self.usable())
-
-    def start(self) -> None:
-        """Let the caller bind the port of the store, and call `begin`."""
 
     def begin(self, worlds: Mapping[int, World]) -> None:
         ledger, options = self.ledger, self.job.options
@@ -904,13 +945,7 @@ class _Step:
             first_started=ledger.first_started or self.view.time,
             deadline=deadline,
             end=None,
-            run=Run(
-                began=self.now,
-                worlds=worlds,
-                ranks=RankMap.of(worlds),
-                alive=self.now,
-                successes=(0, self.now),
-            ),
+            run=Run(began=self.now, worlds=worlds, alive=self.now, successes=(0, self.now)),
         )
         self.add(
             "started",
@@ -926,31 +961,30 @@ class _Step:
     # -- a round that runs -------------------------------------------------------------------------
 
     def run(self) -> None:
-        ledger, now = self.ledger, self.now
+        ledger = self.ledger
         nodes = [self.view.nodes[node] for node in ledger.nodes if node in self.view.nodes]
         here = [node for node in nodes if node.state.round == ledger.round]
         self._note_progress(here)
-        failures = _Failures(self.job, ledger, self.view, now)
-        exits = early_exits(ledger, self.view)
-        root = root_cause.root(failures.entries, exits)
+        failures, left, suspects_due = _failures(self.job, ledger, self.view, self.now)
+        root = root_cause.root(failures, early_exits(ledger, self.view))
         done = len(here) == len(ledger.nodes) and all(node.state.ended for node in here)
-        if done and math.isinf(failures.suspects_due) and (root is None or not root.effect):
-            self._end_run(self._outcome_of_done(here, root, failures))
+        if done and math.isinf(suspects_due) and (root is None or not root.effect):
+            self._end_run(self._outcome_of_done(here, root, left=left))
             return
         end = self._why_end(nodes, failures, root)
         if end is not None:
             self._end_run(end)
             return
-        self.wake(failures.suspects_due)
+        self.wake(suspects_due)
         self._ask_about_missing(here)
         self._name_unfinished(here)
 
     def _outcome_of_done(
-        self, here: Sequence[Node], root: Failure | None, failures: _Failures
+        self, here: Sequence[Node], root: Failure | None, *, left: bool
     ) -> Outcome:
         if root is not None:
             return outcome.failed(root)
-        if failures.left:
+        if left:
             return self.preempted("its workers left to be queued again")
         for node in here:  # the absence of a failure is no success
             if len(node.state.succeeded) < node.nproc:
@@ -961,21 +995,21 @@ class _Step:
         return Outcome(JobState.SUCCEEDED)
 
     def _why_end(
-        self, nodes: Sequence[Node], failures: _Failures, root: Failure | None
+        self, nodes: Sequence[Node], failures: Sequence[Entry], root: Failure | None
     ) -> Outcome | None:
         """Return why the round must end before its workers have ended; None if it goes on."""
         ledger, now, options = self.ledger, self.now, self.job.options
         if (cancelled := cancellation(self.view.nodes)) is not None:
             return cancelled
         gone = [node for node in nodes if self._is_gone(node)]
+        if not gone and not self.has_majority():  # the other part of a split job may start a round
+            gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
         if gone:
             losses = [self._entry_of_loss(node) for node in gone]
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
-            return outcome.failed(
-                root_cause.root([*failures.entries, *losses]) or losses[0].failure
-            )
-        due = self._failure_due(failures.entries, root)
+            return outcome.failed(root_cause.root([*failures, *losses]) or losses[0].failure)
+        due = self._failure_due(failures, root)
         if root is not None and due <= now:
             return outcome.failed(root)
         self.wake(due)
@@ -999,7 +1033,7 @@ class _Step:
 
     def _is_gone(self, node: Node) -> bool:
         """Return whether the agent of a node of the round was lost, also if it is back already."""
-        return node.lost is not None or node.joined_at > self.ledger.run.began
+        return node.lost is not None or node.joined_at > self.current.began
 
     def _entry_of_loss(self, node: Node) -> Entry:
         if node.lost is None:
@@ -1010,18 +1044,22 @@ class _Step:
 
     def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
         """Return when a failure ends the round: other nodes may know the cause of an effect."""
-        due, run, options = root_cause.stop_due(found), self.ledger.run, self.job.options
+        due, options = root_cause.stop_due(found), self.job.options
         if root is None or not root.effect:
             return due
-        asked = run.asked
-        if asked is not None and asked.gave_up and not self._has_answered(asked):
+        asked, heard = self.current.asked, self.current.heard
+        if (
+            asked is not None
+            and asked.gave_up
+            and not heard.issuperset((node, asked.number) for node in asked.ranks)
+        ):
             due = max(due, asked.at + _ANSWER_SECONDS)
         if due > self.now:
             return due
-        if run.polled is None:
-            self.change_run(polled=self.now)
-            run = self.ledger.run
-        assert run.polled is not None
+        polled = self.current.polled
+        if polled is None:
+            polled = self.now
+            self.change_run(polled=polled)
         silent = [
             node
             for node in self.ledger.nodes
@@ -1029,7 +1067,7 @@ class _Step:
             and each.lost is None
             and not (each.state.reported and each.state.round == self.ledger.round)
         ]
-        return run.polled + options.lease + 2 * options.heartbeat if silent else due
+        return polled + options.lease + 2 * options.heartbeat if silent else due
 
     # -- what the ranks of a round wait for -------------------------------------------------------
 
@@ -1039,18 +1077,15 @@ class _Step:
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
         if complete and not run.running:
             self._note_running()
-        run = self.ledger.run
         importing = any(node.state.importing for node in here)
-        if importing is not run.importing:
-            imports = run.imports + importing
+        if importing is not self.current.importing:
+            imports = self.current.imports + importing
             self.change_run(importing=importing, imports=imports)
             if imports <= _MOST_IMPORTS:
                 self.add("importing", restart=ledger.restarts, torch=importing)
-        joined = sum(min(node.state.joined, node.nproc) for node in here)
-        formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        size, counts = run.ranks.world_size, run.counts
-        if any(map(_is_step, counts, (joined, formed), (size, size))):
-            self._tell_counts(joined, formed)
+        counts, size = self._counts(here), run.world_size
+        if any(map(_is_step, run.counts, counts, (size, size))):
+            self._tell_counts(counts)
 
     def _note_running(self) -> None:
         options, ledger = self.job.options, self.ledger
@@ -1060,82 +1095,77 @@ class _Step:
             self.change(deadline=self.now + options.time_limit)
         self.change(limit_runs=True)
 
-    def _tell_counts(self, joined: int, formed: int) -> None:
-        if (joined, formed) != self.ledger.run.counts:
-            self.change_run(counts=(joined, formed))
-            self.add(
-                "ranks",
-                restart=self.ledger.restarts,
-                joined=joined,
-                formed=formed,
-                world_size=self.ledger.run.ranks.world_size,
-            )
+    def _counts(self, here: Sequence[Node]) -> tuple[int, int]:
+        """Return how many ranks have joined and formed a group; the counts only grow."""
+        before = self.current.counts
+        joined = sum(min(node.state.joined, node.nproc) for node in here)
+        formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
+        return max(before[0], joined), max(before[1], formed)
+
+    def _tell_counts(self, counts: tuple[int, int]) -> None:
+        if counts == self.current.counts:
+            return
+        self.change_run(counts=counts)
+        self.add(
+            "ranks",
+            restart=self.ledger.restarts,
+            joined=counts[0],
+            formed=counts[1],
+            world_size=self.current.world_size,
+        )
 
     def _ask_about_missing(self, here: Sequence[Node]) -> None:
         """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
-        run = self.ledger.run
         for node in here:
             missing = node.state.missing
-            if missing is None or (node.node_rank, missing) in run.heard:
+            if missing is None or (node.node_rank, missing) in self.current.heard:
                 continue
-            known = [rank for rank in missing.ranks if rank < run.ranks.world_size]
-            asked = Asked(
-                run.asked.number + 1 if run.asked else 1,
-                self.now,
-                run.ranks.by_node(known),
+            self._tell_counts(self._counts(here))  # which may not have been worth an event before
+            known = [rank for rank in missing.ranks if rank < self.current.world_size]
+            self._ask(
+                self.current.by_node(known),
                 asker=(node.node_rank, missing.local_rank),
                 gave_up=missing.gave_up,
             )
-            self.change_run(asked=asked, heard=run.heard | {(node.node_rank, missing)})
-            run = self.ledger.run
-        for node in here:
-            probed = node.state.probed
-            if probed is None or not self._is_complete(node):
-                continue
-            answer = (node.node_rank, probed.number)
-            if answer not in run.heard:
-                self.change_run(heard=run.heard | {answer})
-                self.add("missing", node_rank=node.node_rank, workers=list(probed.lines))
-                run = self.ledger.run
+            self.change_run(heard=self.current.heard | {(node.node_rank, missing)})
+        asked = self.current.asked
+        if asked is None:
+            return
+        for node_rank, probed in _answers(asked, self.view.nodes).items():
+            answer, complete = (node_rank, probed.number), len(asked.ranks[node_rank])
+            if len(probed.lines) >= complete and answer not in self.current.heard:
+                self.change_run(heard=self.current.heard | {answer})
+                self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
-    def _is_complete(self, node: Node) -> bool:
-        """Return whether a node has described all its ranks of the newest question."""
-        asked, probed = self.ledger.run.asked, node.state.probed
-        return (
-            asked is not None
-            and probed is not None
-            and probed.number == asked.number
-            and len(probed.lines) >= len(asked.ranks.get(node.node_rank, ()))
-        )
-
-    def _has_answered(self, asked: Asked) -> bool:
-        return all((node, asked.number) in self.ledger.run.heard for node in asked.ranks)
+    def _ask(self, ranks: Mapping[int, Sequence[int]], **fields: Any) -> None:
+        number = self.current.asked.number + 1 if self.current.asked else 1
+        self.change_run(asked=Asked(number, self.now, ranks, **fields))
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""
-        run = self.ledger.run
+        run = self.current
         ended = {
-            run.ranks.rank(node.node_rank, local_rank)
+            run.worlds[node.node_rank].first_rank + local_rank
             for node in here
             for local_rank in node.state.succeeded
             if local_rank < node.nproc
         }
         if len(ended) != run.successes[0]:
             self.change_run(successes=(len(ended), self.now), named=False)
-            run = self.ledger.run
-        if run.named or not ended or len(ended) >= run.ranks.world_size:
+            run = self.current
+        if run.named or not ended or len(ended) >= run.world_size:
             return
         due = run.successes[1] + _UNFINISHED_SECONDS
         if self.now < due:
             self.wake(due)
             return
-        running = sorted(set(range(run.ranks.world_size)) - ended)
+        running = sorted(set(range(run.world_size)) - ended)
         still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
         text = f"{still}; {_ranks(sorted(ended))} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
-        by_node = {node: each[:_MOST_NAMED] for node, each in run.ranks.by_node(running).items()}
-        number = run.asked.number + 1 if run.asked else 1
-        self.change_run(named=True, asked=Asked(number, self.now, by_node, note=text))
+        by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
+        self.change_run(named=True)
+        self._ask(by_node, note=text)
 
     # -- a hang ------------------------------------------------------------------------------------
 
@@ -1144,7 +1174,7 @@ class _Step:
 
         A node that does not answer proves nothing; its lease ends a round whose agent is gone.
         """
-        run, now = self.ledger.run, self.now
+        run, now = self.current, self.now
         interval = min(max(timeout / _HANG_PARTS, _HANG_SHORTEST), _HANG_LONGEST)
         living = [
             node
@@ -1156,14 +1186,14 @@ class _Step:
             alive = now  # the workers may have been stopped too
         if alive > run.alive + _HANG_JITTER:
             self.change_run(alive=alive, comparable=False)
-            run = self.ledger.run
+            run = self.current
         answered = all(node.state.sampled == run.sample for node in living)
         compared = run.comparable and answered and run.sampled > run.alive
         if compared and any(node.state.moved for node in living):
             self.change_run(alive=run.sampled)
-            run = self.ledger.run
+            run = self.current
         elif compared and run.sampled - run.alive >= timeout:
-            return hang_verdict.hang(self.view.nodes[self.job.own], timeout)
+            return outcome.hang(self.job.own, self.view.nodes[self.job.own].host, timeout)
         limit = run.alive + timeout
         due = max(run.alive, run.sampled) + interval
         if run.comparable and run.sampled < limit < due:
@@ -1220,11 +1250,11 @@ class _Step:
             return
         if _is_hang(end):
             steps = (nodes[node].state.step for node in ledger.nodes if node in nodes)
-            end = hang_verdict.with_ranks(
+            end = outcome.with_ranks(
                 end,
                 self.view.stacks,
                 step=max(steps, default=-1),
-                local_rank=run.ranks.local_rank,
+                first_ranks={node: world.first_rank for node, world in run.worlds.items()},
             )
         self._stop_run(end)
 
@@ -1250,19 +1280,18 @@ class _Step:
             self.change_run(cancelled=cancelled)
         running = [
             node
-            for node in self.ledger.run.worlds
+            for node in run.worlds
             if node in nodes
             and nodes[node].lost is None
             and not (nodes[node].state.idle and nodes[node].state.round >= ledger.round)
             and nodes[node].joined_at <= run.began
         ]
-        if running and self.now < self.ledger.run.stop_due:
-            self.wake(self.ledger.run.stop_due)
+        if running and self.now < self.current.stop_due:
+            self.wake(self.current.stop_due)
             return
         for node in running:
-            failure = outcome.no_answer(nodes[node])
-            self.say(f"{failure.who} {failure.message}")
-            self.decision.dropped[node] = failure.message
+            self.say(f"node {node} (host {nodes[node].host}) {_NO_ANSWER}")
+            self.decision.dropped[node] = _NO_ANSWER
         self.end_round()
 
     def end_round(self) -> None:
@@ -1270,7 +1299,8 @@ class _Step:
         ledger, run = self.ledger, self.ledger.run
         end = ledger.end
         assert end is not None
-        if end.state is not JobState.SUCCEEDED and not self.has_majority():
+        decides = end.state is not JobState.SUCCEEDED or ledger.took_over
+        if decides and not self.has_majority():
             due = ledger.since + _ALONE_SECONDS
             self.wake(due)
             if self.now >= due:
@@ -1281,9 +1311,9 @@ class _Step:
             found = entries(self.job, ledger, self.view)
             exits = early_exits(ledger, self.view)
             end = outcome.failed(root_cause.root(found, exits) or end.failure)
-        before = ledger.rounds
-        self._record(end)
-        decision = self.policy(before).decide(end)
+        if not _is_recorded(self.job, ledger):
+            self._record(end)
+        decision = self.policy(self.ledger.rounds[:-1]).decide(end)
         if decision.why:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
         if decision.more_memory:
@@ -1362,19 +1392,14 @@ class _Step:
             why=failure.message,
         )
 
-    def rest(self) -> None:
-        """Do nothing: the caller gives the verdict, or leaves the job to another coordinator."""
 
-
+# In the other stages, it is the caller's turn.
 _STAGES = {
     Stage.WAIT: _Step.wait,
     Stage.MEASURE: _Step.measure,
-    Stage.START: _Step.start,
     Stage.RUN: _Step.run,
     Stage.COLLECT: _Step.collect,
     Stage.STOP: _Step.stop,
-    Stage.END: _Step.rest,
-    Stage.RESIGN: _Step.rest,
 }
 
 

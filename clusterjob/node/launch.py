@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
 from clusterjob.node.agent.parent import AgentParent
-from clusterjob.node.environments import scheduler, show, this_node, worker_defaults
+from clusterjob.node.environments import (
+    candidate_ports,
+    scheduler,
+    show,
+    this_node,
+    worker_defaults,
+)
 from clusterjob.node.environments.reading import Finding
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends, events, log_files
@@ -27,8 +33,7 @@ from clusterjob.node.logs.job_dir import STDIN_SCRIPT
 from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
-from clusterjob.node.rendezvous import ports
-from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
+from clusterjob.node.rendezvous.protocol import JobIdentity, NodeJob
 from clusterjob.node.system import devices, private_dirs, processes, signals
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
@@ -405,7 +410,9 @@ def _identity(
         job_id,
         attempt,
         token=token,
-        ports=ports.candidates(job_id, attempt, named_port=topology.master_port),
+        ports=candidate_ports.candidates(job_id, attempt)
+        if topology.master_port is None
+        else [topology.master_port],
         has_torch=preload.has_torch(),
         counted_by=counted_by,
         is_open=is_open,

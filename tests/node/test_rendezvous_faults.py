@@ -18,7 +18,7 @@ from namespaces import Machine, machines, skip_reason
 from procs import TEST_TIMEOUT, WITH_TORCH, Job, below, wait_until
 
 from clusterjob.node.rendezvous import protocol
-from clusterjob.node.rendezvous.stalls import Stalls
+from clusterjob.node.rendezvous.membership import Stalls
 
 MakeJob = Callable[..., Job]
 QUICK_LEASE = ("--heartbeat", "0.2", "--lease", "2")

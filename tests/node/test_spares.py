@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT, Job, alive, below, kill_all, wait_until
 
+from clusterjob.node.decide import choose
 from clusterjob.node.logs.events import read_events, read_job_events
-from clusterjob.node.rendezvous.node_selection import NodeSelection
 
 MakeJob = Callable[..., Job]
 # Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
@@ -187,19 +187,20 @@ NODES = st.integers(0, 7)
 
 
 @given(
-    st.integers(1, 6), st.integers(1, 6), st.lists(NODES, unique=True), st.lists(NODES, max_size=6)
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.lists(NODES, unique=True),
+    st.lists(NODES, unique=True, max_size=6),
 )
 def test_selection_keeps_places_and_avoids_nodes(
     wanted: int, least: int, usable: Collection[int], avoided: list[int]
 ) -> None:
-    selection = NodeSelection(wanted, least=min(least, wanted))
-    for node in avoided:
-        selection.avoid(node)
-    chosen = selection.choose(usable)
+    least = min(least, wanted)
+    chosen = choose(usable, range(wanted), avoided, wanted=wanted, least=least)
     good = set(usable) - set(avoided)
     assert len(set(chosen)) == len(chosen) <= wanted
     assert set(chosen) <= set(usable)
-    assert len(chosen) == min(wanted, max(len(good), min(len(usable), selection.least)))
+    assert len(chosen) == min(wanted, max(len(good), min(len(usable), least)))
     assert len(set(chosen) & good) == min(wanted, len(good))
     if len(chosen) == wanted:  # every node that stays usable keeps its place
         for position, node in enumerate(chosen):

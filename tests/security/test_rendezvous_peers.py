@@ -22,9 +22,9 @@ from procs import TEST_TIMEOUT, Job, wait_until
 
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
-from clusterjob.node.rendezvous import messages, protocol, stack_messages
-from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous import messages, protocol
 from clusterjob.node.rendezvous.membership import Membership
+from clusterjob.node.rendezvous.protocol import JobIdentity
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request
 from clusterjob.node.system.codec import Codec
@@ -355,10 +355,10 @@ def test_success_of_worker_that_node_does_not_have_counts_for_no_rank(
 def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) -> None:
     """The stacks name the rank that hangs: a false one would blame another host."""
 
-    def false_stacks(host: str) -> list[stack_messages.StackFound]:
+    def false_stacks(host: str) -> list[messages.StackFound]:
         frames_ = (Frame("/w/\x1b[2J.py", 7, "blamed\x1b]0;x\x07\nFAILED"),)
         return [
-            stack_messages.StackFound(
+            messages.StackFound(
                 0, RankStack(rank, 1, host, 7, "runs", True, (ThreadStack("MainThread", frames_),))
             )
             for rank in (0, 1, 2, 1 << 20)
@@ -370,7 +370,7 @@ def test_node_cannot_send_stacks_for_ranks_of_another_node(make_job: MakeJob) ->
         if not isinstance(message, Order) or message.world is None:
             return [NodeState(0, ended=True)] if getattr(message, "stop", None) else []
         if message.collect:
-            collected = stack_messages.StacksCollected(0, ("x",))
+            collected = messages.StacksCollected(0, ("x",))
             return [*false_stacks("forged"), collected, replace(runs, collected=True)] * 2
         # Stacks that nobody has asked for must not fill the memory of node 0.
         return [*false_stacks("unasked"), replace(runs, sampled=message.sample)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from clusterjob.node.rendezvous.acceptor import Acceptor
+from clusterjob.node.rendezvous.membership import Acceptor
 
 
 async def accepted(waiting: int, limit: int, turns: int) -> tuple[int, list[str]]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from clusterjob.node.logs.job_dir import COORDINATOR
-from clusterjob.node.rendezvous import coordinator_state
-from clusterjob.node.rendezvous.coordinator_state import CoordinatorState
+from clusterjob.node.rendezvous import succession
+from clusterjob.node.rendezvous.messages import CoordinatorState
 from clusterjob.node.system import processes
 
 
@@ -43,15 +43,15 @@ def state(seconds_left: float | None = None) -> CoordinatorState:
 @pytest.mark.parametrize("seconds_left", [None, 1e6])
 def test_state_that_was_written_is_read(tmp_path: Path, seconds_left: float | None) -> None:
     written = state(seconds_left)
-    coordinator_state.write(tmp_path, written)
-    assert coordinator_state.read(tmp_path, 2) == written
+    succession.write_state(tmp_path, written)
+    assert succession.read_state(tmp_path, 2) == written
     assert (tmp_path / COORDINATOR).stat().st_mode & 0o777 == 0o600
 
 
 def test_state_of_another_attempt_is_ignored(tmp_path: Path) -> None:
-    assert coordinator_state.read(tmp_path, 2) is None
-    coordinator_state.write(tmp_path, state())
-    assert coordinator_state.read(tmp_path, 3) is None
+    assert succession.read_state(tmp_path, 2) is None
+    succession.write_state(tmp_path, state())
+    assert succession.read_state(tmp_path, 3) is None
 
 
 def test_deadline_stays_on_this_machine_and_is_moved_on_another() -> None:
@@ -87,13 +87,13 @@ def test_deadline_stays_on_this_machine_and_is_moved_on_another() -> None:
     ],
 )
 def test_damaged_state_is_ignored(tmp_path: Path, change: dict[str, Any]) -> None:
-    coordinator_state.write(tmp_path, state(1e6))
+    succession.write_state(tmp_path, state(1e6))
     data = json.loads((tmp_path / COORDINATOR).read_text())
     (tmp_path / COORDINATOR).write_text(json.dumps(data | change))
-    assert coordinator_state.read(tmp_path, 2) is None
+    assert succession.read_state(tmp_path, 2) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "null"])
 def test_file_that_is_no_state_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / COORDINATOR).write_text(text)
-    assert coordinator_state.read(tmp_path, 2) is None
+    assert succession.read_state(tmp_path, 2) is None

@@ -12,15 +12,14 @@ import pytest
 
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
-from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
+from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous.evidence import MOST_NODES
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
 from clusterjob.node.rendezvous.succession import Members
 from clusterjob.node.states import Failing, Missing, Order, Probed, Request
-from clusterjob.node.verdict import Failure, FailureKind, JobState
+from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
 
 
 def failure(
@@ -609,6 +608,22 @@ def test_counts_of_ranks_in_a_large_world_get_few_events(world_size: int, most: 
     assert (events[-1]["joined"], events[-1]["formed"]) == (world_size, world_size)
 
 
+def test_counts_never_fall_and_are_told_before_a_question_about_missing_ranks() -> None:
+    cluster = running(4, 8)
+    for number, joined in enumerate((8, 8, 1, 0)):
+        cluster.say(number, joined=joined)
+        cluster.decide()
+    assert cluster.named("ranks")[-1]["joined"] == 16
+    cluster.say(0, joined=0, missing=Missing(0, (31,), gave_up=False))
+    cluster.say(1, joined=8)
+    cluster.say(2, joined=8)
+    cluster.decide()
+    cluster.say(0, joined=8, missing=Missing(0, (30,), gave_up=False))
+    cluster.say(3, joined=1)
+    cluster.decide()
+    assert [each["joined"] for each in cluster.named("ranks")][-2:] == [16, 25]
+
+
 def test_imports_get_few_events() -> None:
     cluster = running(2)
     for _ in range(50):
@@ -767,6 +782,43 @@ def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() 
     assert len(again.ledger.rounds) == 1
     cluster.wait(13.0)
     assert (cluster.ledger.round, cluster.ledger.nodes) == (1, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "restarts", "stage", "state"),
+    [
+        ("", 1, Stage.END, JobState.SUCCEEDED),
+        ("cancelled", 1, Stage.END, JobState.CANCELLED),
+        ("time_limit", 1, Stage.END, JobState.FAILED),
+        ("exit_code", 0, Stage.END, JobState.FAILED),
+        ("exit_code", 1, Stage.RUN, None),
+    ],
+)
+def test_new_coordinator_carries_out_the_end_that_was_recorded(
+    kind: str, restarts: int, stage: Stage, state: JobState | None
+) -> None:
+    cluster = Cluster(2, max_restarts=restarts)
+    ended = RoundEnd(0, 0, kind=kind, host="gpu1", node=1, message="exited with code 3")
+    ledger = Ledger(Stage.RUN, round=0, nodes=(0, 1), rounds=(ended,), first_started="t")
+    lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
+    cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
+    assert cluster.decide() is stage
+    assert (cluster.ledger.end.state if cluster.ledger.end else None) is state
+    assert len(cluster.ledger.rounds) == 1
+
+
+def test_round_without_its_lost_spares_ends_if_they_may_go_on_alone() -> None:
+    cluster = Cluster(5, spares=3, max_restarts=3, moves=True)
+    cluster.run()
+    for number in cluster.nodes:
+        cluster.say(number, seen=1)
+    cluster.lose(4)
+    assert cluster.decide() is Stage.RUN
+    for number in (2, 3):
+        cluster.lose(number)
+    assert cluster.decide() is not Stage.RUN
+    cluster.stop()
+    assert cluster.wait(7.0) is Stage.RESIGN
 
 
 def test_node_that_knows_a_newer_round_is_of_another_part() -> None:

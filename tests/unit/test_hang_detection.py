@@ -17,9 +17,8 @@ from clusterjob.insight import silence
 from clusterjob.node.agent.stack_reports import bounded
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics.samples import NodeFacts, Sample, facts_line, sample_line
-from clusterjob.node.rendezvous import hang_verdict, messages, stack_messages
-from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.sender_check import check_sender
+from clusterjob.node.rendezvous import messages, outcome
+from clusterjob.node.rendezvous.messages import check_sender
 from clusterjob.node.stacks import progress
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Activity, Progress
@@ -173,10 +172,9 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     waiting = [f"{TORCH}:all_reduce"]
     stacks = [stack("train.py:main", *waiting, rank=rank) for rank in (0, 2)]
     stacks.append(stack("train.py:main", "data.py:decode", rank=1))
-    own = Peer(0, "host", pid=1, nproc=3, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 600.0)
+    end = outcome.hang(0, "host", 600.0)
     assert end.reason == "no progress for 10m"
-    found = hang_verdict.with_ranks(end, stacks, step=12, local_rank=lambda _node, rank: rank)
+    found = outcome.with_ranks(end, stacks, step=12, first_ranks={0: 0})
     assert found.failure is not None
     assert (found.failure.kind, found.failure.rank) == (FailureKind.HANG, 1)
     assert found.failure.message == (
@@ -190,9 +188,8 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
 def test_verdict_names_the_stopped_one_of_two_ranks() -> None:
     stacks = [stack("train.py:main", "train.py:step", rank=0), stack(rank=1)]
     stacks[1] = replace(stacks[1], answered=False, state="is stopped (do_signal_stop)")
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 12.0)
-    found = hang_verdict.with_ranks(end, stacks, step=-1, local_rank=lambda _node, rank: rank)
+    end = outcome.hang(0, "host", 12.0)
+    found = outcome.with_ranks(end, stacks, step=-1, first_ranks={0: 0})
     assert found.failure is not None
     assert found.failure.rank == 1
     assert found.failure.message.endswith(
@@ -204,19 +201,15 @@ def test_stack_in_verdict_leaves_out_import_machinery() -> None:
     machinery = [f"<frozen importlib._bootstrap>:load{i}" for i in range(30)]
     stacks = [stack("train.py:main", *machinery, "slow.py:<module>", rank=0)]
     stacks.append(stack("train.py:main", f"{TORCH}:all_reduce", rank=1))
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 600.0)
-    found = hang_verdict.with_ranks(end, stacks, step=-1, local_rank=lambda _node, rank: rank)
+    end = outcome.hang(0, "host", 600.0)
+    found = outcome.with_ranks(end, stacks, step=-1, first_ranks={0: 0})
     assert found.failure is not None
     assert found.failure.last_lines[1:] == ("<module> (slow.py:7)", "main (train.py:7)")
 
 
 def test_verdict_names_no_rank_if_all_wait_alike() -> None:
     stacks = [stack("train.py:main", f"{TORCH}:all_reduce", rank=rank) for rank in (0, 1)]
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    found = hang_verdict.with_ranks(
-        hang_verdict.hang(own, 90.0), stacks, step=-1, local_rank=lambda _node, rank: rank
-    )
+    found = outcome.with_ranks(outcome.hang(0, "host", 90.0), stacks, step=-1, first_ranks={0: 0})
     assert found.failure is not None
     assert found.failure.rank is None
     assert found.reason.startswith("no progress for 90s: all 2 ranks wait in all_reduce")
@@ -224,9 +217,8 @@ def test_verdict_names_no_rank_if_all_wait_alike() -> None:
 
 def test_verdict_names_the_last_rank_that_runs() -> None:
     last = replace(stack("train.py:main", f"{TORCH}:barrier", rank=3), node_rank=1, host="gpu9")
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 90.0)
-    found = hang_verdict.with_ranks(end, [last], step=-1, local_rank=lambda _node, rank: rank - 2)
+    end = outcome.hang(0, "host", 90.0)
+    found = outcome.with_ranks(end, [last], step=-1, first_ranks={1: 2})
     failure = found.failure
     assert failure is not None
     place = (failure.rank, failure.local_rank, failure.node_rank, failure.host)
@@ -248,7 +240,7 @@ def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> Non
         stack("a.py:main"),
         threads=tuple(ThreadStack(f"t{n}", frames(*["x" * 300 + ":f"] * 200)) for n in range(300)),
     )
-    message = stack_messages.StackFound(0, bounded(huge))
+    message = messages.StackFound(0, bounded(huge))
     data = messages.FROM_AGENT.encode(message)
     assert len(str(data)) < 256_000
     assert messages.FROM_AGENT.decode(data) == message

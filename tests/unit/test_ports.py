@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import RendezvousError
+from clusterjob.node.coordinator import store_address
+from clusterjob.node.environments.candidate_ports import COUNT, candidates
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.rendezvous import ports
-from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.round_plan import store_address
+from clusterjob.node.rendezvous.membership import Peer, listen
+from clusterjob.node.rendezvous.messages import Hello
 
 
 def used_port() -> socket.socket:
@@ -23,32 +24,26 @@ def used_port() -> socket.socket:
 def test_candidate_ports_are_same_in_all_agents_and_not_ephemeral(
     job_id: str, attempt: int
 ) -> None:
-    found = ports.candidates(job_id, attempt, named_port=None)
-    assert found == ports.candidates(job_id, attempt, named_port=None)
-    assert len(found) == ports.COUNT
+    found = candidates(job_id, attempt)
+    assert found == candidates(job_id, attempt)
+    assert len(found) == COUNT
     assert all(1024 < port < 32768 for port in found)
-    assert len(set(found)) > ports.COUNT // 2
+    assert len(set(found)) > COUNT // 2
 
 
 def test_candidate_ports_differ_per_job_and_attempt() -> None:
     found = [
-        ports.candidates(job_id, attempt, named_port=None)
-        for job_id in ("job-1", "job-2", "job-11")
-        for attempt in (0, 1)
+        candidates(job_id, attempt) for job_id in ("job-1", "job-2", "job-11") for attempt in (0, 1)
     ]
     assert len({tuple(sequence) for sequence in found}) == 6
     assert len({sequence[0] for sequence in found}) == 6
-
-
-def test_named_port_is_only_candidate() -> None:
-    assert ports.candidates("job", 3, named_port=29500) == [29500]
 
 
 def test_coordinator_listens_at_first_free_port() -> None:
     with used_port() as first, used_port() as second, used_port() as third:
         numbers = [holder.getsockname()[1] for holder in (first, second, third)]
         third.close()
-        with ports.listen("127.0.0.1", numbers) as listener:
+        with listen("127.0.0.1", numbers) as listener:
             assert listener.getsockname() == ("127.0.0.1", numbers[2])
             with socket.create_connection(listener.getsockname(), 5) as connection:
                 assert connection.getpeername() == listener.getsockname()
@@ -58,7 +53,7 @@ def test_port_is_free_as_soon_as_coordinator_ends() -> None:
     with used_port() as holder:
         number = holder.getsockname()[1]
     for _ in range(3):
-        with ports.listen("127.0.0.1", [number]) as listener:
+        with listen("127.0.0.1", [number]) as listener:
             client = socket.create_connection(listener.getsockname(), 5)
             accepted = listener.accept()[0]
             accepted.close()  # this side closes first, so the port stays in TIME_WAIT
@@ -66,8 +61,8 @@ def test_port_is_free_as_soon_as_coordinator_ends() -> None:
 
 
 def test_second_coordinator_at_same_port_is_refused() -> None:
-    with ports.listen("127.0.0.1", [0]) as first, pytest.raises(RendezvousError):
-        ports.listen("127.0.0.1", [first.getsockname()[1]])
+    with listen("127.0.0.1", [0]) as first, pytest.raises(RendezvousError):
+        listen("127.0.0.1", [first.getsockname()[1]])
 
 
 def test_error_without_free_port_names_used_ports() -> None:
@@ -77,13 +72,13 @@ def test_error_without_free_port_names_used_ports() -> None:
             RendezvousError,
             match=f"no free port at 127.0.0.1: {numbers[0]}, {numbers[1]} are in use",
         ):
-            ports.listen("127.0.0.1", numbers)
+            listen("127.0.0.1", numbers)
 
 
 @pytest.mark.parametrize("host", ["999.1.1.1", "node0..cluster"])
 def test_unresolvable_address_is_error(host: str) -> None:
     with pytest.raises(RendezvousError, match=f"node 0 cannot listen at {host}"):
-        ports.listen(host, [0])
+        listen(host, [0])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +96,7 @@ def test_store_is_at_address_that_all_agents_may_reach(
     master = "10.0.0.1,192.0.2.1,198.51.100.1"
     topology = Topology(3, 0, None, master_addr=master, master_port=None, source="clusterjob")
     peers = [
-        Peer(node, "", 1, nproc=1, send=print, heard_at=0.0, reached_at=each)
+        Peer(Hello(node, "", 1, 0, 4, 1), print, heard_at=0.0, reached_at=each)
         for node, each in enumerate(("", *reached))
     ]
     assert store_address(topology, peers) == address

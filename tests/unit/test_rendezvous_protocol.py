@@ -337,7 +337,8 @@ def test_endless_line_in_channel_ends_connection() -> None:
         async with connection() as (agent, coordinator):
             _, coordinator_channel = await channels(agent, coordinator)
             agent[1].write(b"x" * (protocol.LINE_BYTES * 4))
-            assert await coordinator_channel.receive() is None
+            with pytest.raises(UnauthenticatedError, match="more than 262144 bytes"):
+                await coordinator_channel.receive()
 
     run(scenario)
 

@@ -14,8 +14,8 @@ from clusterjob.errors import SpecError
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import until_done
-from clusterjob.node.rendezvous.until_done import UntilDone, newest
+from clusterjob.node.rendezvous import policy
+from clusterjob.node.rendezvous.policy import UntilDone, newest
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 PROGRAM = Program("script", "train.py")
@@ -123,7 +123,7 @@ def test_short_attempts_end_job_without_checkpoint_directory(
     job = Job(tmp_path, checkpoint_dir="")
     assert job.end(STOPPED).state is JobState.PREEMPTED
     assert job.end(STOPPED).reason.startswith("2 attempts in a row ended within 60 s; the last: ")
-    monkeypatch.setattr(until_done, "SHORT_ATTEMPT", 0.0)
+    monkeypatch.setattr(policy, "SHORT_ATTEMPT", 0.0)
     assert all(job.end(STOPPED).state is JobState.PREEMPTED for _ in range(4))
 
 
@@ -153,21 +153,21 @@ def test_search_for_newer_file_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     for number in range(10):
         (tmp_path / f"{number}").touch()
     assert newest(tmp_path)[1]
-    monkeypatch.setattr(until_done, "_MAX_FILES", 5)
+    monkeypatch.setattr(policy, "_MAX_FILES", 5)
     assert not newest(tmp_path)[1]
 
 
 def test_search_that_hangs_counts_as_progress(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.end(STOPPED, save="a")
-    monkeypatch.setattr(until_done, "_WALK_TIMEOUT", 0.05)
-    real = until_done.newest
+    monkeypatch.setattr(policy, "_WALK_TIMEOUT", 0.05)
+    real = policy.newest
 
     def slow(directory: Path, newer_than: int | None = None) -> tuple[int, bool]:
         if newer_than is not None:
             time.sleep(0.5)
         return real(directory, newer_than)
 
-    monkeypatch.setattr(until_done, "newest", slow)
+    monkeypatch.setattr(policy, "newest", slow)
     assert all(job.end(STOPPED).state is JobState.PREEMPTED for _ in range(3))
     time.sleep(0.6)  # the threads end
 

@@ -20,17 +20,15 @@ from clusterjob.insight import stragglers as insight
 from clusterjob.insight.live_node import RankNow
 from clusterjob.node.agent.node_waits import NodeWaits
 from clusterjob.node.contract import World
+from clusterjob.node.coordinator import waits_of
 from clusterjob.node.logs import events
 from clusterjob.node.logs.events import EventLog, Straggler, read_events
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.sampler import SampleWriter
 from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
-from clusterjob.node.metrics.stragglers import Lateness, Wait
+from clusterjob.node.metrics.stragglers import Lateness, StragglerWatch, Wait
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.rank_map import RankMap
-from clusterjob.node.rendezvous.straggler_watch import StragglerWatch
 from clusterjob.node.verdict import JobState
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.torch_patches import Waits
@@ -194,11 +192,18 @@ def test_one_rank_that_lies_makes_no_other_rank_late(lie: tuple[float, float], l
 # -- from the agents to the events -----------------------------------------------------------------
 
 
-def make_peers() -> list[Peer]:
-    return [
-        Peer(node, f"gpu{node}", pid=1, nproc=2, send=lambda _: None, heard_at=0.0)
-        for node in range(2)
-    ]
+def world_of(node: int, nnodes: int, nproc: int) -> World:
+    return World(
+        0,
+        "gpu0",
+        29500,
+        agent_store=True,
+        node_rank=node,
+        nnodes=nnodes,
+        nproc=nproc,
+        first_rank=node * nproc,
+        world_size=nnodes * nproc,
+    )
 
 
 class Watched:
@@ -207,24 +212,24 @@ class Watched:
     def __init__(self, directory: Path, clock: Clock) -> None:
         self.directory = directory
         self._clock = clock
-        self._peers = make_peers()
-        self._watch = StragglerWatch(
-            0, RankMap({0: 0, 1: 2}, 4), EventLog(directory / "events.jsonl")
-        )
+        self._watch = StragglerWatch(0, 2, 4, EventLog(directory / "events.jsonl"))
 
     def measure(self, times: int, *waited: float, restart: int = 0) -> None:
         """Send the waits of all ranks in steps of 0.5 s."""
         for _ in range(times):
             self._clock.now += 5.0
-            for peer in self._peers:
-                first = 2 * peer.node_rank
+            for node in range(2):
+                first = 2 * node
                 ranks = tuple(
                     messages.RankWait(local, 0.5, waited[first + local]) for local in (0, 1)
                 )
-                self._watch.receive(peer, messages.RankWaits(restart, ranks))
+                self._receive(node, messages.RankWaits(restart, ranks))
 
     def forge(self, *ranks: messages.RankWait) -> None:
-        self._watch.receive(self._peers[0], messages.RankWaits(0, ranks))
+        self._receive(0, messages.RankWaits(0, ranks))
+
+    def _receive(self, node: int, message: messages.RankWaits) -> None:
+        self._watch.receive(node, f"gpu{node}", waits_of(message, world_of(node, 2, 2)))
 
     def events(self) -> list[tuple[str, int]]:
         found = read_events(self.directory / "events.jsonl")
@@ -293,20 +298,16 @@ def test_hostile_agent_names_no_rank_of_another_node(
 
 
 def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Clock) -> None:
-    peers = [
-        Peer(node, f"gpu{node}", pid=1, nproc=8, send=lambda _: None, heard_at=0.0)
-        for node in range(1024)
-    ]
-    ranks_of = RankMap({node: 8 * node for node in range(1024)}, 8192)
-    watch = StragglerWatch(0, ranks_of, EventLog(tmp_path / "events.jsonl"))
+    worlds = [world_of(node, 1024, 8) for node in range(1024)]
+    watch = StragglerWatch(0, 1024, 8192, EventLog(tmp_path / "events.jsonl"))
     for _ in range(4):
-        clock.now += stragglers.interval(len(peers))
-        for peer in peers:
+        clock.now += stragglers.interval(len(worlds))
+        for node, world in enumerate(worlds):
             ranks = tuple(
-                messages.RankWait(local, 0.5, 0.0 if (peer.node_rank, local) == (700, 3) else 0.2)
+                messages.RankWait(local, 0.5, 0.0 if (node, local) == (700, 3) else 0.2)
                 for local in range(8)
             )
-            watch.receive(peer, messages.RankWaits(0, ranks))
+            watch.receive(node, "gpu", waits_of(messages.RankWaits(0, ranks), world))
     assert [event["rank"] for event in read_events(tmp_path / "events.jsonl")] == [5603]
     assert stragglers.interval(1024) < 6
     assert stragglers.interval(10_000) == 50.0

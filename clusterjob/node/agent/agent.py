@@ -26,8 +26,8 @@ from clusterjob.node.environments import scheduler, worker_endpoints
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.coordinator_state import Succession
-from clusterjob.node.rendezvous.identity import NodeJob
+from clusterjob.node.rendezvous.messages import Succession
+from clusterjob.node.rendezvous.protocol import NodeJob
 from clusterjob.node.stacks import grouping
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import JobState, Verdict

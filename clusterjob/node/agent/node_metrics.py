@@ -16,7 +16,7 @@ from clusterjob.node.logs.log_files import Timeline
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.metrics.stragglers import Wait
-from clusterjob.node.rendezvous.identity import NodeJob
+from clusterjob.node.rendezvous.protocol import NodeJob
 from clusterjob.node.system import devices, processes
 from clusterjob.node.system.shared_note import SharedNote
 

@@ -19,7 +19,7 @@ from clusterjob.node.environments import scheduler, worker_defaults, worker_endp
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
-from clusterjob.node.rendezvous.identity import NodeJob
+from clusterjob.node.rendezvous.protocol import NodeJob
 from clusterjob.node.states import Found, Missing, Order, OrderWithStore, Probe
 from clusterjob.node.system import devices, files, processes
 from clusterjob.node.verdict import FailureKind

@@ -13,7 +13,7 @@ from typing import Any
 
 from clusterjob.node import job_processes
 from clusterjob.node.agent.state_report import StateReport
-from clusterjob.node.rendezvous import stack_messages
+from clusterjob.node.rendezvous import messages
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.grouping import RankStack
@@ -98,13 +98,13 @@ class StackReports:
         with contextlib.suppress(*_ERRORS):
             found = await self.stacks(_SAMPLE_SECONDS)
             for stack in found:
-                self._send(stack_messages.StackFound(order.round, bounded(stack)))
+                self._send(messages.StackFound(order.round, bounded(stack)))
             dumps = await asyncio.to_thread(
                 self._dumps(order.round).request,
                 [each.rank for each in found],
                 _DUMP_SECONDS if order.dumps else 0.0,
             )
-        self._send(stack_messages.StacksCollected(order.round, dumps))
+        self._send(messages.StacksCollected(order.round, dumps))
         self._report.set(collected=True)
 
     async def _take_sample(self, order: Order) -> None:

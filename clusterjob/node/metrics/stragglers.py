@@ -7,15 +7,22 @@ communication itself takes is in the waits of all ranks. No clocks are compared.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median, median_high
+
+from clusterjob.node.logs.events import CAUGHT_UP, STRAGGLING, EventLog, Straggler
 
 _INTERVAL, _PER_SECOND = 5.0, 200
 SHARE = 0.1  # of a step: a rank for which the others wait longer is a straggler
 _LEAST = 0.002  # seconds per step
 _KEPT, _KEPT_STEPS = 30.0, 3  # a wait counts for so many seconds, and so many steps
 _SIMILAR = 0.5  # ranks whose step differs by a larger share from the median do not take part
+_IN_A_ROW = 3  # measurements after which a rank is a straggler, or is none any more
+_AGAIN = 600.0  # seconds between two events about the same rank
+_MAX_NAMED = 64  # stragglers at the same time
 
 
 def interval(nnodes: int) -> float:
@@ -76,3 +83,89 @@ def compare(waits: Mapping[int, Wait]) -> dict[int, Lateness]:
     # A rank that does not tell the truth changes a median little.
     usual = median_high(own.values())
     return {rank: Lateness(max(0.0, usual - waited), step) for rank, waited in own.items()}
+
+
+class StragglerWatch:
+    """The stragglers of one round.
+
+    Args:
+        restart: the number of the round, from 0.
+        nnodes: the number of nodes with workers.
+        world_size: the number of ranks.
+        events: the job's events.
+    """
+
+    def __init__(self, restart: int, nnodes: int, world_size: int, events: EventLog) -> None:
+        self._restart = restart
+        self._interval = interval(nnodes)
+        self._world_size = world_size
+        self._events = events
+        self._places: dict[int, tuple[int, str]] = {}  # by rank: its node_rank and host
+        self._waits: dict[int, tuple[float, Wait]] = {}  # by rank, with the time of arrival
+        self._new: set[int] = set()  # ranks with a measurement since the last check
+        self._checked = time.monotonic()
+        self._late: Counter[int] = Counter()  # measurements in a row in which a rank was late
+        self._even: Counter[int] = Counter()  # and in which a straggler was not
+        self._stragglers: set[int] = set()
+        self._told: dict[int, float] = {}  # the time of the last event about a rank
+        self._named: set[int] = set()  # ranks whose last event does not say that they caught up
+
+    def receive(self, node_rank: int, host: str, waits: Mapping[int, Wait]) -> None:
+        """Record the waits of one node's ranks, by rank; check all ranks from time to time."""
+        moment = time.monotonic()
+        for rank, wait in waits.items():
+            self._places[rank] = node_rank, host
+            self._waits[rank] = moment, wait
+        self._new.update(waits)
+        # Waits of the same time are compared; a rank with long steps is not waited for.
+        since = moment - self._checked
+        complete = len(self._new) == self._world_size
+        if since >= (self._interval if complete else 2 * self._interval):
+            self._checked = moment
+            self._check(moment)
+
+    def _check(self, moment: float) -> None:
+        fresh = {
+            rank: wait
+            for rank, (at, wait) in self._waits.items()
+            if wait.is_fresh(moment - at - self._interval)
+        }
+        if 2 * len(fresh) < self._world_size:
+            return
+        measured = compare(fresh)
+        late = {rank: each for rank, each in measured.items() if each.reaches(SHARE)}
+        for rank in self._new:
+            each = measured.get(rank)
+            even = each is None or not each.reaches(SHARE / 2)
+            self._count(rank, late=rank in late, even=even)
+        self._new.clear()
+        for rank in sorted(late, key=lambda rank: -late[rank].waited):
+            known = rank in self._stragglers or len(self._stragglers) < _MAX_NAMED
+            if self._late[rank] >= _IN_A_ROW and known:
+                self._stragglers.add(rank)
+                self._tell(rank, late[rank], moment)
+
+    def _count(self, rank: int, *, late: bool, even: bool) -> None:
+        if late:
+            self._late[rank] += 1
+        elif even:
+            del self._late[rank]
+        if rank not in self._stragglers or not even:
+            del self._even[rank]
+            return
+        self._even[rank] += 1
+        if self._even[rank] >= _IN_A_ROW:
+            self._stragglers.discard(rank)
+            del self._even[rank]
+            if rank in self._named:
+                self._named.discard(rank)
+                self._events.add(CAUGHT_UP, restart=self._restart, rank=rank)
+
+    def _tell(self, rank: int, lateness: Lateness, moment: float) -> None:
+        if moment - self._told.get(rank, float("-inf")) < _AGAIN:
+            return
+        self._told[rank] = moment
+        self._named.add(rank)
+        node_rank, host = self._places[rank]
+        found = Straggler(rank, node_rank, host, waited=lateness.waited, step=lateness.step)
+        self._events.add(STRAGGLING, restart=self._restart, **found.to_event())

@@ -1,15 +1,20 @@
-"""Membership: admit agents that prove the token, receive messages, detect lost agents."""
+"""Membership: admit agents that prove the token, receive messages, detect lost agents.
+
+A process that was stopped or suspended, or that got no CPU, received and sent nothing meanwhile: it
+must not count a silent peer as lost (`Stalls`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import hmac
 import resource
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clusterjob.errors import RendezvousError
@@ -17,15 +22,188 @@ from clusterjob.node.contract import TOKEN
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.acceptor import MAX_WAITING, Acceptor
-from clusterjob.node.rendezvous.identity import JobIdentity
-from clusterjob.node.rendezvous.protocol import Channel
-from clusterjob.node.rendezvous.sender_check import check_sender
-from clusterjob.node.rendezvous.stalls import Stalls
+from clusterjob.node.rendezvous.protocol import Channel, JobIdentity
 from clusterjob.node.system import network
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure
+
+MAX_WAITING = 128  # unauthenticated connections, besides one for each agent that has not joined
+_BACKLOG = 4096  # connections
+_PAUSE = 0.1  # seconds after a failed accept(2), for example without free descriptors
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:
+    """Return a socket that listens at the first free port.
+
+    Args:
+        master_addr: the address to bind.
+        ports: the candidate ports.
+        alone: whether the job has one node; then only this machine can connect.
+
+    Raises:
+        RendezvousError: no port is free, or the address does not resolve; the message has the
+            kernel's error.
+    """
+    taken = []
+    for port in ports:
+        try:
+            return network.listen_at(master_addr, port, backlog=_BACKLOG, alone=alone)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise RendezvousError(
+                    f"node 0 cannot listen at {master_addr}:{port}: {error.strerror or error}"
+                ) from error
+            taken.append(str(port))
+    raise RendezvousError(
+        f"node 0 finds no free port at {master_addr}:"
+        f" {', '.join(taken)} {'is' if len(taken) == 1 else 'are'} in use"
+    )
+
+
+class Acceptor:
+    """Accept connections and serve each in its own task.
+
+    It replaces asyncio.start_server, which sets the backlog to 100 and accepts all waiting
+    connections before the first handler runs: a thousand idle connections would take every
+    descriptor of this process. No error of accept(2) ends the job.
+
+    Args:
+        listener: a listening socket.
+        handle: serves a connection until its end.
+        max_waiting: returns how many connections may be unauthenticated now. If there are more,
+            the oldest is closed: an agent authenticates in milliseconds, and retries.
+        dropped: called with the address and the reason when a connection is closed.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        handle: Handler,
+        max_waiting: Callable[[], int],
+        dropped: Callable[[str, str], None],
+    ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._handle = handle
+        self._max_waiting = max_waiting
+        self._dropped = dropped
+        # The addresses of unauthenticated peers, oldest first.
+        self._waiting: dict[asyncio.Task[None], str] = {}
+        self._all: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Accept connections until this task is cancelled."""
+        loop = asyncio.get_running_loop()
+        accepted = 0  # since other tasks ran
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno != errno.ECONNABORTED:
+                    self._drop_oldest(f"accept: {error.strerror or error}")
+                    await asyncio.sleep(_PAUSE)
+                continue
+            task = asyncio.create_task(self._serve_one(connection))
+            self._waiting[task] = str(address)
+            self._all.add(task)
+            if len(self._waiting) > max(1, self._max_waiting()):
+                self._drop_oldest("too many unauthenticated connections")
+            accepted += 1
+            # sock_accept does not yield while connections wait. With one at a time, thousands of
+            # agents that connect at once would fill the backlog, and the kernel drops the others.
+            # But a connection must be read before enough others come to drop it as the oldest.
+            if accepted >= self._max_waiting() // 2:
+                accepted = 0
+                await asyncio.sleep(0)
+
+    def admit(self) -> None:
+        """Count the current task's connection as authenticated."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._waiting.pop(task, None)
+
+    async def close(self, timeout: float) -> None:
+        """Close the listener, and after `timeout` seconds all connections that are still open."""
+        self._listener.close()
+        for task in list(self._waiting):
+            task.cancel()
+        if self._all:
+            await asyncio.wait(self._all, timeout=timeout)
+        for task in self._all:
+            task.cancel()
+        if self._all:
+            await asyncio.wait(self._all)
+
+    def _drop_oldest(self, why: str) -> None:
+        oldest = next(iter(self._waiting), None)
+        if oldest is not None:
+            self._dropped(self._waiting.pop(oldest), why)
+            oldest.cancel()
+
+    async def _serve_one(self, connection: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        writer: asyncio.StreamWriter | None = None
+        try:
+            reader, writer = await asyncio.open_connection(
+                sock=connection, limit=protocol.LINE_BYTES
+            )
+            await self._handle(reader, writer)
+        except asyncio.CancelledError:
+            pass  # the connection is closed below, and no task awaits this one
+        except Exception as error:  # wrong input closes only this connection
+            self._dropped(str(self._waiting.get(task, "")), f"{type(error).__name__}: {error}")
+        finally:
+            if writer is None:
+                connection.close()
+            else:
+                writer.transport.abort()
+            self._waiting.pop(task, None)
+            self._all.discard(task)
+
+
+class Stalls:
+    """Measure for how long a process did not run; the process must call `tick` regularly.
+
+    Args:
+        interval: seconds between two calls; a call that is more than one interval late ends
+            a stall.
+        clock: seconds that also pass while the machine is suspended.
+
+    Attributes:
+        total: seconds of all stalls so far.
+        last: seconds of the latest stall.
+    """
+
+    def __init__(
+        self,
+        interval: float,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self.total = self.last = 0.0
+        self._interval = interval
+        self._clock = clock
+        self._ticked = clock()
+        self._ended = float("-inf")
+
+    def tick(self) -> float:
+        """Record that this process runs; return the seconds of a stall that ends now, else 0."""
+        moment = self._clock()
+        elapsed, self._ticked = moment - self._ticked, moment
+        if elapsed <= 2 * self._interval:
+            return 0.0
+        self.last, self._ended = elapsed, moment
+        self.total += elapsed
+        return elapsed
+
+    def recent(self, seconds: float) -> float:
+        """Return the seconds of the latest stall if it ended within the last `seconds`, else 0."""
+        self.tick()
+        return self.last if self._clock() - self._ended <= seconds else 0.0
+
 
 _CLOSE_SECONDS = 1.0  # seconds for the other agents to close their connections
 _MAX_REJECTED = 20  # rejected connections that get an event each; later ones are counted
@@ -35,20 +213,19 @@ _REJECTED_INTERVAL = 10.0  # seconds between two events that count rejected conn
 
 @dataclass
 class Peer:
-    """An agent that has joined: values of its `Hello`, and the time of its last message."""
+    """An agent that has joined.
 
-    node_rank: int  # the number of its node
-    host: str
-    pid: int
-    nproc: int
+    Attributes:
+        hello: its first message; its texts are sanitized.
+        send: sends it a message.
+        heard_at: the monotonic time of its last message.
+        reached_at: the coordinator's address to which it has connected.
+    """
+
+    hello: messages.Hello
     send: Callable[[Any], None]
-    heard_at: float  # monotonic seconds
-    address: str = ""
-    endpoints: tuple[str, ...] = ()
-    wants_endpoints: bool = False
-    rounds: int = 0  # the newest round that its node has seen, plus 1
-    key: str = ""
-    reached_at: str = ""  # the coordinator's address to which it has connected
+    heard_at: float
+    reached_at: str = ""
     lost: bool = False
 
 
@@ -164,8 +341,14 @@ class Membership:
             RefusedError: its node_rank is taken, or it belongs to another attempt or counts another
                 number of nodes.
         """
-        node_rank, pid = hello.node_rank, hello.pid
-        host, counted_by = sanitize(hello.host), sanitize(hello.counted_by)
+        hello = replace(
+            hello,
+            host=sanitize(hello.host),
+            counted_by=sanitize(hello.counted_by),
+            address=sanitize(hello.address),
+            endpoints=tuple(map(sanitize, hello.endpoints)),
+        )
+        node_rank, host, pid, counted_by = hello.node_rank, hello.host, hello.pid, hello.counted_by
         if hello.attempt != self._job.attempt:
             raise protocol.RefusedError(
                 f"this is attempt {self._job.attempt} of the job, not {hello.attempt}"
@@ -182,7 +365,7 @@ class Membership:
                 " all nodes must use the same variable"
             )
         elif (first := self.peers.get(node_rank)) is not None:
-            is_same = hmac.compare_digest(ascii(hello.key), ascii(first.key))
+            is_same = hmac.compare_digest(ascii(hello.key), ascii(first.hello.key))
             if is_same and not first.lost:
                 # It retries until its earlier connection counts as lost.
                 self.inbox.put_nowait(
@@ -192,25 +375,13 @@ class Membership:
             if not is_same and (self._job.is_open or not first.lost):
                 problem = (
                     f"node_rank {node_rank} is claimed twice:"
-                    f" by {first.host} (pid {first.pid}) and by {host} (pid {pid})"
+                    f" by {first.hello.host} (pid {first.hello.pid}) and by {host} (pid {pid})"
                 )
         if problem:
             if len(self.refusals) < _MAX_REJECTED:
                 self.refusals.append(Failure.of_node(node_rank, host, message=problem))
             raise protocol.RefusedError(problem)
-        peer = self.peers[node_rank] = Peer(
-            node_rank,
-            host,
-            pid=pid,
-            nproc=hello.nproc,
-            send=send,
-            heard_at=time.monotonic(),
-            address=sanitize(hello.address),
-            endpoints=tuple(map(sanitize, hello.endpoints)),
-            wants_endpoints=hello.wants_endpoints,
-            rounds=hello.rounds,
-            key=hello.key,
-        )
+        peer = self.peers[node_rank] = Peer(hello, send, heard_at=time.monotonic())
         if len(self.peers) == self._nnodes:
             gc.freeze()  # a collection would look at the objects of all connections again
         self._events.add("joined", node_rank=node_rank, host=host, pid=pid, nproc=hello.nproc)
@@ -277,31 +448,33 @@ class Membership:
         await self._receive_from(peer, channel)
 
     async def _receive_from(self, peer: Peer, channel: Channel) -> None:
-        why, ended = "its connection was closed", True
+        node_rank, why, ended = peer.hello.node_rank, "its connection was closed", True
         try:
             while (message := await channel.receive()) is not None and not peer.lost:
-                check_sender(message, peer.node_rank)
-                self.receive(peer.node_rank, message)
+                messages.check_sender(message, node_rank)
+                self.receive(node_rank, message)
         except (RendezvousError, MalformedMessageError) as error:
             why, ended = f"it sent an invalid message: {error}", False
-            self._events.add("forged", node_rank=peer.node_rank, why=str(error))
+            self._events.add("forged", node_rank=node_rank, why=str(error))
         if not peer.lost:
-            self.inbox.put_nowait((peer.node_rank, messages.ConnectionLost(why, ended=ended)))
+            self.inbox.put_nowait((node_rank, messages.ConnectionLost(why, ended=ended)))
         await channel.close()
 
     async def _send_heartbeats(self) -> None:
-        heartbeat = messages.Heartbeat()
+        heartbeat, known = messages.Heartbeat(), self.stalls.total
         while True:
             await asyncio.sleep(self._options.heartbeat)
-            stalled = self.stalls.tick()
+            self.stalls.tick()
+            # A decision may have noticed the stall first.
+            stalled, known = self.stalls.total - known, self.stalls.total
             if stalled:
                 self._events.add("stalled", node_rank=self._own, seconds=round(stalled, 1))
             moment = time.monotonic()
-            for peer in self.peers.values():
+            for node_rank, peer in self.peers.items():
                 peer.send(heartbeat)
                 if stalled:
                     peer.heard_at = moment  # this process could not receive meanwhile
                 silence = moment - peer.heard_at
-                if silence > self._options.lease and not peer.lost and peer.node_rank != self._own:
+                if silence > self._options.lease and not peer.lost and node_rank != self._own:
                     lost = messages.ConnectionLost(f"no message for {silence:.0f} s")
-                    self.inbox.put_nowait((peer.node_rank, lost))
+                    self.inbox.put_nowait((node_rank, lost))

@@ -1,26 +1,27 @@
 """The messages between the agents of a job and its coordinator.
 
 The token proves that an agent belongs to the job. It does not prove that the agent's host can be
-trusted; see `clusterjob.node.rendezvous.sender_check`.
+trusted; see `check_sender`.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from clusterjob.node.rendezvous.coordinator_state import Succession
-from clusterjob.node.rendezvous.stack_messages import (
-    StackFound,
-    StacksCollected,
-)
-from clusterjob.node.states import NodeState, Order
-from clusterjob.node.system.codec import Codec, Limit
-from clusterjob.node.verdict import Verdict
+from clusterjob.node.stacks.grouping import RankStack
+from clusterjob.node.states import MAX_WORKERS, LocalRank, NodeState, Number, Order, Text
+from clusterjob.node.system import processes
+from clusterjob.node.system.codec import Codec, Limit, MalformedMessageError
+from clusterjob.node.verdict import Failure, RoundEnd, Verdict
 
-Rank = Annotated[int, Limit((1 << 24) - 1)]
-LocalRank = Annotated[int, Limit((1 << 12) - 1)]
-Name = Annotated[str, Limit(300)]
+# One of them must be alive. A message to each agent names them all.
+MAX_SUCCESSORS = 8
+_MAX_EXIT_CODE = 255
+
+_Nodes = Annotated[tuple[Number, ...], Limit(1 << 14)]
 
 # -- from both -----------------------------------------------------------------------------------
 
@@ -48,19 +49,19 @@ class Hello:
         key: drawn by the node; to join again it needs the same one.
     """
 
-    node_rank: Rank
-    host: Name
+    node_rank: Number
+    host: Text
     pid: int
-    attempt: Rank
-    nnodes: Rank
-    nproc: Annotated[int, Limit(1 << 12, minimum=1)]
-    address: Name = ""
-    counted_by: Name = ""
-    endpoints: Annotated[tuple[Name, ...], Limit((1 << 12) + 1)] = ()
+    attempt: Number
+    nnodes: Number
+    nproc: Annotated[int, Limit(MAX_WORKERS, minimum=1)]
+    address: Text = ""
+    counted_by: Text = ""
+    endpoints: Annotated[tuple[Text, ...], Limit(MAX_WORKERS + 1)] = ()
     wants_endpoints: bool = False
     again: bool = False
-    rounds: Rank = 0
-    key: Name = ""
+    rounds: Number = 0
+    key: Text = ""
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,28 @@ class RankWait:
 class RankWaits:
     """How long the ranks of the node wait in collectives; about every 5 s."""
 
-    restart: Rank
-    ranks: Annotated[tuple[RankWait, ...], Limit(1 << 12)]
+    restart: Number
+    ranks: Annotated[tuple[RankWait, ...], Limit(MAX_WORKERS)]
+
+
+@dataclass(frozen=True)
+class StackFound:
+    """The stacks of one living rank: a part of the answer to `Order.collect`."""
+
+    restart: Number
+    stack: RankStack
+
+
+@dataclass(frozen=True)
+class StacksCollected:
+    """The end of the answer to `Order.collect`.
+
+    Attributes:
+        dumps: the dumps of torch's flight recorder, relative to the job directory.
+    """
+
+    restart: Number
+    dumps: Annotated[tuple[Text, ...], Limit(MAX_WORKERS)] = ()
 
 
 # -- from the coordinator ------------------------------------------------------------------------
@@ -106,6 +127,85 @@ class Refused:
     """The agent may not join."""
 
     why: str
+
+
+@dataclass(frozen=True)
+class CoordinatorState:
+    """What the coordinator keeps from round to round.
+
+    Attributes:
+        attempt: the number of the job's attempt, from 0.
+        restarts: the number of the round that was started last.
+        started_at: when the first workers were started, RFC 3339.
+        seconds_left: seconds until the time limit when the state was made; None without a limit.
+        limit_runs: whether the time limit runs: all workers of a round have run.
+        node, host: the coordinator's node.
+        moves: how often the coordinator has moved to another node.
+        process: the first process of the coordinator's node; see `processes.identity`.
+        members: the nodes that were alive when the round began.
+        before, before_node: the members of the last round that all its members have seen, and its
+            coordinator; empty and `node` if this is that round.
+        nodes: the nodes of the round, in the order of their ranks.
+        avoided: the nodes that caused failures, the latest last.
+        addresses: where the next coordinator may listen.
+        clock: the time of the state, by the clock of the job's events.
+        made_at: the time of the state, by the monotonic clock of the machine.
+        boot_id: the boot of the machine, to which `made_at` belongs.
+    """
+
+    attempt: Number
+    restarts: Number
+    started_at: Text
+    seconds_left: float | None
+    limit_runs: bool
+    node: Number
+    host: Text
+    moves: Number
+    process: Text
+    members: _Nodes
+    before: _Nodes
+    before_node: Number
+    nodes: _Nodes
+    avoided: _Nodes
+    addresses: Annotated[tuple[Text, ...], Limit(MAX_SUCCESSORS)]
+    clock: float
+    made_at: float
+    boot_id: Text
+
+    @property
+    def deadline(self) -> float:
+        """The time limit, by the monotonic clock of this machine; infinity without one.
+
+        On another machine, the time between the state and this call does not count.
+        """
+        if self.seconds_left is None:
+            return math.inf
+        same = self.boot_id == processes.boot_id()
+        return (self.made_at if same else time.monotonic()) + self.seconds_left
+
+
+@dataclass(frozen=True)
+class Successor:
+    """A node that may become the coordinator."""
+
+    node: Number
+    address: Text
+
+
+@dataclass(frozen=True)
+class Succession:
+    """The nodes that may become the coordinator, in the order of their turns.
+
+    Attributes:
+        rounds_seen: the number of the round, plus 1.
+        state: the coordinator's state; None for an agent that is no successor.
+        rounds: the rounds that have ended; empty for an agent that is no successor.
+    """
+
+    successors: Annotated[tuple[Successor, ...], Limit(MAX_SUCCESSORS)]
+    rounds_seen: Number
+    state: CoordinatorState | None = None
+    rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
 
 
 @dataclass(frozen=True)
@@ -154,3 +254,33 @@ FROM_COORDINATOR = Codec(
     Succession,
     End,
 )
+
+
+def check_sender(message: object, node_rank: int) -> None:
+    """Check that an agent reports failures and stacks of its own node only.
+
+    Args:
+        message: a decoded message of an agent.
+        node_rank: the agent's node.
+
+    Raises:
+        MalformedMessageError: a failure or a stack belongs to another node, or its worker or exit
+            code is impossible.
+    """
+    failures: list[Failure] = []
+    if isinstance(message, StackFound) and message.stack.node_rank != node_rank:
+        raise MalformedMessageError(f"a stack of node {message.stack.node_rank}")
+    if isinstance(message, NodeState):
+        failures = [each.failure for each in (*message.failing, *message.exits)]
+        if any(each.failure.rank is None for each in message.exits):
+            raise MalformedMessageError("an early exit without a rank")
+        failures += message.probed.failures if message.probed is not None else ()
+    for failure in failures:
+        if failure.node_rank != node_rank:
+            raise MalformedMessageError(f"a failure of node {failure.node_rank}")
+        if (failure.rank is None) != (failure.local_rank is None):
+            raise MalformedMessageError("a failure with only one of rank and local rank")
+        if min(failure.rank or 0, failure.local_rank or 0) < 0:
+            raise MalformedMessageError(f"a failure of rank {failure.rank}")
+        if not 0 <= failure.exit_code <= _MAX_EXIT_CODE:
+            raise MalformedMessageError(f"a failure with exit code {failure.exit_code}")

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from clusterjob.node.logs.events import now
-from clusterjob.node.rendezvous.evidence import Evidence
+from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.grouping import STOPPED, Group, RankStack, program_frame
 from clusterjob.node.verdict import (
     CANCELLED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
+    STACK_TITLE,
     TIMEOUT_EXIT_CODE,
     Failure,
+    FailureKind,
     JobState,
     RoundEnd,
     Verdict,
-    bounded,
 )
 
-_MAX_CONSEQUENCES = 256  # maximum failures that a verdict lists besides the root cause
-_MAX_MESSAGE = 200  # characters of the message of such a failure
-
-
-class Agent(Protocol):
-    """An agent that has joined."""
-
-    @property
-    def node_rank(self) -> int:
-        """The number of its node."""
-
-    @property
-    def host(self) -> str:
-        """The host of its node."""
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
+_SHOWN_FRAMES = 19  # of the rank that a verdict about a hang names
+_COLLECTIVES = "torch/distributed/"
+_TIME_LIMIT = "time_limit"  # the kind of a round that the time limit has ended
 
 
 @dataclass(frozen=True)
@@ -103,48 +89,6 @@ def coordinator_failed(error: Exception, attempt: int) -> Verdict:
     )
 
 
-def node_loss(peer: Agent, own: Agent, why: str, *, by_agent: bool, stalled: float) -> Failure:
-    """Return the failure of the node at fault when two agents have lost each other.
-
-    Args:
-        peer: the other agent.
-        own: the coordinator's agent.
-        why: why one of them counts the other as lost.
-        by_agent: whether the other agent has lost the coordinator, which still hears it.
-        stalled: seconds for which this process did not run; 0 if it ran.
-    """
-    node = peer
-    text = f"the agent on {peer.host} (pid {peer.pid})"
-    if not by_agent:
-        text += f" was lost: {why}"
-    elif not stalled:
-        text += f" lost the coordinator, which still receives its messages: {why}"
-    else:
-        node = own
-        text = (
-            f"the agent on {own.host} (pid {own.pid}) did not run for {stalled:.0f} s (stopped,"
-            f" suspended or without a CPU), and node {peer.node_rank} lost it"
-        )
-    return Failure.of_node(node.node_rank, node.host, message=text)
-
-
-def too_few(missing: Failure | None, after: Outcome | None) -> Outcome | None:
-    """Return the outcome of a job whose next round has too few nodes; None if `missing` is None.
-
-    Args:
-        missing: the failure of a node that did not come.
-        after: the outcome of the last round, which stays the root cause; None before the first.
-    """
-    if missing is None or after is None or after.failure is None:
-        return None if missing is None else failed(missing)
-    return failed(replace(after.failure, message=f"{after.failure.message}; {missing.message}"))
-
-
-def no_answer(peer: Agent) -> Failure:
-    """Return the failure of a node that does not stop its workers."""
-    return Failure.of_node(peer.node_rank, peer.host, message="does not answer the stop order")
-
-
 def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) -> RoundEnd:
     """Return the entry of a round in the job's ``attempts``.
 
@@ -158,7 +102,7 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
     if failure is not None:
         kind = failure.kind.value
     elif end.exit_code == TIMEOUT_EXIT_CODE:
-        kind = "time_limit"
+        kind = _TIME_LIMIT
     else:  # "cancelled" and "preempted" are states
         kind = "" if end.state is JobState.SUCCEEDED else end.state.value.lower()
     return RoundEnd(
@@ -175,44 +119,103 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
     )
 
 
-def final_verdict(
-    end: Outcome,
-    consequences: Sequence[Failure],
-    evidence: Evidence | None,
-    restarts: int,
-    attempt: int,
-    started_at: str | None,
-    rounds: Sequence[RoundEnd],
-) -> Verdict:
-    """Return the job's verdict.
+def of_round(ended: RoundEnd) -> Outcome:
+    """Return the outcome of a round that was recorded; the failure names the node alone."""
+    if ended.kind in set(FailureKind):
+        kind = FailureKind(ended.kind)
+        node, host = ended.node or 0, ended.host or "unknown"
+        failure = Failure.of_node(node, host, message=ended.message, kind=kind)
+        return failed(replace(failure, where=ended.where))
+    if ended.kind == "preempted":
+        return preempted(ended.message)
+    if ended.kind == "cancelled":
+        return cancelled(ended.message, interrupt=False)
+    if ended.kind == _TIME_LIMIT:
+        return Outcome(JobState.FAILED, TIMEOUT_EXIT_CODE, reason=ended.message)
+    return Outcome(JobState.SUCCEEDED)
+
+
+def hang(node_rank: int, host: str, seconds: float) -> Outcome:
+    """Return the outcome of a round that hangs, before the ranks are known.
 
     Args:
-        end: the outcome of the last round.
-        consequences: the other failures of that round, in order of time.
-        evidence: the stacks that were saved before its stop; None without.
-        restarts: how often the workers were started again.
-        attempt: the number of the job's attempt, from 0.
-        started_at: when the first workers were started; None if none were.
-        rounds: the rounds of all attempts.
+        node_rank: the coordinator's node.
+        host: its host.
+        seconds: the timeout.
     """
-    # Every worker has its own log; the messages of a thousand ranks do not fit into one message
-    # between agents.
-    others = [item for item in consequences if item != end.failure]
-    named = tuple(
-        replace(item, last_lines=(), message=item.message[:_MAX_MESSAGE])
-        for item in others[:_MAX_CONSEQUENCES]
+    message = f"no progress for {_duration(seconds)}"
+    failure = Failure.of_node(node_rank, host, message=message, kind=FailureKind.HANG)
+    return Outcome(JobState.FAILED, 1, reason=message, failure=failure, stacks=True)
+
+
+def with_ranks(
+    end: Outcome, stacks: Sequence[RankStack], step: int, first_ranks: Mapping[int, int]
+) -> Outcome:
+    """Return the outcome of `hang` with what the ranks do, and the rank for which others wait.
+
+    Args:
+        end: the outcome.
+        stacks: the stacks of all ranks.
+        step: the last step of a heartbeat; -1 without one.
+        first_ranks: the rank of the first worker of each node.
+    """
+    groups = grouping.group(stacks)
+    if end.failure is None or not groups:
+        return end
+    message = f"{end.failure.message}: {grouping.headline(groups)}"
+    odd = _odd(groups)
+    if odd is not None and odd.frames:
+        frame = program_frame(odd.frames) or odd.frames[0]
+        place = grouping.place_text(frame)
+        if place not in message:
+            message += f" ({grouping.ranks_text(odd.ranks)}: {frame.function}, {place})"
+    if step >= 0:
+        message += f"; last step {step}"
+    failure = replace(end.failure, message=message)
+    if odd is None:
+        return replace(end, reason=message, failure=failure)
+    stack = next(each for each in stacks if each.rank == odd.ranks[0])
+    lines = [
+        f"{frame.function} ({grouping.place_text(frame)})"
+        for frame in grouping.without_imports(odd.frames)[:_SHOWN_FRAMES]
+    ]
+    return failed(
+        replace(
+            failure,
+            rank=stack.rank,
+            local_rank=stack.rank - first_ranks[stack.node_rank],
+            node_rank=stack.node_rank,
+            host=stack.host,
+            last_lines=(STACK_TITLE, *lines) if lines else (),
+        )
     )
-    return Verdict(
-        end.state,
-        end.exit_code,
-        reason=end.reason,
-        failure=end.failure,
-        consequences=named if end.failure else (),
-        restarts=restarts,
-        attempt=attempt,
-        started_at=started_at,
-        ended_at=now(),
-        evidence=evidence.path if evidence is not None else "",
-        evidence_ranks=len(evidence.stacks) if evidence is not None and evidence.path else 0,
-        attempts=bounded(rounds),
-    )
+
+
+def _odd(groups: Sequence[Group]) -> Group | None:
+    """Return the group for which the others wait, the last rank that runs, or None.
+
+    It is the one that is stopped or does not answer, else the one that is not in a collective, else
+    the smallest one.
+    """
+    ordered = sorted(groups, key=_order)
+    if len(ordered) == 1:
+        return ordered[0] if len(ordered[0].ranks) == 1 else None
+    if _order(ordered[0]) == _order(ordered[1]):
+        return None
+    return ordered[0]
+
+
+def _order(each: Group) -> tuple[bool, bool, int]:
+    wait = grouping.find_wait(each.frames)
+    collective = wait is not None and _COLLECTIVES in each.frames[wait.depth].file
+    answers = bool(each.frames) and not each.state.startswith(STOPPED)
+    return answers, collective, len(each.ranks)
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as ``10m``, ``1h30m`` or ``8s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes or rest:
+        return f"{seconds:g}s"
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if minutes else "")

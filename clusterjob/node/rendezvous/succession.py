@@ -20,12 +20,40 @@ from pathlib import Path
 from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.slurm_commands import slurm_environment
 from clusterjob.node.logs import ends, events
-from clusterjob.node.rendezvous import coordinator_state
-from clusterjob.node.rendezvous.coordinator_state import MAX_SUCCESSORS, CoordinatorState, Successor
-from clusterjob.node.rendezvous.identity import NodeJob
+from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.system import processes
+from clusterjob.node.rendezvous.messages import MAX_SUCCESSORS, CoordinatorState, Successor
+from clusterjob.node.rendezvous.protocol import NodeJob
+from clusterjob.node.system import files, processes
+from clusterjob.node.system.codec import Codec, MalformedMessageError
 from clusterjob.node.verdict import RoundEnd
+
+_STATE = Codec(CoordinatorState)
+
+
+def write_state(job_dir: Path, state: CoordinatorState) -> None:
+    """Write the state.
+
+    Raises:
+        OSError: the disk is full, for example; the state of an earlier round is left.
+    """
+    files.write_json(job_dir / COORDINATOR, _STATE.encode(state))
+
+
+def remove_state(job_dir: Path) -> None:
+    """Remove the state of a job that has ended."""
+    with contextlib.suppress(OSError):
+        (job_dir / COORDINATOR).unlink(missing_ok=True)
+
+
+def read_state(job_dir: Path, attempt: int) -> CoordinatorState | None:
+    """Return the state of this attempt; None if no round of it was started."""
+    try:
+        state = _STATE.decode(files.read_json(job_dir / COORDINATOR))
+    except (OSError, MalformedMessageError):
+        return None
+    return state if state.attempt == attempt else None
+
 
 # Platforms on which every node of the job can be reached under the address that it has.
 _FREE_ADDRESSES = ("clusterjob", "slurm")
@@ -147,10 +175,10 @@ def successors(peers: Mapping[int, Peer], own: int) -> tuple[Successor, ...]:
         peers: the agents, by the number of their node.
         own: the coordinator's node.
     """
-    alive = [node for node, peer in peers.items() if not peer.lost and peer.address]
+    alive = [node for node, peer in peers.items() if not peer.lost and peer.hello.address]
     order = sorted(alive, key=lambda node: (node <= own, node == own, node))
     chosen = [*[node for node in order if node != own][: MAX_SUCCESSORS - 1], own]
-    return tuple(Successor(node, peers[node].address) for node in chosen if node in alive)
+    return tuple(Successor(node, peers[node].hello.address) for node in chosen if node in alive)
 
 
 def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
@@ -161,7 +189,7 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
         attempt: the job's attempt.
         why: how that agent ended.
     """
-    state = coordinator_state.read(job_dir, attempt)
+    state = read_state(job_dir, attempt)
     if state is None or ends.has_result(job_dir, attempt):
         return None
     ended = events.ended_rounds(job_dir, running=True)
