@@ -102,7 +102,7 @@ class NodeWorkers:
         self._status = WorkerStatus(self.failures, world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._forkserver.error:
-            self.node_failed(self._forkserver.error)
+            self.fail_node(self._forkserver.error)
             return
         variables = worker_defaults.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
@@ -246,7 +246,7 @@ class NodeWorkers:
         else:
             self.phases.imported()
         if message.why and self._options.start == "fork":
-            self._forkserver_failed(f"--start fork is impossible: {message.why}")
+            self.fail_node(f"--start fork is impossible: {message.why}")
         elif message.why:
             node = f"node {self._topology.node_rank}"
             why = f"{node} starts its workers by exec: {message.why}"
@@ -298,12 +298,6 @@ class NodeWorkers:
         if self._stops:
             self._on_gone()
 
-    def _forkserver_failed(self, why: str) -> None:
-        """Report that this node cannot run workers: now, or in `start` if no round has begun."""
-        self._forkserver.error = why
-        if self._status is not None:
-            self.node_failed(why)
-
     # -- failures ----------------------------------------------------------------------------------
 
     def _on_worker_failing(self, message: forkserver_messages.WorkerFailing) -> None:
@@ -344,9 +338,11 @@ class NodeWorkers:
                 self._report.succeed(range(self._status.world.nproc))
             self._report.set(ended=True)
 
-    def node_failed(self, why: str) -> None:
-        """Report a failure of this node rather than of one worker."""
-        self._report.fail(self.failures.of_node(why), time.monotonic(), exited=True)
+    def fail_node(self, why: str) -> None:
+        """Report that this node cannot run workers: now, or in `start` if no round has begun."""
+        self._forkserver.error = why
+        if self._status is not None:
+            self._report.fail(self.failures.of_node(why), time.monotonic(), exited=True)
 
     def process_lost(self, why: str) -> None:
         """Report that a process of this node that runs no user code was killed."""

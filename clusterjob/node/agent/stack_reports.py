@@ -66,13 +66,17 @@ class StackReports:
         self._progress = Progress()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def collect(self, order: Order) -> None:
-        """Send the stacks of all living ranks."""
-        self._start(self._collect(order))
+    def follow(self, order: Order, done: Order) -> None:
+        """Answer new questions: take a sample of the stacks, send those of all living ranks.
 
-    def sample(self, order: Order) -> None:
-        """Take a sample of the stacks, and compare it with the last one."""
-        self._start(self._take_sample(order))
+        Args:
+            order: what the coordinator wants.
+            done: what it wanted of this round before.
+        """
+        if order.sample not in (0, done.sample):
+            self._start(self._take_sample(order))
+        if order.collect and not done.collect:
+            self._start(self._collect(order))
 
     async def stacks(self, seconds: float) -> list[RankStack]:
         """Return the stacks of all living ranks of this node."""
@@ -105,7 +109,8 @@ class StackReports:
                 _DUMP_SECONDS if order.dumps else 0.0,
             )
         self._send(stack_messages.StacksCollected(order.round, dumps))
-        self._report.set(collected=True)
+        if self._report.state.round == order.round:
+            self._report.set(collected=True)
 
     async def _take_sample(self, order: Order) -> None:
         try:
