@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterjob.node.agent.stack_reports import StackReports
+from clusterjob.node.agent.node_workers import StackReports
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.protocol import LINE_BYTES

@@ -17,9 +17,8 @@ from clusterjob.node.agent.connection import Connection
 from clusterjob.node.agent.measuring import measure
 from clusterjob.node.agent.node_end import NodeEnd
 from clusterjob.node.agent.node_metrics import NodeMetrics
-from clusterjob.node.agent.node_workers import NodeWorkers
+from clusterjob.node.agent.node_workers import NodeWorkers, StackReports
 from clusterjob.node.agent.parent import AgentParent
-from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.agent.stop_requests import StopRequests
 from clusterjob.node.environments import scheduler, worker_endpoints
