@@ -14,7 +14,7 @@ import pytest
 
 from clusterjob.core.records import Record
 from clusterjob.insight import silence
-from clusterjob.node.agent.stack_reports import bounded
+from clusterjob.node.agent.node_workers import bounded
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics.samples import NodeFacts, Sample, facts_line, sample_line
 from clusterjob.node.rendezvous import messages, outcome

@@ -18,7 +18,7 @@ from clusterjob.cli.top_columns import rank_columns
 from clusterjob.insight import sample_files
 from clusterjob.insight import stragglers as insight
 from clusterjob.insight.live_node import RankNow
-from clusterjob.node.agent.node_waits import NodeWaits
+from clusterjob.node.agent.node_workers import NodeWaits
 from clusterjob.node.contract import World
 from clusterjob.node.coordinator import waits_of
 from clusterjob.node.logs import events

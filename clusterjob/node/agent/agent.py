@@ -17,9 +17,8 @@ from clusterjob.node.agent.connection import Connection
 from clusterjob.node.agent.measuring import measure
 from clusterjob.node.agent.node_end import NodeEnd
 from clusterjob.node.agent.node_metrics import NodeMetrics
-from clusterjob.node.agent.node_workers import NodeWorkers
+from clusterjob.node.agent.node_workers import NodeWorkers, StackReports
 from clusterjob.node.agent.parent import AgentParent
-from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.agent.stop_requests import StopRequests
 from clusterjob.node.environments import scheduler, worker_endpoints
@@ -152,17 +151,18 @@ class Agent:
             verdict = await self._serve(self._connection)
         except ClusterJobError as error:
             verdict = self._end.verdict(JobState.FAILED, error.message)
+            await self._connection.stop_coordinating()
         except Exception as error:
             who = f"the agent of node {self._topology.node_rank} on {self._host}"
             why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
             verdict = self._end.verdict(JobState.FAILED, why)
             self._connection.end_job(verdict)
+            await self._connection.stop_coordinating()
         finally:
             following.cancel()
         self._ended = True
         if self._notifier is not None and self._reports_end(verdict):
             self._notifier.ended(verdict)
-        await self._connection.stop_coordinating()
         self._workers.stop_ordered = True
         self._stop_measuring()
         await self._forkserver.quit()
@@ -175,7 +175,7 @@ class Agent:
         self._console.finish()
         self._record_end(verdict)
         self._held.close()
-        await self._connection.close()
+        await self._connection.end()
         return verdict
 
     @property
@@ -262,10 +262,7 @@ class Agent:
             self._workers.note_found(replace(order.found, lines=lines))
         if order.report and not done.report:
             self._workers.report_failures()
-        if order.sample != done.sample:
-            self._reports.sample(order)
-        if order.collect and not done.collect:
-            self._reports.collect(order)
+        self._reports.follow(order, done)
 
     async def _on_coordinator_lost(
         self, connection: Connection, lost: messages.ConnectionLost
@@ -279,6 +276,9 @@ class Agent:
         )
         saved = ("", 0)
         if not self._options.restarts:  # else other nodes may start workers soon
+            # An error of the connection may have discarded the end of the job.
+            if (verdict := self._end.recorded()) is not None:
+                return verdict
             saved = await self._reports.save(self._job_dir, round_, why=reason)
         self._report.stopped_at = min(self._report.stopped_at, time.monotonic())
         self._workers.stop(0.0, signal.SIGKILL)
@@ -336,7 +336,10 @@ class Agent:
             nproc=self._nproc,
             address=address,
             counted_by=self._job.counted_by,
-            endpoints=tuple(network.with_port(address, p) for p in self._held.ports),
+            # Node 0 of hosts with several addresses has them all in `address`.
+            endpoints=tuple(
+                network.with_port(address.partition(",")[0], port) for port in self._held.ports
+            ),
             wants_endpoints=worker_endpoints.may_be_used(self._options.program),
             again=self._parent is not None and bool(self._parent.kept("joined")),
             rounds=self._report.state.seen,
@@ -374,7 +377,7 @@ class Agent:
             ):
                 why = f"{self._supervisor[0]}, the parent of this node's agent, was killed"
                 self._supervisor = None
-                self._workers.node_failed(why)
+                self._workers.fail_node(why)
                 if self._parent is not None:  # the next round must not use this node
                     raise ClusterJobError(why)
 

@@ -47,6 +47,7 @@ _CHECK_SECONDS = 0.3  # between two looks at the job's directory
 _CONNECT_SECONDS = 5.0
 _MAX_PROOF_SECONDS = 40.0  # seconds for the coordinator to prove the token, after some tries
 _WELCOME_SECONDS = 60.0  # seconds for the coordinator to answer the first message
+_END_SECONDS = 2.0  # seconds for the coordinator to close its connections
 _NO_ANSWER = "no answer"
 # Seconds until the first notice that node 0 cannot be reached, and between later notices.
 _FIRST_NOTICE, _NOTICE_SECONDS = 4.0, 5.0
@@ -303,6 +304,13 @@ class Connection:
         if self._coordinating is not None:
             self._coordinating.cancel()
             await asyncio.wait([self._coordinating])
+
+    async def end(self) -> None:
+        """Close the connection; a coordinator here first lets the others read the verdict."""
+        if self._coordinating is not None:
+            await asyncio.wait([self._coordinating], timeout=_END_SECONDS)
+            await self.stop_coordinating()
+        await self.close()
 
     # -- join --------------------------------------------------------------------------------------
 
@@ -572,24 +580,27 @@ class Connection:
                 connecting = asyncio.open_connection(address, port, limit=protocol.LINE_BYTES)
                 timeout = _CONNECT_SECONDS / len(addresses)
                 reader, writer = await asyncio.wait_for(connecting, timeout)
-                break
             except (OSError, asyncio.TimeoutError):
                 if address == addresses[-1]:
                     raise
-        try:
-            return await protocol.join(
-                reader,
-                writer,
-                token=self._node.identity.token,
-                job_id=self._node.identity.job_id,
-                hello=self._hello,
-                leave=lambda: self._report.now() if self._requests.cancelled.done() else None,
-                proof_seconds=proof_seconds,
-                welcome_seconds=welcome,
-            )
-        except BaseException:
-            writer.close()
-            raise
+                continue
+            try:
+                return await protocol.join(
+                    reader,
+                    writer,
+                    token=self._node.identity.token,
+                    job_id=self._node.identity.job_id,
+                    hello=self._hello,
+                    leave=lambda: self._report.now() if self._requests.cancelled.done() else None,
+                    proof_seconds=proof_seconds,
+                    welcome_seconds=welcome,
+                )
+            except BaseException as error:
+                writer.close()
+                # An address of a private network may here be that of another machine.
+                if address == addresses[-1] or not isinstance(error, protocol.UnauthenticatedError):
+                    raise
+        raise AssertionError("a name has no address")
 
 
 def _reason(error: BaseException) -> str:

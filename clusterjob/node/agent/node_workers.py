@@ -1,25 +1,35 @@
-"""Run one node's workers through the forkserver, and report them to the coordinator."""
+"""Run one node's workers through the forkserver, and report what they do to the coordinator."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract
-from clusterjob.node.agent.node_waits import NodeWaits
-from clusterjob.node.agent.phase_recorder import PhaseRecorder
+from clusterjob.node import contract, job_processes
 from clusterjob.node.agent.state_report import StateReport
+from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
+from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
+from clusterjob.node.metrics import stragglers
+from clusterjob.node.metrics.stragglers import Wait
+from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.protocol import NodeJob
+from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.collect import collect
+from clusterjob.node.stacks.grouping import RankStack
+from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.states import Found, Missing, Order, OrderWithStore, Probe
 from clusterjob.node.system import devices, files, processes
 from clusterjob.node.verdict import FailureKind
@@ -27,6 +37,19 @@ from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.flight_recorder import Dumps, Pipes
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
+
+_MAX_PHASES = 64  # phases to record of a rank in one round: a program may form groups in a loop
+_FROM_WORKER = (Phase.RENDEZVOUS, Phase.INIT, Phase.RUNNING)  # the phases that a worker reports
+_OVER = (Phase.STOP, Phase.ENDED)
+_MOST_WAITS = 2000  # ranks in one message
+_SAMPLE_SECONDS = 1.5  # maximum time for one sample
+_DUMP_SECONDS = 0.5  # seconds for torch's flight recorders
+_SAVE_SECONDS = 1.9  # maximum time until the stacks are saved
+_MAX_BYTES = 200_000  # of the stacks of one rank in a message, which has at most 256 KiB
+# Numbers of threads, and of frames of each, until the stacks of a rank fit.
+_SIZES = ((250, 250), (64, 100), (32, 50), (8, 25))
+# No descriptor or thread is free, or a process has ended meanwhile.
+_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class NodeWorkers:
@@ -102,7 +125,7 @@ class NodeWorkers:
         self._status = WorkerStatus(self.failures, world)
         self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
         if self._forkserver.error:
-            self.node_failed(self._forkserver.error)
+            self.fail_node(self._forkserver.error)
             return
         variables = worker_defaults.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
@@ -246,7 +269,7 @@ class NodeWorkers:
         else:
             self.phases.imported()
         if message.why and self._options.start == "fork":
-            self._forkserver_failed(f"--start fork is impossible: {message.why}")
+            self.fail_node(f"--start fork is impossible: {message.why}")
         elif message.why:
             node = f"node {self._topology.node_rank}"
             why = f"{node} starts its workers by exec: {message.why}"
@@ -298,12 +321,6 @@ class NodeWorkers:
         if self._stops:
             self._on_gone()
 
-    def _forkserver_failed(self, why: str) -> None:
-        """Report that this node cannot run workers: now, or in `start` if no round has begun."""
-        self._forkserver.error = why
-        if self._status is not None:
-            self.node_failed(why)
-
     # -- failures ----------------------------------------------------------------------------------
 
     def _on_worker_failing(self, message: forkserver_messages.WorkerFailing) -> None:
@@ -344,11 +361,352 @@ class NodeWorkers:
                 self._report.succeed(range(self._status.world.nproc))
             self._report.set(ended=True)
 
-    def node_failed(self, why: str) -> None:
-        """Report a failure of this node rather than of one worker."""
-        self._report.fail(self.failures.of_node(why), time.monotonic(), exited=True)
+    def fail_node(self, why: str) -> None:
+        """Report that this node cannot run workers: now, or in `start` if no round has begun."""
+        self._forkserver.error = why
+        if self._status is not None:
+            self._report.fail(self.failures.of_node(why), time.monotonic(), exited=True)
 
     def process_lost(self, why: str) -> None:
         """Report that a process of this node that runs no user code was killed."""
         failure = replace(self.failures.of_node(why), kind=FailureKind.PROCESS_LOST)
         self._report.fail(failure, time.monotonic(), exited=True)
+
+
+class PhaseRecorder:
+    """Record the phases of one node, and count the ranks that have joined a group.
+
+    The phases of a rank that runs:
+
+    - ``import`` from its start;
+    - ``running`` from its first line of output, or from its start if it is no Python program;
+    - ``rendezvous``, ``init``, again ``running`` when it forms a process group (`torch_patches`).
+
+    Args:
+        job_dir: the job's directory, as this node sees it.
+        node_rank: this node.
+        attempt: the job's attempt.
+        report: the state of this node.
+    """
+
+    def __init__(self, job_dir: Path, node_rank: int, attempt: int, report: StateReport) -> None:
+        self._log = PhaseLog(job_dir, node_rank)
+        self._attempt = attempt
+        self._report = report
+        self._restart = 0
+        self._first_rank = 0
+        self._started = 0.0  # the begin of the round
+        self._ranks: dict[int, Phase] = {}  # the current phase by local rank
+        self._counts: dict[int, int] = {}  # the recorded phases by local rank
+        self._joined: set[int] = set()
+        self._formed: set[int] = set()
+        self._importing: set[int] = set()  # local ranks that import torch at this moment
+        self._unwritten: list[PhaseBegin] = []
+
+    # -- the node ----------------------------------------------------------------------------------
+
+    def begin(self, script: int | None) -> None:
+        """Record the setup lines and the import of torch.
+
+        Args:
+            script: pid of the process that the node's script has become; None if this agent
+                replaces one that was killed, and no setup lines have run.
+        """
+        if script is not None:
+            self._add_node(Phase.SETUP, time.monotonic() - _age(script))
+        self._add_node(Phase.IMPORT, time.monotonic())
+
+    def imported(self) -> None:
+        """Record that the forkserver is ready before the other nodes."""
+        self._add_node(Phase.RENDEZVOUS, time.monotonic())
+
+    def start(self, world: World, *, is_python: bool) -> None:
+        """Record that the workers of a round are started.
+
+        Args:
+            world: the round.
+            is_python: whether they run a Python program.
+        """
+        self._restart, self._first_rank = world.restart, world.first_rank
+        self._counts = {}
+        self._joined, self._formed, self._importing = set(), set(), set()
+        self._add_node(Phase.RUNNING, time.monotonic())
+        self._ranks = dict.fromkeys(range(world.nproc), Phase.SETUP)
+        for local_rank in self._ranks:
+            self._add_rank(local_rank, Phase.IMPORT if is_python else Phase.RUNNING)
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        """Record that the workers that still run are being stopped."""
+        if running := [rank for rank, phase in self._ranks.items() if phase not in _OVER]:
+            self._add_node(Phase.STOP, time.monotonic())
+            for local_rank in running:
+                self._add_rank(local_rank, Phase.STOP)
+
+    # -- ranks -------------------------------------------------------------------------------------
+
+    def on_worker_phase(self, message: forkserver_messages.WorkerPhase) -> None:
+        """Record a phase that a worker reports; ignore phases that it cannot have."""
+        local_rank = message.local_rank
+        if message.phase == Phase.IMPORT and local_rank in self._ranks:
+            self._importing.add(local_rank)
+            return
+        self._importing.discard(local_rank)
+        try:
+            phase = Phase(message.phase)
+        except ValueError:
+            return  # user code can write anything into the pipe
+        current = self._ranks.get(local_rank)
+        if phase not in _FROM_WORKER or current is None or current in _OVER:
+            return
+        self._joined.add(local_rank)
+        if phase is Phase.RUNNING:
+            self._formed.add(local_rank)
+        at = min(max(message.monotonic, self._started), time.monotonic())
+        self._add_rank(local_rank, phase, at=at)
+
+    def on_output(self, grown: Iterable[str]) -> None:
+        """Record that the ranks run which write output before they join a process group.
+
+        Args:
+            grown: the names of the log files that have grown.
+        """
+        if Phase.IMPORT not in self._ranks.values():
+            return
+        ranks = {
+            match["rank"] and int(match["rank"]) - self._first_rank  # torchrun's file has no rank
+            for match in map(log_files.FILE_NAME.fullmatch, grown)
+            if match is not None
+            and match["stream"] == "out"
+            and int(match["restart"] or 0) == self._restart
+        }
+        for local_rank, phase in self._ranks.items():
+            if phase is Phase.IMPORT and (local_rank in ranks or None in ranks):
+                self._add_rank(local_rank, Phase.RUNNING, detail="first output")
+
+    def ended(self, local_rank: int, how: str) -> None:
+        """Record the end of a rank."""
+        self._importing.discard(local_rank)
+        self._add_rank(local_rank, Phase.ENDED, detail=how)
+
+    def all_ended(self) -> None:
+        """Record the end of all workers, including those that torchrun has started."""
+        for local_rank in self._ranks:
+            self._add_rank(local_rank, Phase.ENDED)
+        self._add_node(Phase.ENDED, time.monotonic())
+
+    def flush(self) -> None:
+        """Write the new phases; put the counts of ranks into the state if they have changed."""
+        files.later(self._log.add, *self._unwritten)
+        self._unwritten.clear()
+        joined, formed, importing = len(self._joined), len(self._formed), bool(self._importing)
+        known = self._report.state
+        if (joined, formed, importing) != (known.joined, known.formed, known.importing):
+            self._report.set(joined=joined, formed=formed, importing=importing)
+
+    # -- the file ----------------------------------------------------------------------------------
+
+    def _add_node(self, phase: Phase, at: float) -> None:
+        self._add(phase, None, at=at)
+
+    def _add_rank(
+        self, local_rank: int, phase: Phase, detail: str = "", at: float | None = None
+    ) -> None:
+        if local_rank not in self._ranks or self._ranks[local_rank] is phase:
+            return
+        self._ranks[local_rank] = phase
+        self._counts[local_rank] = count = self._counts.get(local_rank, 0) + 1
+        if count <= _MAX_PHASES or phase in _OVER:
+            rank = self._first_rank + local_rank
+            self._add(phase, rank, at=time.monotonic() if at is None else at, detail=detail)
+
+    def _add(self, phase: Phase, rank: int | None, at: float, detail: str = "") -> None:
+        self._unwritten.append(
+            PhaseBegin(
+                phase,
+                rank,
+                restart=self._restart,
+                attempt=self._attempt,
+                time=round(time.time() - (time.monotonic() - at), 3),
+                monotonic=round(at, 6),
+                detail=detail,
+            )
+        )
+
+
+def _age(pid: int) -> float:
+    """Return for how many seconds a process has run."""
+    ticks = processes.start_ticks(pid) or 0
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return max(0.0, age)
+
+
+class NodeWaits:
+    """How long the workers of one node wait in collectives."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._interval = 0.0
+        # The last wait of each local rank, and the monotonic time at which it has arrived.
+        self._waits: dict[int, tuple[float, Wait]] = {}
+        self._new: set[int] = set()
+        self._sent = 0.0
+
+    def begin_round(self, world: World) -> None:
+        """Forget the workers of the last round."""
+        self._world = world
+        self._interval = stragglers.interval(world.nnodes)
+        self._waits = {}
+        self._new.clear()
+
+    def receive(self, message: forkserver_messages.WorkerWaits) -> None:
+        """Record the message of a worker; user code can write anything into the pipe."""
+        if self._world is not None and message.local_rank < self._world.nproc:
+            wait = Wait(message.step, message.waited)
+            self._waits[message.local_rank] = time.monotonic(), wait
+            self._new.add(message.local_rank)
+
+    def newest(self) -> dict[int, Wait]:
+        """Return the waits by rank; another thread may call this."""
+        world, moment = self._world, time.monotonic()
+        return {
+            world.first_rank + local_rank: wait
+            for local_rank, (at, wait) in list(self._waits.items())
+            if world is not None and wait.is_fresh(moment - at)
+        }
+
+    def due(self) -> messages.RankWaits | None:
+        """Return a message with the new waits, if the last one is old enough; else None."""
+        moment = time.monotonic()
+        if not self._new or self._world is None or moment - self._sent < self._interval:
+            return None
+        chosen = sorted(self._new)[:_MOST_WAITS]
+        ranks = tuple(
+            messages.RankWait(
+                local_rank,
+                step=round(self._waits[local_rank][1].step, 6),
+                waited=round(self._waits[local_rank][1].waited, 6),
+            )
+            for local_rank in chosen
+        )
+        self._sent = moment
+        self._new.difference_update(chosen)
+        return messages.RankWaits(self._world.restart, ranks)
+
+
+class StackReports:
+    """The stacks and the progress of one node's workers.
+
+    Args:
+        forkserver: pid of the forkserver. Another process of the job may offer a false table.
+        node_rank: this node.
+        dumps: returns the dumps of torch's flight recorder in a round.
+        signs: returns the monotonic time of the last output or heartbeat of a worker, and the
+            step of the last heartbeat.
+        send: sends a message to the coordinator.
+        report: the state of this node.
+        watch: reports the error of a background task.
+    """
+
+    def __init__(
+        self,
+        forkserver: int,
+        node_rank: int,
+        dumps: Callable[[int], Dumps],
+        signs: Callable[[], tuple[float, int]],
+        send: Callable[[Any], object],
+        report: StateReport,
+        watch: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        self._forkserver = forkserver
+        self._node_rank = node_rank
+        self._dumps = dumps
+        self._signs = signs
+        self._send = send
+        self._report = report
+        self._watch = watch
+        self._progress = Progress()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(self, order: Order, done: Order) -> None:
+        """Answer new questions: take a sample of the stacks, send those of all living ranks.
+
+        Args:
+            order: what the coordinator wants.
+            done: what it wanted of this round before.
+        """
+        if order.sample not in (0, done.sample):
+            self._start(self._take_sample(order))
+        if order.collect and not done.collect:
+            self._start(self._collect(order))
+
+    async def stacks(self, seconds: float) -> list[RankStack]:
+        """Return the stacks of all living ranks of this node."""
+        return await asyncio.to_thread(self._collect_now, seconds)
+
+    async def save(self, job_dir: Path, round_: grouping.Round, why: str) -> tuple[str, int]:
+        """Write the stacks of this node's ranks into its logs before they are stopped.
+
+        Return the path of the text and the number of ranks; ("", 0) if there is no file.
+        """
+        with contextlib.suppress(asyncio.TimeoutError, *_ERRORS):
+            found = await asyncio.wait_for(self.stacks(_SAMPLE_SECONDS), _SAVE_SECONDS)
+            if found:
+                dumps = self._dumps(round_.restart).request([each.rank for each in found], 0.0)
+                write = functools.partial(grouping.write_evidence, why=why, dumps=dumps)
+                loop = asyncio.get_running_loop()
+                path = await loop.run_in_executor(files.disk, write, job_dir, round_, found)
+                return path, len(found)
+        return "", 0
+
+    async def _collect(self, order: Order) -> None:
+        dumps: tuple[str, ...] = ()
+        with contextlib.suppress(*_ERRORS):
+            found = await self.stacks(_SAMPLE_SECONDS)
+            for stack in found:
+                self._send(messages.StackFound(order.round, bounded(stack)))
+            dumps = await asyncio.to_thread(
+                self._dumps(order.round).request,
+                [each.rank for each in found],
+                _DUMP_SECONDS if order.dumps else 0.0,
+            )
+        self._send(messages.StacksCollected(order.round, dumps))
+        if self._report.state.round == order.round:
+            self._report.set(collected=True)
+
+    async def _take_sample(self, order: Order) -> None:
+        try:
+            moved = await asyncio.to_thread(self._sample, first=order.first)
+        except _ERRORS:  # without a sample, nothing shows that the workers stand still
+            moved = True
+        self._report.note_alive(*self._signs())
+        if self._report.state.round == order.round:
+            self._report.set(sampled=order.sample, moved=moved)
+
+    def _sample(self, *, first: bool) -> bool:
+        self._progress.begin()
+        return self._progress.moved(self._collect_now(_SAMPLE_SECONDS), first=first)
+
+    def _collect_now(self, seconds: float) -> list[RankStack]:
+        found = job_processes.of_forkserver(self._forkserver)
+        return collect(found, self._node_rank, seconds)
+
+    def _start(self, answer: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(answer)
+        self._watch(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def bounded(stack: RankStack) -> RankStack:
+    """Return the stacks of a rank, with fewer threads and frames if they are too long to send."""
+    for threads, frames in _SIZES:
+        stack = replace(
+            stack,
+            threads=tuple(
+                replace(thread, frames=thread.frames[:frames]) for thread in stack.threads[:threads]
+            ),
+        )
+        if len(json.dumps(stack.to_json())) <= _MAX_BYTES:
+            return stack
+    return replace(stack, threads=())

@@ -16,10 +16,12 @@ from clusterjob.node.system.codec import plain
 from clusterjob.node.verdict import Failure
 
 # A state must fit a message of 256 KiB. Bytes of its failures, and their number.
-_FAILURE_BYTES, _MOST_FAILURES = 128 << 10, 256
+_FAILURE_BYTES, _MOST_FAILURES = 96 << 10, 128
 # How many failures keep the end of their output, until they fit; characters of that, and of a
 # message without it.
 _WITH_OUTPUT, _TEXT, _SHORT = (16, 4, 1, 0), 4096, 200
+_ANSWER_BYTES = 48 << 10  # of the failures in an answer about missing ranks
+_LINE = 300  # characters of a line in it
 _ALIVE_SECONDS = 1.0  # between two signs of life that are worth a message
 
 
@@ -55,18 +57,14 @@ class StateReport:
         )
 
     def _failures(self, moment: float) -> tuple[Failing, ...]:
-        """Return the first failures, as many of them with their output as fit a message."""
+        """Return the first failures; see `_fitting`."""
         # An effect names no cause.
         first = sorted(self._failing.values(), key=lambda each: (each[0].effect, each[1]))
-        found: tuple[Failing, ...] = ()
-        for most in _WITH_OUTPUT:
-            found = tuple(
-                Failing(_bounded(failure, output=number < most), max(0.0, moment - at), exited)
-                for number, (failure, at, exited) in enumerate(first[:_MOST_FAILURES])
-            )
-            if sum(len(json.dumps(plain(each.failure))) for each in found) < _FAILURE_BYTES:
-                break
-        return found
+        fitting = _fitting([failure for failure, _, _ in first[:_MOST_FAILURES]], _FAILURE_BYTES)
+        return tuple(
+            Failing(failure, max(0.0, moment - at), exited)
+            for failure, (_, at, exited) in zip(fitting, first, strict=False)
+        )
 
     def begin(self, number: int) -> None:
         """Begin a round: forget the workers of the last one."""
@@ -119,7 +117,9 @@ class StateReport:
         known = self.state.probed
         if known is None or known.number != number:
             known = Probed(number, ())
-        self.set(probed=Probed(number, (*known.lines, *lines), (*known.failures, *failures)))
+        cut = (line[:_LINE] for line in lines)
+        fitting = _fitting([*known.failures, *failures], _ANSWER_BYTES)
+        self.set(probed=Probed(number, (*known.lines, *cut), tuple(fitting)))
 
     def complete(self, exits: Sequence[tuple[Failure, float]]) -> None:
         """Say that all failures are known, and name workers that have ended with exit code 0.
@@ -135,6 +135,22 @@ class StateReport:
         if at > self._alive_at + _ALIVE_SECONDS or step > self.state.step:
             self._alive_at = max(at, self._alive_at)
             self.set(step=max(step, self.state.step))
+
+
+def _fitting(failures: Sequence[Failure], most_bytes: int) -> list[Failure]:
+    """Return the first failures that fit, as many of them with their output as fit too."""
+    found: list[Failure] = []
+    for most in _WITH_OUTPUT:
+        found = [_bounded(each, output=number < most) for number, each in enumerate(failures)]
+        if _size(found) < most_bytes:
+            return found
+    while _size(found) > most_bytes:
+        found = found[: len(found) // 2]
+    return found
+
+
+def _size(failures: Iterable[Failure]) -> int:
+    return sum(len(json.dumps(plain(each))) for each in failures)
 
 
 def _bounded(failure: Failure, *, output: bool) -> Failure:

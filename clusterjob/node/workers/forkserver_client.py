@@ -60,12 +60,10 @@ class ForkserverClient:
         if self.pending is None:
             return False
         (message, store), self.pending = self.pending, None
-        data = messages.encode(messages.FROM_AGENT, message)
         if store is None:
-            self.control.send(data)
+            self.send(message)
         else:
-            socket.send_fds(self.control, [data], [store.fileno()])
-            store.close()
+            self._send_socket(message, store)
         return True
 
     def drop_round(self) -> None:
@@ -86,9 +84,12 @@ class ForkserverClient:
             message: the settings of the process.
             control: the process's end of a socket pair; it is closed here.
         """
-        with contextlib.suppress(OSError), control:
+        self._send_socket(message, control)
+
+    def _send_socket(self, message: Any, sent: socket.socket) -> None:
+        with contextlib.suppress(OSError), sent:
             data = messages.encode(messages.FROM_AGENT, message)
-            socket.send_fds(self.control, [data], [control.fileno()])
+            socket.send_fds(self.control, [data], [sent.fileno()])
 
     def receive(self) -> Any:
         """Return one message of the forkserver when the socket is readable; None at EOF."""

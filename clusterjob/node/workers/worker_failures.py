@@ -6,7 +6,6 @@ A failure contains the last lines of stderr, and whether it is only an effect of
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,13 +215,10 @@ class WorkerStatus:
     exits: dict[int, float] = field(default_factory=dict)
 
     def early_exits(self) -> list[tuple[Failure, float]]:
-        """Return the first 8 workers that ended with exit code 0, each with its age in seconds."""
-        moment, first = time.monotonic(), sorted(self.exits.items(), key=lambda item: item[1])
+        """Return the first 8 workers that ended with exit code 0, each with its monotonic time."""
+        first = sorted(self.exits.items(), key=lambda item: item[1])
         return [
-            (
-                self.failures.of_worker(self.world, local_rank, 0, signal_name=None, message=""),
-                max(0.0, moment - at),
-            )
+            (self.failures.of_worker(self.world, local_rank, 0, signal_name=None, message=""), at)
             for local_rank, at in first[:_MAX_EXITS]
         ]
 

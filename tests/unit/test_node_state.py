@@ -1,0 +1,78 @@
+"""The state that an agent reports of its node: what fits a message, and what new orders change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import pytest
+
+from clusterjob.node.agent.node_workers import StackReports
+from clusterjob.node.agent.state_report import StateReport
+from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.protocol import LINE_BYTES
+from clusterjob.node.states import Order
+from clusterjob.node.verdict import Failure
+
+
+def failure(rank: int, *, lines: int = 0) -> Failure:
+    return Failure(
+        rank, rank, node_rank=0, host="gpu1", exit_code=1, signal=None, message="m" * 20_000,
+        last_lines=("\u00e9" * 1000,) * lines,
+    )  # fmt: skip
+
+
+def test_report_of_many_long_failures_and_answers_fits_a_message() -> None:
+    report = StateReport()
+    report.begin(0)
+    for rank in range(300):
+        report.fail(failure(rank, lines=50), time.monotonic(), exited=True)
+        report.answer(1, ["x" * 1000], [failure(rank, lines=50)] if rank < 64 else [])
+    state = report.now()
+    data = messages.FROM_AGENT.encode_json(state)
+    assert len(data) < LINE_BYTES - 1000
+    assert state.probed is not None
+    assert len(state.probed.failures) > 16
+    assert state.failing[0].failure.last_lines
+
+
+def test_early_exits_have_the_age_of_their_end() -> None:
+    report = StateReport()
+    report.begin(0)
+    report.complete([(failure(3), time.monotonic() - 5.0)])
+    assert report.now().reported
+    assert [round(each.age) for each in report.now().exits] == [5]
+
+
+def reports_of(report: StateReport, sent: list[Any]) -> StackReports:
+    return StackReports(
+        os.getpid(),  # it has no table of workers
+        0,
+        dumps=lambda _restart: pytest.fail("no rank is asked"),
+        signs=lambda: (0.0, -1),
+        send=sent.append,
+        report=report,
+        watch=lambda _task: None,
+    )
+
+
+def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_none() -> None:
+    async def sampled(*orders: Order) -> list[int]:
+        report, done, found = StateReport(), Order(0), []
+        report.begin(0)
+        reports = reports_of(report, [])
+        for order in orders:
+            reports.follow(order, done)
+            done = order
+            report.changed.clear()
+            try:
+                await asyncio.wait_for(report.changed.wait(), 1.0)
+                found.append(report.state.sampled)
+            except asyncio.TimeoutError:
+                found.append(-1)
+        return found
+
+    orders = Order(0, sample=1), Order(0, sample=2), Order(0, sample=2), Order(0)
+    assert asyncio.run(sampled(*orders)) == [1, 2, -1, -1]
