@@ -125,7 +125,6 @@ def test_command_that_runs_workers_here_states_what_it_needs(
 def test_identity_of_process_without_proc_is_that_of_ps(macos: None) -> None:
     code = (
         "import dataclasses, os\n"
-        "from clusterjob.node.system import files\n"
         "from clusterjob.node.system.processes import ProcessIdentity, start_ticks\n"
         "from clusterjob.remote.destination import _umask\n"
         "own = ProcessIdentity.of_this_process()\n"
@@ -137,7 +136,6 @@ def test_identity_of_process_without_proc_is_that_of_ps(macos: None) -> None:
         "assert start_ticks(child) is None, 'a zombie'\n"
         "os.waitpid(child, 0)\n"
         "assert start_ticks(child) is None\n"
-        "here = os.uname().nodename\n"
         "os.umask(0o027)\n"
         "assert _umask() == 0o027\n"
     )
