@@ -44,8 +44,8 @@ AGENT_LOG = "agent.log"
 STORE_LOG = "store.log"
 PREFLIGHT_LOG = "preflight.log"
 TIMELINE = "timeline"
-PHASES = "phases.jsonl"  # see `clusterjob.node.logs.events`
-ENVIRONMENT = "environment.jsonl"  # see `clusterjob.node.logs.events`
+PHASES = "phases.jsonl"  # see `clusterjob.node.logs.phases`
+ENVIRONMENT = "environment.jsonl"  # see `clusterjob.node.logs.environment_log`
 METRICS = "metrics.jsonl"  # see `clusterjob.node.metrics.samples`
 HEARTBEAT = "heartbeat"  # touched by workers that torchrun has started; see `ctx.heartbeat()`
 
