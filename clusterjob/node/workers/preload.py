@@ -45,12 +45,6 @@ _READ_BY_IMPORT = re.compile(
     rb"""((?:OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TORCHDYNAMO"""
     rb"""|TORCHINDUCTOR|TQDM)_[A-Z]\w*)(?:["']|\s*=)"""
 )
-_IMPORT = re.compile(
-    rb"\b(?!TORCH_(?:NCCL|FR|GLOO)_|TORCH_HOME\b|TORCH_EXTENSIONS_DIR\b|TORCH_CUDA_ARCH_LIST\b"
-    rb"|KMP_DUPLICATE_LIB_OK\b)"
-    rb"(?:OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TORCHDYNAMO"
-    rb"|TORCHINDUCTOR|TQDM)_[A-Z]\w*"
-)
 _IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 _MAX_FILES, _MAX_BYTES = 100, 1 << 20  # of a program that are read
 _GPU_TIMEOUT = 60.0  # seconds; a broken driver may block for ever
