@@ -178,7 +178,7 @@ class Coordinator:
             since=time.monotonic(),
             round=state.restarts,
             nodes=state.nodes,
-            groups=tuple(succession.groups(state)),
+            groups=state.groups,
             gone=earlier_.gone,
             avoided=state.avoided,
             full_disks=frozenset(disks),
@@ -437,7 +437,6 @@ class Coordinator:
         self._kept = known
         moment = time.monotonic()
         order = succession.successors(self._peers, self._own)
-        before, newest = ledger.groups[0], ledger.groups[-1]
         assert ledger.first_started is not None
         self._state = CoordinatorState(
             self._identity.attempt,
@@ -451,9 +450,7 @@ class Coordinator:
             host=scheduler.node_name(),
             moves=self._moves,
             process=processes.identity(os.getppid()),
-            members=tuple(sorted(newest.nodes)),
-            before=tuple(sorted(before.nodes)) if before is not newest else (),
-            before_node=before.coordinator,
+            groups=ledger.groups,
             nodes=ledger.nodes,
             avoided=ledger.avoided,
             addresses=tuple(each.address for each in order),

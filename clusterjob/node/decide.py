@@ -20,10 +20,11 @@ from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import ROUND_ENDED
 from clusterjob.node.options import GRACE, LaunchOptions
 from clusterjob.node.rendezvous import outcome, root_cause
+from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.root_cause import Entry
-from clusterjob.node.rendezvous.succession import Members, may_go_on
+from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Probed, Request, Stop
 from clusterjob.node.system.ranges import ranges
@@ -936,7 +937,7 @@ class _Step:
             Stage.RUN,
             round=number,
             nodes=nodes,
-            groups=(*ledger.groups[:1], Members(here, self.job.own)),
+            groups=(*ledger.groups[:1], Members(tuple(sorted(here)), self.job.own)),
             here=here,
             gone=frozenset(),
             took_over=False,

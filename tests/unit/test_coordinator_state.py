@@ -13,7 +13,7 @@ import pytest
 
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous import succession
-from clusterjob.node.rendezvous.messages import CoordinatorState
+from clusterjob.node.rendezvous.messages import CoordinatorState, Members
 from clusterjob.node.system import processes
 
 
@@ -28,9 +28,7 @@ def state(seconds_left: float | None = None) -> CoordinatorState:
         host="gpu1",
         moves=1,
         process="boot pid:[1] 2 3",
-        members=(1, 2, 3),
-        before=(0, 1, 2, 3),
-        before_node=0,
+        groups=(Members((0, 1, 2, 3), 0), Members((1, 2, 3), 1)),
         nodes=(1, 2, 3),
         avoided=(0,),
         addresses=("10.0.0.2", "10.0.0.3"),
@@ -74,6 +72,8 @@ def test_deadline_stays_on_this_machine_and_is_moved_on_another() -> None:
         {"started_at": 5},
         {"started_at": "x" * 301},
         {"nodes": "1"},
+        {"groups": [{"nodes": [1], "coordinator": 1}] * 3},
+        {"groups": [{"nodes": [-1], "coordinator": 1}]},
         {"nodes": [1, -2]},
         {"avoided": [0] * 20_000},
         {"addresses": ["10.0.0.2"] * 9},

@@ -15,9 +15,9 @@ from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
-from clusterjob.node.rendezvous.succession import Members
 from clusterjob.node.states import Failing, Missing, Order, Probed, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
 
@@ -761,7 +761,7 @@ def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
 
 
 def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() -> None:
-    members = Members(frozenset(range(3)), 0)
+    members = Members((0, 1, 2), 0)
     ledger = Ledger(
         Stage.RUN, round=0, nodes=(0, 1, 2), groups=(members,), first_started="t", started="t"
     )

@@ -11,7 +11,8 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from clusterjob.node.rendezvous.succession import Members, may_go_on
+from clusterjob.node.rendezvous.messages import Members
+from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.system import processes
 
 ALL = frozenset(range(5))
@@ -40,24 +41,24 @@ def subsets(nodes: Set[int]) -> Iterator[frozenset[int]]:
 def test_part_of_a_job_goes_on_only_if_no_other_can(
     members: Set[int], present: Set[int], gone: Set[int], *, expected: bool
 ) -> None:
-    assert may_go_on([Members(frozenset(members), 0)], present, frozenset(gone)) is expected
+    assert may_go_on([Members(tuple(members), 0)], present, frozenset(gone)) is expected
 
 
 def test_two_parts_never_both_go_on() -> None:
     for members in map(frozenset, subsets(ALL)):
-        group = [Members(members, min(members, default=0))]
+        group = [Members(tuple(members), min(members, default=0))]
         for part in subsets(ALL):
             assert not (may_go_on(group, part) and may_go_on(group, ALL - part))
 
 
 def test_two_parts_never_both_go_on_while_a_new_round_is_not_seen_by_all() -> None:
     """Some nodes of a new round know only the last one, others know whether all have seen it."""
-    last = Members(ALL, 0)
+    last = Members(tuple(ALL), 0)
     for members in subsets(ALL):
         if not members or not may_go_on([last], members):
             continue
         for coordinator, seen in product(members, subsets(members)):
-            new = Members(members, coordinator)
+            new = Members(tuple(members), coordinator)
             knows = [[last, new], *([[new]] if seen == members else [])]
             for part in subsets(ALL):
                 rest = ALL - part

@@ -377,7 +377,7 @@ class Connection:
             gone = frozenset({state.node})
         # Could the job go on if all nodes but the coordinator's joined this one?
         others = set(range(own.nnodes)) - ({state.node} if moved else set())
-        if not succession.may_go_on(succession.groups(state), others, gone):
+        if not succession.may_go_on(state.groups, others, gone):
             return None
         return Earlier(
             state,

@@ -130,6 +130,14 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Members:
+    """The nodes that were alive when a round began, and the node of its coordinator."""
+
+    nodes: _Nodes
+    coordinator: Number
+
+
+@dataclass(frozen=True)
 class CoordinatorState:
     """What the coordinator keeps from round to round.
 
@@ -142,9 +150,8 @@ class CoordinatorState:
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
         process: the first process of the coordinator's node; see `processes.identity`.
-        members: the nodes that were alive when the round began.
-        before, before_node: the members of the last round that all its members have seen, and its
-            coordinator; empty and `node` if this is that round.
+        groups: the members of the last round that all its members have seen, then those of the
+            newest round, if that is another one.
         nodes: the nodes of the round, in the order of their ranks.
         avoided: the nodes that caused failures, the latest last.
         addresses: where the next coordinator may listen.
@@ -162,9 +169,7 @@ class CoordinatorState:
     host: Text
     moves: Number
     process: Text
-    members: _Nodes
-    before: _Nodes
-    before_node: Number
+    groups: Annotated[tuple[Members, ...], Limit(2)]
     nodes: _Nodes
     avoided: _Nodes
     addresses: Annotated[tuple[Text, ...], Limit(MAX_SUCCESSORS)]

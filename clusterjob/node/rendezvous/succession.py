@@ -22,7 +22,12 @@ from clusterjob.node.environments.slurm_commands import slurm_environment
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous.membership import Peer
-from clusterjob.node.rendezvous.messages import MAX_SUCCESSORS, CoordinatorState, Successor
+from clusterjob.node.rendezvous.messages import (
+    MAX_SUCCESSORS,
+    CoordinatorState,
+    Members,
+    Successor,
+)
 from clusterjob.node.rendezvous.protocol import NodeJob
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.codec import Codec, MalformedMessageError
@@ -92,14 +97,6 @@ class Earlier:
         return self.state.clock - (self.received_at if self.moved else self.state.made_at)
 
 
-@dataclass(frozen=True)
-class Members:
-    """The nodes that were alive when a round began, and the node of its coordinator."""
-
-    nodes: frozenset[int]
-    coordinator: int
-
-
 def may_go_on(groups: Iterable[Members], present: Set[int], gone: Set[int] = frozenset()) -> bool:
     """Return whether some nodes of a job may go on, because no others can.
 
@@ -114,17 +111,11 @@ def may_go_on(groups: Iterable[Members], present: Set[int], gone: Set[int] = fro
     """
 
     def holds(group: Members) -> bool:
-        alive = group.nodes - gone
+        alive = set(group.nodes) - gone
         twice = 2 * len(alive & present)
         return twice > len(alive) or (twice == len(alive) and group.coordinator in present)
 
     return all(map(holds, groups))
-
-
-def groups(state: CoordinatorState) -> list[Members]:
-    """Return the members of the rounds that `may_go_on` needs."""
-    before = [Members(frozenset(state.before), state.before_node)] if state.before else []
-    return [*before, Members(frozenset(state.members), state.node)]
 
 
 def confirmed_ended(state: CoordinatorState, source: str) -> bool:
