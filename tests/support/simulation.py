@@ -394,7 +394,8 @@ class Simulation:
     def kill_workers(self, machine: Machine) -> None:
         """Kill the workers at once, unless they are stuck."""
         if machine.stuck_until > self.now and machine.workers:
-            self.after(1.0, lambda: self.kill_again(machine, machine.round))
+            stuck = machine.round
+            self.after(1.0, lambda: self.kill_again(machine, stuck))
             return
         for worker in machine.workers:
             if worker.phase in ("importing", "running"):
@@ -635,6 +636,7 @@ class Agent:
 
     def end(self, state: JobState) -> None:
         self.sim.say(f"agent {self.machine.number} ends: {state.value}")
+        self.machine.hurt |= state is JobState.LOST  # nobody finds it any more
         self.sim.ends[self.machine.number] = state
         self.sim.kill_workers(self.machine)
         self.die()
