@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from nvidia import FakeNvml
 
-from clusterjob.node.metrics.sources import Amd
+from clusterjob.node.metrics.sources import amd_gpus
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
 
@@ -176,8 +176,8 @@ def test_amd_gives_the_values_of_sysfs(tmp_path: Path) -> None:
     device = amd_card(tmp_path, 1)
     (device / "ras").mkdir()
     (device / "ras/umc_err_count").write_text("ue: 4\nce: 9\n")
-    source = Amd({}, root=str(tmp_path))
-    (gpu,), (sample,) = source.read()
+    read = amd_gpus({}, root=str(tmp_path))
+    (gpu,), (sample,) = read()
     assert (gpu.index, gpu.uuid, gpu.name, gpu.memory) == (0, "abc1", "Fake MI300X", 192 << 30)
     assert (sample.use, sample.memory, sample.power, sample.temperature) == (70, 7 << 30, 401, 55)
     assert (sample.sm_clock, sample.memory_clock, sample.ecc, sample.xid) == (2100, 1300, 4, None)
@@ -188,9 +188,9 @@ def test_amd_without_files_has_no_values_and_variables_select(tmp_path: Path) ->
         amd_card(tmp_path, index, busy=index)
     shutil.rmtree(tmp_path / "sys/class/drm/card3/device/hwmon")
     visible = {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}
-    source = Amd(visible, root=str(tmp_path))
-    (gpu,), (sample,) = source.read()
+    read = amd_gpus(visible, root=str(tmp_path))
+    (gpu,), (sample,) = read()
     assert gpu.index == 3
     assert (sample.use, sample.power, sample.ecc) == (3, None, None)
     with pytest.raises(OSError, match="no AMD GPU"):
-        Amd({"ROCR_VISIBLE_DEVICES": ""}, root=str(tmp_path))
+        amd_gpus({"ROCR_VISIBLE_DEVICES": ""}, root=str(tmp_path))

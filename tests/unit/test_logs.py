@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -404,3 +405,9 @@ def test_ranges_contain_each_number_once(numbers: set[int]) -> None:
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(numbers)
+
+
+def test_last_lines_of_a_pipe_are_empty(tmp_path: Path) -> None:
+    """A host may put one in place of an agent's log; to open it would block."""
+    os.mkfifo(tmp_path / "agent.log")
+    assert log_files.last_lines(tmp_path / "agent.log") == ()

@@ -112,7 +112,7 @@ def by_start(name: str) -> tuple[int, int, int, str]:
 
 
 def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...]:
-    """Return the last lines of a file; empty if it cannot be read.
+    """Return the last lines of a regular file; empty if it cannot be read.
 
     Args:
         path: the file.
@@ -120,9 +120,8 @@ def last_lines(path: Path, count: int = 20, limit: int = 8192) -> tuple[str, ...
         limit: the maximum number of bytes to read from the end.
     """
     try:
-        with path.open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - limit))
+        with open_regular(path) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - limit))
             lines = [shown(part).rstrip() for part in stream.read().split(b"\n")]
     except OSError:
         return ()

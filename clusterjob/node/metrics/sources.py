@@ -351,7 +351,7 @@ def open_gpus(environ: Mapping[str, str]) -> Callable[[], GpuState]:
     try:
         return Nvml(environ).read
     except OSError:
-        return Amd(environ).read
+        return amd_gpus(environ)
 
 
 _LIBRARY = "libnvidia-ml.so.1"
@@ -496,8 +496,8 @@ class Nvml:
                 self._xids[event[0]] = event[2]
 
 
-class Amd:
-    """The AMD GPUs that a job may use, from the files of the amdgpu driver.
+def amd_gpus(environ: Mapping[str, str], root: str = "") -> Callable[[], GpuState]:
+    """Return a function that reads the AMD GPUs of the job from the files of the amdgpu driver.
 
     Args:
         environ: ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES select the GPUs, by index.
@@ -506,37 +506,29 @@ class Amd:
     Raises:
         OSError: there is no such GPU.
     """
-
-    def __init__(self, environ: Mapping[str, str], root: str = "") -> None:
-        names = [
-            name for name in _listed(f"{root}/sys/class/drm") if re.fullmatch(r"card\d+", name)
-        ]
-        boards = [
-            board
-            for name in sorted(names, key=lambda name: int(name[4:]))
-            if _word(board := Path(f"{root}/sys/class/drm/{name}/device"), "vendor") == "0x1002"
-        ]
-        places = list(enumerate(boards))
-        for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-            # The second variable counts the GPUs that the first one has left.
-            listed = listed_gpus(environ.get(variable), len(places))
-            places = [places[int(entry)] for entry in listed if entry.isdigit()]
-        if not places:
-            raise OSError("there is no AMD GPU of the job")
-        self._boards = [board for _, board in places]
-        self._gpus = tuple(
-            Gpu(
-                index,
-                _word(board, "unique_id"),
-                name=_word(board, "product_name") or "AMD GPU",
-                memory=_number(board / "mem_info_vram_total") or 0,
-            )
-            for index, board in places
+    names = [name for name in _listed(f"{root}/sys/class/drm") if re.fullmatch(r"card\d+", name)]
+    boards = [
+        board
+        for name in sorted(names, key=lambda name: int(name[4:]))
+        if _word(board := Path(f"{root}/sys/class/drm/{name}/device"), "vendor") == "0x1002"
+    ]
+    places = list(enumerate(boards))
+    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        # The second variable counts the GPUs that the first one has left.
+        listed = listed_gpus(environ.get(variable), len(places))
+        places = [places[int(entry)] for entry in listed if entry.isdigit()]
+    if not places:
+        raise OSError("there is no AMD GPU of the job")
+    gpus = tuple(
+        Gpu(
+            index,
+            _word(board, "unique_id"),
+            name=_word(board, "product_name") or "AMD GPU",
+            memory=_number(board / "mem_info_vram_total") or 0,
         )
-
-    def read(self) -> GpuState:
-        """Return the GPUs and their states."""
-        return self._gpus, tuple(map(_amd_sample, self._boards))
+        for index, board in places
+    )
+    return lambda: (gpus, tuple(_amd_sample(board) for _, board in places))
 
 
 def _amd_sample(board: Path) -> GpuSample:

@@ -7,12 +7,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.events import now
+from clusterjob.node.system import codec
 from clusterjob.node.system.codec import Limit
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
@@ -72,7 +73,7 @@ class RankStack:
 
     def to_json(self) -> dict[str, Any]:
         """Return the stack as plain data."""
-        return asdict(self)
+        return codec.fields_of(self)
 
 
 # A line of faulthandler; its file names are cut off after 500 characters.
