@@ -141,7 +141,18 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
             f"no {contract.TOKEN}: agents join from {origin}; this prevents accidents, not attacks"
         )
 
+    node = NodeJob(topology, options, job, job_dir, print_line=console.print)
+    notifier = _notifier(notifications, node)
+
     async def live() -> Verdict:
+        agent = Agent(
+            node,
+            nproc,
+            forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
+            console=console,
+            notifier=notifier,
+            parent=parent,
+        )
         verdict = await agent.run()
         logs = job_dir if temporary and not numbered else None
         _print_verdict(console, verdict, coordinates=agent.coordinates, logs=logs)
@@ -151,16 +162,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         console.close()
         return verdict
 
-    node = NodeJob(topology, options, job, job_dir, print_line=console.print)
     try:
-        agent = Agent(
-            node,
-            nproc,
-            forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
-            console=console,
-            notifier=_notifier(notifications, node),
-            parent=parent,
-        )
         verdict = asyncio.run(live())
     finally:
         console.close()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from clusterjob.node.agent.node_metrics import NodeMetrics
+from clusterjob.node.agent.node_workers import NodeWaits
 from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
@@ -46,12 +49,13 @@ def metrics_of(job_dir: Path) -> NodeMetrics:
     )  # fmt: skip
     options = LaunchOptions(Program("script", "x.py"), metrics=False)
     identity = JobIdentity("job", 1, b"token", [1], has_torch=False)
+    workers: Any = SimpleNamespace(
+        timeline=Timeline(node_directory(job_dir, 0)), alive_at=0.0, waits=NodeWaits()
+    )
     return NodeMetrics(
         NodeJob(topology, options, identity, job_dir, print_line=print),
         forkserver=0,
-        timeline=Timeline(node_directory(job_dir, 0)),
-        alive=lambda: 0.0,
-        waits=dict,
+        workers=workers,
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from clusterjob.node.agent.node_workers import StackReports
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.protocol import LINE_BYTES
 from clusterjob.node.states import Order
+from clusterjob.node.system import crashes
 from clusterjob.node.verdict import Failure
 
 
@@ -46,23 +46,20 @@ def test_early_exits_have_the_age_of_their_end() -> None:
     assert [round(each.age) for each in report.now().exits] == [5]
 
 
-def reports_of(report: StateReport, sent: list[Any]) -> StackReports:
-    return StackReports(
-        os.getpid(),  # it has no table of workers
-        0,
-        dumps=lambda _restart: pytest.fail("no rank is asked"),
-        signs=lambda: (0.0, -1),
-        send=sent.append,
-        report=report,
-        watch=lambda _task: None,
-    )
-
-
 def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_none() -> None:
     async def sampled(*orders: Order) -> list[int]:
         report, done, found = StateReport(), Order(0), []
         report.begin(0)
-        reports = reports_of(report, [])
+        workers: Any = SimpleNamespace(signs_of_life=lambda: (0.0, -1))
+        unused: Any = None
+        reports = StackReports(
+            os.getpid(),  # it has no table of workers
+            0,
+            workers=workers,
+            connection=unused,
+            report=report,
+            crashes=crashes.Crashes(),
+        )
         for order in orders:
             reports.follow(order, done)
             done = order

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from clusterjob.node import job_processes
+from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler
 from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
-from clusterjob.node.logs.log_files import Timeline
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
-from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.rendezvous.protocol import NodeJob
 from clusterjob.node.system import devices, processes
 from clusterjob.node.system.shared_note import SharedNote
@@ -27,9 +25,7 @@ class NodeMetrics:
     Args:
         node: the job, as this node sees it.
         forkserver: pid of the forkserver.
-        timeline: knows when the workers wrote output.
-        alive: returns the monotonic time of the last heartbeat of a worker.
-        waits: returns how long each rank waits in collectives.
+        workers: the workers.
         note: keeps the sums for the next agent of this node; None if there will be none.
     """
 
@@ -37,9 +33,7 @@ class NodeMetrics:
         self,
         node: NodeJob,
         forkserver: int,
-        timeline: Timeline,
-        alive: Callable[[], float],
-        waits: Callable[[], Mapping[int, Wait]],
+        workers: NodeWorkers,
         note: SharedNote | None = None,
     ) -> None:
         self._begin = time.monotonic()
@@ -49,8 +43,7 @@ class NodeMetrics:
         self._job = node.identity
         self._job_dir = job_dir
         self._forkserver = forkserver
-        self._timeline = timeline
-        self._alive = alive
+        self._workers = workers
         self._print = node.print_line
         self._rounds: dict[int, float] = {}  # the begin of each
         self._found: dict[int, int] = {}  # the rank of each worker by pid
@@ -66,9 +59,9 @@ class NodeMetrics:
         self._sampler = Sampler(
             job_dir,
             facts,
-            workers=self._workers,
+            workers=self._ranks,
             quiet=self._quiet,
-            waits=waits,
+            waits=workers.waits.newest,
             environ=os.environ,
             note=note,
         )
@@ -113,11 +106,13 @@ class NodeMetrics:
 
     def _quiet(self) -> float:
         began = max(self._rounds.values())
-        return time.monotonic() - max(self._timeline.grown_at, self._alive(), began)
+        return time.monotonic() - max(
+            self._workers.timeline.grown_at, self._workers.alive_at, began
+        )
 
     # -- the workers -------------------------------------------------------------------------------
 
-    def _workers(self) -> dict[int, int]:
+    def _ranks(self) -> dict[int, int]:
         """Return the rank of each worker by pid; called by the sampler's thread."""
         alive = [processes.start_ticks(pid) is not None for pid in self._found]
         # torchrun may start workers later than its agent.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract, job_processes
+from clusterjob.node.agent.connection import Connection
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.contract import World
 from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
@@ -30,8 +31,9 @@ from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.stacks.progress import Progress
-from clusterjob.node.states import Found, Missing, Order, OrderWithStore, Probe
+from clusterjob.node.states import Missing, Order, OrderWithStore, Probe
 from clusterjob.node.system import devices, files, processes
+from clusterjob.node.system.crashes import Crashes
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.flight_recorder import Dumps, Pipes
@@ -60,14 +62,12 @@ class NodeWorkers:
         forkserver: starts, reaps and stops the workers.
         console: prints messages for the user.
         report: the state of this node.
-        replace_agent: lets a new agent with a new forkserver replace this one, for the given
-            reason; returns if that is not possible.
 
     Attributes:
         stop_ordered: whether the workers of this round must stop.
         failures: describes the failures of this node and its workers.
+        timeline: knows when the workers wrote output.
         alive_at: the monotonic time of the last heartbeat of a worker.
-        step: the largest step in a heartbeat of this round; -1 without one.
         spared: pids of the processes that send notifications now; they outlive the workers.
         phases: records the phases of the node and its ranks.
         gone: set while no worker runs.
@@ -80,7 +80,6 @@ class NodeWorkers:
         forkserver: ForkserverClient,
         console: Console,
         report: StateReport,
-        replace_agent: Callable[[str], None] = lambda _why: None,
     ) -> None:
         topology, job, job_dir = node.topology, node.identity, node.directory
         self._topology = topology
@@ -90,7 +89,6 @@ class NodeWorkers:
         self._forkserver = forkserver
         self._console = console
         self._report = report
-        self._replace_agent = replace_agent
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
         self._pipes: Pipes | None = None
@@ -101,14 +99,16 @@ class NodeWorkers:
         self.spared: set[int] = set()
         self._drain: int | None = None  # the process that writes the workers' output
         self.alive_at = time.monotonic()
-        self.step = -1
+        self._step = -1  # the largest in a heartbeat of this round
         self._touched = 0
+        directory = log_files.node_directory(job_dir, topology.node_rank)
+        self.timeline = log_files.Timeline(directory)
         self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, report=report)
         self.waits = NodeWaits()
         self.failures = Failures(
             topology.node_rank,
             scheduler.node_name(),
-            directory=log_files.node_directory(job_dir, topology.node_rank),
+            directory=directory,
             attempt=job.attempt,
             under_torchrun=node.options.launcher == "torchrun",
         )
@@ -116,14 +116,19 @@ class NodeWorkers:
     # -- orders of the coordinator -----------------------------------------------------------------
 
     def start(self, order: Order) -> None:
-        """Start a round of workers."""
+        """Start a round of workers, and record the growth of their files."""
         assert order.world is not None
+        under_torchrun = self._options.launcher == "torchrun"
+        for pair in log_files.round_files(
+            self.failures.directory, order.world, attempt=self._job.attempt, torchrun=under_torchrun
+        ):
+            self.timeline.follow(pair)
         gpus = devices.visible_gpus(os.environ)
         world = replace(order.world, gpus=gpus)
-        self.stop_ordered, self.step = False, -1
+        self.stop_ordered, self._step = False, -1
         self.gone.clear()
         self._status = WorkerStatus(self.failures, world)
-        self._running = set(range(1 if self._options.launcher == "torchrun" else world.nproc))
+        self._running = set(range(1 if under_torchrun else world.nproc))
         if self._forkserver.error:
             self.fail_node(self._forkserver.error)
             return
@@ -177,6 +182,7 @@ class NodeWorkers:
             early: whether a worker that saves nothing gets SIGKILL earlier.
         """
         self.stop_ordered = True
+        self._report.stopped_at = min(self._report.stopped_at, time.monotonic())
         self.phases.stop()
         if self._forkserver.ready and not self._forkserver.gone:
             self.gone.clear()
@@ -196,7 +202,23 @@ class NodeWorkers:
         files.later(ends.warn, self._job_dir, self._job.attempt)
         self._forkserver.send(forkserver_messages.WarnWorkers())
 
-    def probe(self, order: Probe) -> None:
+    def answer(self, order: Order, done: Order) -> None:
+        """Answer the coordinator's new questions about missing ranks and failures.
+
+        Args:
+            order: what the coordinator wants.
+            done: what it wanted of this round before.
+        """
+        if order.probe is not None and order.probe != done.probe:
+            self._answer_probe(order.probe)
+        if order.found is not None and order.found != done.found:
+            known = done.found.lines if done.found is not None else ()
+            lines = tuple(line for line in order.found.lines if line not in known)
+            self._note_found(order.found.local_rank, lines)
+        if order.report and not done.report:
+            self._report_failures()
+
+    def _answer_probe(self, order: Probe) -> None:
         """Report what each of these workers does; the forkserver probes those that run."""
         if self._status is None:
             return
@@ -212,13 +234,13 @@ class NodeWorkers:
                 forkserver_messages.ProbeWorkers(running, final=order.gave_up, note=order.note)
             )
 
-    def note_found(self, order: Found) -> None:
+    def _note_found(self, local_rank: int, lines: Sequence[str]) -> None:
         """Write the state of missing ranks into the stderr of the worker that waits for them."""
         if self._status is not None:
-            stderr = self.failures.stderr_of(self._status.world, order.local_rank)
-            files.later(log_files.append, stderr, order.lines)
+            stderr = self.failures.stderr_of(self._status.world, local_rank)
+            files.later(log_files.append, stderr, lines)
 
-    def report_failures(self) -> None:
+    def _report_failures(self) -> None:
         """Report all known failures, after the forkserver has reported the end of every worker."""
         if self._forkserver.ready and not self._forkserver.gone:
             self._forkserver.send(forkserver_messages.ReportEnds())
@@ -239,8 +261,8 @@ class NodeWorkers:
 
     # -- messages of the forkserver ----------------------------------------------------------------
 
-    def receive(self) -> None:
-        """Handle one message of the forkserver, or its end."""
+    def receive(self) -> str:
+        """Handle one message of the forkserver; return why it was lost, or nothing."""
         handlers: dict[type, Callable[[Any], object]] = {
             forkserver_messages.Ready: self._on_ready,
             forkserver_messages.WorkerFailing: self._on_worker_failing,
@@ -258,9 +280,9 @@ class NodeWorkers:
         }
         message = self._forkserver.receive()
         if message is None:
-            self._on_forkserver_exited()
-        else:
-            handlers[type(message)](message)
+            return self._on_forkserver_exited()
+        handlers[type(message)](message)
+        return ""
 
     def _on_ready(self, message: forkserver_messages.Ready) -> None:
         self._drain = message.drain
@@ -281,15 +303,16 @@ class NodeWorkers:
             missing = Missing(message.local_rank, message.ranks, gave_up=message.final)
             self._report.set(missing=missing)
 
-    def note_touched(self) -> None:
-        """Record heartbeats of workers that torchrun has started: they touch a file."""
-        with contextlib.suppress(OSError):
+    def signs_of_life(self) -> tuple[float, int]:
+        """Return the time of the last output or heartbeat of a worker, and the last step."""
+        with contextlib.suppress(OSError):  # workers that torchrun has started touch a file
             touched = (self.failures.directory / HEARTBEAT).stat().st_mtime_ns
             if touched != self._touched:
                 self._touched, self.alive_at = touched, time.monotonic()
+        return max(self.timeline.grown_at, self.alive_at), self._step
 
     def _on_worker_alive(self, message: forkserver_messages.WorkerAlive) -> None:
-        self.alive_at, self.step = time.monotonic(), max(self.step, message.step)
+        self.alive_at, self._step = time.monotonic(), max(self._step, message.step)
 
     def _add_probed(
         self, found: Sequence[forkserver_messages.ProbedWorker], *, gave_up: bool
@@ -303,23 +326,22 @@ class NodeWorkers:
         if not self._stops:
             ended = how(*processes.exit_code_of(message.status))
             last = log_files.last_lines(self.failures.directory / STORE_LOG, 1)
-            self.process_lost(": ".join([f"torch's store was lost ({ended})", *last]))
+            self._process_lost(": ".join([f"torch's store was lost ({ended})", *last]))
 
     def _add_early_exits(self) -> None:
         if self._status is not None:
             self._report.complete(self._status.early_exits())
 
-    def _on_forkserver_exited(self) -> None:
+    def _on_forkserver_exited(self) -> str:
         """Report the end of the forkserver; the kernel has killed the workers with it."""
-        asyncio.get_running_loop().remove_reader(self._forkserver.control)
         why = f"the forkserver was lost ({how(*self._forkserver.reap())})"
         processes.kill_descendants(*self.spared, self._drain)  # which writes the last output
         if not self._stops and self._status is not None:
-            self.process_lost(why)
-        self._replace_agent(why)
+            self._process_lost(why)
         self._forkserver.error = self._forkserver.error or why
         if self._stops:
             self._on_gone()
+        return why
 
     # -- failures ----------------------------------------------------------------------------------
 
@@ -367,7 +389,7 @@ class NodeWorkers:
         if self._status is not None:
             self._report.fail(self.failures.of_node(why), time.monotonic(), exited=True)
 
-    def process_lost(self, why: str) -> None:
+    def _process_lost(self, why: str) -> None:
         """Report that a process of this node that runs no user code was killed."""
         failure = replace(self.failures.of_node(why), kind=FailureKind.PROCESS_LOST)
         self._report.fail(failure, time.monotonic(), exited=True)
@@ -600,31 +622,27 @@ class StackReports:
     Args:
         forkserver: pid of the forkserver. Another process of the job may offer a false table.
         node_rank: this node.
-        dumps: returns the dumps of torch's flight recorder in a round.
-        signs: returns the monotonic time of the last output or heartbeat of a worker, and the
-            step of the last heartbeat.
-        send: sends a message to the coordinator.
+        workers: the workers.
+        connection: sends messages to the coordinator.
         report: the state of this node.
-        watch: reports the error of a background task.
+        crashes: the errors of background tasks.
     """
 
     def __init__(
         self,
         forkserver: int,
         node_rank: int,
-        dumps: Callable[[int], Dumps],
-        signs: Callable[[], tuple[float, int]],
-        send: Callable[[Any], object],
+        workers: NodeWorkers,
+        connection: Connection,
         report: StateReport,
-        watch: Callable[[asyncio.Task[None]], None],
+        crashes: Crashes,
     ) -> None:
         self._forkserver = forkserver
         self._node_rank = node_rank
-        self._dumps = dumps
-        self._signs = signs
-        self._send = send
+        self._workers = workers
+        self._connection = connection
         self._report = report
-        self._watch = watch
+        self._crashes = crashes
         self._progress = Progress()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -640,19 +658,17 @@ class StackReports:
         if order.collect and not done.collect:
             self._start(self._collect(order))
 
-    async def stacks(self, seconds: float) -> list[RankStack]:
-        """Return the stacks of all living ranks of this node."""
-        return await asyncio.to_thread(self._collect_now, seconds)
-
     async def save(self, job_dir: Path, round_: grouping.Round, why: str) -> tuple[str, int]:
         """Write the stacks of this node's ranks into its logs before they are stopped.
 
         Return the path of the text and the number of ranks; ("", 0) if there is no file.
         """
         with contextlib.suppress(asyncio.TimeoutError, *_ERRORS):
-            found = await asyncio.wait_for(self.stacks(_SAMPLE_SECONDS), _SAVE_SECONDS)
+            found = await asyncio.wait_for(asyncio.to_thread(self._stacks), _SAVE_SECONDS)
             if found:
-                dumps = self._dumps(round_.restart).request([each.rank for each in found], 0.0)
+                dumps = self._workers.dumps(round_.restart).request(
+                    [each.rank for each in found], 0.0
+                )
                 write = functools.partial(grouping.write_evidence, why=why, dumps=dumps)
                 loop = asyncio.get_running_loop()
                 path = await loop.run_in_executor(files.disk, write, job_dir, round_, found)
@@ -662,15 +678,15 @@ class StackReports:
     async def _collect(self, order: Order) -> None:
         dumps: tuple[str, ...] = ()
         with contextlib.suppress(*_ERRORS):
-            found = await self.stacks(_SAMPLE_SECONDS)
+            found = await asyncio.to_thread(self._stacks)
             for stack in found:
-                self._send(messages.StackFound(order.round, bounded(stack)))
+                self._connection.send(messages.StackFound(order.round, bounded(stack)))
             dumps = await asyncio.to_thread(
-                self._dumps(order.round).request,
+                self._workers.dumps(order.round).request,
                 [each.rank for each in found],
                 _DUMP_SECONDS if order.dumps else 0.0,
             )
-        self._send(messages.StacksCollected(order.round, dumps))
+        self._connection.send(messages.StacksCollected(order.round, dumps))
         if self._report.state.round == order.round:
             self._report.set(collected=True)
 
@@ -679,21 +695,21 @@ class StackReports:
             moved = await asyncio.to_thread(self._sample, first=order.first)
         except _ERRORS:  # without a sample, nothing shows that the workers stand still
             moved = True
-        self._report.note_alive(*self._signs())
+        self._report.note_alive(*self._workers.signs_of_life())
         if self._report.state.round == order.round:
             self._report.set(sampled=order.sample, moved=moved)
 
     def _sample(self, *, first: bool) -> bool:
         self._progress.begin()
-        return self._progress.moved(self._collect_now(_SAMPLE_SECONDS), first=first)
+        return self._progress.moved(self._stacks(), first=first)
 
-    def _collect_now(self, seconds: float) -> list[RankStack]:
+    def _stacks(self) -> list[RankStack]:
         found = job_processes.of_forkserver(self._forkserver)
-        return collect(found, self._node_rank, seconds)
+        return collect(found, self._node_rank, _SAMPLE_SECONDS)
 
     def _start(self, answer: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(answer)
-        self._watch(task)
+        self._crashes.watch(task)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

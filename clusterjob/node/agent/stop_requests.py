@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.environments import scheduler
@@ -25,7 +24,6 @@ from clusterjob.node.system import files, processes, signals
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
 # this agent may forward it.
 _ONE_KEYSTROKE = 0.5
-_T = TypeVar("_T")
 
 
 class StopRequests:
@@ -109,7 +107,8 @@ class StopRequests:
             return
         second = self.interrupted and time.monotonic() > self._interrupted_at + _ONE_KEYSTROKE
         if second:
-            _set(self.kill_now, None)
+            if not self.kill_now.done():
+                self.kill_now.set_result(None)
             self._report.ask(kill=True)
         if number == signal.SIGINT and not self.cancelled.done():
             self.interrupted, self._interrupted_at = True, time.monotonic()
@@ -135,8 +134,3 @@ class StopRequests:
         asyncio.get_running_loop().remove_reader(0)
         if not ends.detached(self._job_dir):
             self._cancel("the command that ran the job is gone")
-
-
-def _set(future: asyncio.Future[_T], value: _T) -> None:
-    if not future.done():
-        future.set_result(value)
