@@ -26,7 +26,17 @@ from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.states import Found, Measure, NodeState, Order, Probe, Probed, Request, Stop
+from clusterjob.node.states import (
+    Found,
+    Measure,
+    Missing,
+    NodeState,
+    Order,
+    Probe,
+    Probed,
+    Request,
+    Stop,
+)
 from clusterjob.node.system.ranges import ranges
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
@@ -220,7 +230,8 @@ class Run:
         worlds: the place of each node.
         running: whether the workers of all nodes have been started.
         asked: the newest question about missing ranks; None without one.
-        heard: the questions of workers that were asked, and the nodes that have answered.
+        missing: the newest request of each node to ask about missing ranks.
+        answered: the nodes that have answered the newest question.
         polled: when the nodes were asked for failures; None before.
         successes: how many ranks have ended with exit code 0, and when the last one did.
         named: whether the ranks that still run were named since.
@@ -241,7 +252,8 @@ class Run:
     worlds: Mapping[int, World] = field(default_factory=dict)
     running: bool = False
     asked: Asked | None = None
-    heard: frozenset[Any] = frozenset()
+    missing: Mapping[int, Missing] = field(default_factory=dict)
+    answered: frozenset[int] = frozenset()
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
     named: bool = False
@@ -1048,12 +1060,8 @@ class _Step:
         due, options = root_cause.stop_due(found), self.job.options
         if root is None or not root.effect:
             return due
-        asked, heard = self.current.asked, self.current.heard
-        if (
-            asked is not None
-            and asked.gave_up
-            and not heard.issuperset((node, asked.number) for node in asked.ranks)
-        ):
+        asked = self.current.asked
+        if asked is not None and asked.gave_up and asked.ranks.keys() - self.current.answered:
             due = max(due, asked.at + _ANSWER_SECONDS)
         if due > self.now:
             return due
@@ -1119,7 +1127,7 @@ class _Step:
         """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
         for node in here:
             missing = node.state.missing
-            if missing is None or (node.node_rank, missing) in self.current.heard:
+            if missing is None or self.current.missing.get(node.node_rank) == missing:
                 continue
             self._tell_counts(self._counts(here))  # which may not have been worth an event before
             known = [rank for rank in missing.ranks if rank < self.current.world_size]
@@ -1128,19 +1136,19 @@ class _Step:
                 asker=(node.node_rank, missing.local_rank),
                 gave_up=missing.gave_up,
             )
-            self.change_run(heard=self.current.heard | {(node.node_rank, missing)})
+            self.change_run(missing={**self.current.missing, node.node_rank: missing})
         asked = self.current.asked
         if asked is None:
             return
         for node_rank, probed in _answers(asked, self.view.nodes).items():
-            answer, complete = (node_rank, probed.number), len(asked.ranks[node_rank])
-            if len(probed.lines) >= complete and answer not in self.current.heard:
-                self.change_run(heard=self.current.heard | {answer})
+            complete = len(probed.lines) >= len(asked.ranks[node_rank])
+            if complete and node_rank not in self.current.answered:
+                self.change_run(answered=self.current.answered | {node_rank})
                 self.add("missing", node_rank=node_rank, workers=list(probed.lines))
 
     def _ask(self, ranks: Mapping[int, Sequence[int]], **fields: Any) -> None:
         number = self.current.asked.number + 1 if self.current.asked else 1
-        self.change_run(asked=Asked(number, self.now, ranks, **fields))
+        self.change_run(asked=Asked(number, self.now, ranks, **fields), answered=frozenset())
 
     def _name_unfinished(self, here: Sequence[Node]) -> None:
         """Name the ranks that still run 10 s after the last of the others has succeeded."""

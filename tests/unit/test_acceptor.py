@@ -1,4 +1,4 @@
-"""Connections at node 0: many at once, a limit for silent ones, and what a stall does to them."""
+"""Connections at node 0: many at once, a limit for silent ones, and a stall of node 0."""
 
 from __future__ import annotations
 
