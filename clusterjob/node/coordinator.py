@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
-from clusterjob.node.environments import scheduler, slurm_env
+from clusterjob.node.environments import slurm_env, this_node
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
@@ -282,7 +282,7 @@ class Coordinator:
                 self._joined[node].send(order)
 
     async def _ask_slurm(self) -> None:
-        host = scheduler.node_name()
+        host = this_node.node_name()
         down = await asyncio.to_thread(succession.slurm_says_down, host)
         self._slurm_up = down is False
         self._due = 0.0
@@ -438,7 +438,7 @@ class Coordinator:
             else max(0.0, ledger.deadline - moment),
             limit_runs=ledger.limit_runs,
             node=self._own,
-            host=scheduler.node_name(),
+            host=this_node.node_name(),
             moves=self._moves,
             process=processes.identity(os.getppid()),
             members=tuple(sorted(newest.nodes)),

@@ -22,7 +22,7 @@ from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.stack_reports import StackReports
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.agent.stop_requests import StopRequests
-from clusterjob.node.environments import scheduler, worker_endpoints
+from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.rendezvous import messages
@@ -73,12 +73,12 @@ class Agent:
         self._notifier = notifier
         self._parent = parent
         self._replaces = parent is not None and parent.starts > 0  # an agent that was killed
-        self._host = scheduler.node_name()
+        self._host = this_node.node_name()
         self._connection: Connection | None = None
         self._process = os.getpid() if parent is None else parent.pid  # the scheduler's child
-        self._supervisor = scheduler.supervisor(os.environ, self._process)
+        self._supervisor = this_node.supervisor(os.environ, self._process)
         # One more port, which rank 0 binds itself.
-        self._held = worker_endpoints.HeldPorts(nproc + 1)
+        self._held = worker_variables.hold_ports(nproc + 1)
         self._timeline = log_files.Timeline(log_files.node_directory(job_dir, topology.node_rank))
         seen = (parent is not None and parent.kept("rounds")) or 0
         self._report = StateReport(seen)
@@ -174,7 +174,8 @@ class Agent:
         await loop.run_in_executor(files.disk, self._timeline.note)  # after all earlier writes
         self._console.finish()
         self._record_end(verdict)
-        self._held.close()
+        for holder in self._held:
+            holder.close()
         await self._connection.close()
         return verdict
 
@@ -326,7 +327,8 @@ class Agent:
         self._workers.start(order)
 
     def _hello(self) -> messages.Hello:
-        address = worker_endpoints.own_address(self._topology.master_addr, self._topology.node_rank)
+        address = this_node.own_address(self._topology)
+        ports = [holder.getsockname()[1] for holder in self._held]
         return messages.Hello(
             node_rank=self._topology.node_rank,
             host=self._host,
@@ -336,8 +338,8 @@ class Agent:
             nproc=self._nproc,
             address=address,
             counted_by=self._job.counted_by,
-            endpoints=tuple(network.with_port(address, p) for p in self._held.ports),
-            wants_endpoints=worker_endpoints.may_be_used(self._options.program),
+            endpoints=tuple(network.with_port(address, port) for port in ports),
+            wants_endpoints=worker_variables.may_use_paddle(self._options.program),
             again=self._parent is not None and bool(self._parent.kept("joined")),
             rounds=self._report.state.seen,
             key=self._job.key,

@@ -12,7 +12,7 @@ from typing import Any
 from clusterjob.node import preflight
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.decide import MEASURED
-from clusterjob.node.environments import worker_defaults
+from clusterjob.node.environments import worker_variables
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.rendezvous.messages import PreflightFound
 from clusterjob.node.states import Order, OrderWithStore
@@ -45,7 +45,7 @@ async def measure(
         return
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     own.setblocking(False)
-    variables = worker_defaults.quiet_defaults(
+    variables = worker_variables.quiet_defaults(
         os.environ, topology.master_addr, nnodes=topology.nnodes
     )
     store = order.store if isinstance(order, OrderWithStore) else None

@@ -15,7 +15,7 @@ from clusterjob.node import contract
 from clusterjob.node.agent.node_waits import NodeWaits
 from clusterjob.node.agent.phase_recorder import PhaseRecorder
 from clusterjob.node.agent.state_report import StateReport
-from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
+from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
@@ -84,7 +84,7 @@ class NodeWorkers:
         self.waits = NodeWaits()
         self.failures = Failures(
             topology.node_rank,
-            scheduler.node_name(),
+            this_node.node_name(),
             directory=log_files.node_directory(job_dir, topology.node_rank),
             attempt=job.attempt,
             under_torchrun=node.options.launcher == "torchrun",
@@ -104,11 +104,10 @@ class NodeWorkers:
         if self._forkserver.error:
             self.node_failed(self._forkserver.error)
             return
-        variables = worker_defaults.quiet_defaults(
+        variables = worker_variables.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
         )
-        variables |= worker_endpoints.backend_default(os.environ, gpus)
-        variables |= worker_defaults.cpu_defaults(os.environ, gpus)
+        variables |= worker_variables.cpu_defaults(os.environ, gpus)
         variables |= {
             contract.JOB_ID: self._job.job_id,
             contract.JOB_DIR: str(self._job_dir),

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Sequence
 
 from clusterjob.errors import RendezvousError
-from clusterjob.node.environments.candidate_ports import COUNT
-from clusterjob.node.environments.candidate_ports import candidates as _candidates
+from clusterjob.node.environments.topology import PORTS as COUNT
+from clusterjob.node.environments.topology import candidate_ports
 from clusterjob.node.system import network
 
 __all__ = ["COUNT", "candidates", "listen"]
@@ -28,7 +28,7 @@ def candidates(job_id: str, attempt: int, named_port: int | None) -> list[int]:
         attempt: the number of the job's attempt, from 0; each attempt has its own sequence.
         named_port: the port that the platform reserves; it is the only candidate. None without one.
     """
-    return [named_port] if named_port is not None else _candidates(job_id, attempt)
+    return [named_port] if named_port is not None else candidate_ports(job_id, attempt)
 
 
 def listen(master_addr: str, ports: Sequence[int], *, alone: bool = False) -> socket.socket:

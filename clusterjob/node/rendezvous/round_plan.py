@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from clusterjob.node.contract import World
-from clusterjob.node.environments import candidate_ports, slurm_env, worker_endpoints
-from clusterjob.node.environments.topology import Topology
+from clusterjob.node.environments import slurm_env, worker_variables
+from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.rendezvous import ports
 from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Peer
@@ -56,7 +56,7 @@ def plan_round(
     if serve_store or first == own:
         candidates = [0]
         if not serve_store:  # a worker binds the port later, so it must not be ephemeral
-            candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
+            candidates = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)
         address = store_address(topology, peers.values())
         store = ports.listen(address, candidates, alone=topology.nnodes == 1)
         port = int(store.getsockname()[1])
@@ -64,7 +64,7 @@ def plan_round(
             store.close()
     else:
         address = peers[first].address
-        port = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)[0]
+        port = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)[0]
     working = [peers[node] for node in nodes]
     *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in working)]
     # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
@@ -72,7 +72,7 @@ def plan_round(
     endpoints = ""
     if held and any(peer.wants_endpoints for peer in working):  # long: make it only if needed
         of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
-        endpoints = worker_endpoints.listed(of_all)
+        endpoints = worker_variables.endpoint_list(of_all)
 
     tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
     step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)

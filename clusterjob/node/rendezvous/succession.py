@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.logs import ends, events
 from clusterjob.node.rendezvous import coordinator_state
 from clusterjob.node.rendezvous.coordinator_state import MAX_SUCCESSORS, CoordinatorState, Successor
