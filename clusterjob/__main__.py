@@ -43,7 +43,7 @@ def main() -> int:
         return launch(sys.argv[2:])
     if sys.argv[1:2] == ["env"] and find_spec("typer") is None:
         # Inside a job, clusterjob may exist only as the node zip, which lacks the command line.
-        from clusterjob.node.environments.show import main as env
+        from clusterjob.node.environments.detection import main as env
 
         return env(sys.argv[2:])
     import gc

@@ -20,9 +20,9 @@ def env(as_json: Json = False) -> int:  # noqa: FBT002
     variable of each field, the ignored variables and the variables that conflict. The exit code is
     1 if variables conflict.
     """
-    from clusterjob.node.environments import show
+    from clusterjob.node.environments import detection
 
-    return show.show(as_json=as_json)
+    return detection.show(as_json=as_json)
 
 
 def config(

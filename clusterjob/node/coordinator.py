@@ -17,13 +17,8 @@ from clusterjob.errors import RendezvousError
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import Decision, Job, Ledger, Loss, Node, Stage, View
-from clusterjob.node.environments import (
-    candidate_ports,
-    scheduler,
-    slurm_env,
-    worker_endpoints,
-)
-from clusterjob.node.environments.topology import Topology
+from clusterjob.node.environments import slurm_env, this_node, worker_variables
+from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
@@ -289,7 +284,7 @@ class Coordinator:
                 self._joined[node].send(order)
 
     async def _ask_slurm(self) -> None:
-        host = scheduler.node_name()
+        host = this_node.node_name()
         down = await asyncio.to_thread(succession.slurm_says_down, host)
         self._slurm_up = down is False
         self._due = 0.0
@@ -447,7 +442,7 @@ class Coordinator:
             else max(0.0, ledger.deadline - moment),
             limit_runs=ledger.limit_runs,
             node=self._own,
-            host=scheduler.node_name(),
+            host=this_node.node_name(),
             moves=self._moves,
             process=processes.identity(os.getppid()),
             groups=ledger.groups,
@@ -677,7 +672,7 @@ def plan_round(
     if serve_store or first == own:
         candidates = [0]
         if not serve_store:  # a worker binds the port later, so it must not be ephemeral
-            candidates = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)
+            candidates = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)
         address = store_at
         store = membership.listen(address, candidates, alone=topology.nnodes == 1)
         port = int(store.getsockname()[1])
@@ -685,7 +680,7 @@ def plan_round(
             store.close()
     else:
         address = peers[first].address
-        port = candidate_ports.candidates(f"{job.job_id}\0{restart}", job.attempt)[0]
+        port = candidate_ports(f"{job.job_id}\0{restart}", job.attempt)[0]
     working = [peers[node] for node in nodes]
     *first_ranks, world_size = [0, *accumulate(peer.nproc for peer in working)]
     # One endpoint per worker. A node holds one more, which rank 0 binds for its framework.
@@ -693,7 +688,7 @@ def plan_round(
     endpoints = ""
     if held and any(peer.wants_endpoints for peer in working):  # long: make it only if needed
         of_all = [each for peer in working for each in peer.endpoints[: peer.nproc]]
-        endpoints = worker_endpoints.listed(of_all)
+        endpoints = worker_variables.endpoint_list(of_all)
 
     tasks = slurm_env.tasks_per_node([peer.nproc for peer in working])
     step_nodes = slurm_env.nodes_of_round([peer.host for peer in working], os.environ)

@@ -18,15 +18,8 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
 from clusterjob.node.agent.parent import AgentParent
-from clusterjob.node.environments import (
-    candidate_ports,
-    scheduler,
-    show,
-    this_node,
-    worker_defaults,
-)
-from clusterjob.node.environments.reading import Finding
-from clusterjob.node.environments.topology import Topology
+from clusterjob.node.environments import detection, slurm_env, this_node, worker_variables
+from clusterjob.node.environments.topology import Finding, Topology, candidate_ports
 from clusterjob.node.logs import ends, events, log_files
 from clusterjob.node.logs.console import Console, refusal_line
 from clusterjob.node.logs.job_dir import STDIN_SCRIPT
@@ -59,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ClusterJobError as error:
         if os.environ.get(contract.STREAM) == "1":
             print(
-                refusal_line(error.exit_code, scheduler.node_name(), why=error.message),
+                refusal_line(error.exit_code, this_node.node_name(), why=error.message),
                 end="",
                 flush=True,
             )
@@ -88,7 +81,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     nproc = _choose_workers(options, topology, environ)
     if options.launcher != "ray":  # Ray sets the threads of each task
         os.environ.update(
-            worker_defaults.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
+            worker_variables.thread_defaults(environ, nproc, cpus_per_task=options.cpus_per_task)
         )
     os.environ.update(contract.read_secrets(environ))
     notifications = os.environ.pop(contract.NOTIFICATIONS, "")  # the workers must not get the URLs
@@ -119,7 +112,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     is_first = parent is None or not parent.starts  # not after an agent that was killed
     if is_first:
         events.add_environment(
-            job_dir, topology.node_rank, show.describe(finding), attempt=job.attempt
+            job_dir, topology.node_rank, detection.describe(finding), attempt=job.attempt
         )
 
     # From here on there may be threads. The forkserver imports torch while this process imports
@@ -177,7 +170,7 @@ def _place(finding: Finding, options: LaunchOptions, environ: Mapping[str, str])
     Raises:
         UsageError: the options leave too few nodes for the workers, or too few files may be open.
     """
-    topology = this_node.with_reachable_master(finding, environ)
+    topology = slurm_env.resolve_master_address(this_node.node_of(finding), environ)
     working = topology.nnodes - options.spares
     if working < max(1, options.min_nodes or 1):
         flag = "--spares" if options.spares else "--min-nodes"
@@ -390,10 +383,10 @@ def _identity(
     Raises:
         UsageError: the job has several nodes and no secret, but requires one.
     """
-    attempt = scheduler.read_attempt(environ)
+    attempt = this_node.read_attempt(environ)
     place_text = f"{topology.master_addr}-{topology.master_port or 0}-{topology.nnodes}"
     own_name = f"launch-{secrets.token_hex(4)}" if topology.nnodes == 1 else f"launch-{place_text}"
-    job_id = environ.get(contract.JOB_ID) or scheduler.step_id(topology.source, environ) or own_name
+    job_id = environ.get(contract.JOB_ID) or this_node.step_id(topology.source, environ) or own_name
     token = contract.read_token(environ)
     is_open = token is None and topology.nnodes > 1
     ray = options.launcher == "ray" and not environ.get("RAY_AUTH_MODE")
@@ -412,7 +405,7 @@ def _identity(
         job_id,
         attempt,
         token=token,
-        ports=candidate_ports.candidates(job_id, attempt)
+        ports=candidate_ports(job_id, attempt)
         if topology.master_port is None
         else [topology.master_port],
         has_torch=preload.has_torch(),

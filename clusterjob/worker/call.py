@@ -19,7 +19,7 @@ from typing import Any
 
 from clusterjob.errors import ClusterJobError, UsageError
 from clusterjob.node import contract
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.system import files
 from clusterjob.worker import outcomes
 from clusterjob.worker.context import Context
@@ -146,7 +146,7 @@ def _of_function(trace: TracebackType | None) -> TracebackType | None:
 
 def _make(function_call: Any, job_dir: Path, rank: int, world_size: int) -> None:
     """Run a call and write its outcome."""
-    attempt = scheduler.read_attempt(os.environ)
+    attempt = this_node.read_attempt(os.environ)
     try:
         value = function_call.result()
         outcomes.write_value(job_dir, rank, attempt=attempt, value=value, world_size=world_size)

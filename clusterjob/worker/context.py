@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterjob.errors import UsageError
 from clusterjob.node import contract, program
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.logs import job_dir, log_files
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
 from clusterjob.node.workers import report, torch_patches
@@ -308,7 +308,7 @@ class Context:
     @property
     def attempt(self) -> int:
         """Number of the job's attempt, from 0; a restart of the workers does not count."""
-        return scheduler.read_attempt(os.environ)
+        return this_node.read_attempt(os.environ)
 
     @property
     def preempted(self) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 
 from clusterjob.errors import PlacementError, RendezvousError, UsageError
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.reading import Finding
-from clusterjob.node.environments.topology import Worker
+from clusterjob.node.environments.topology import Finding, Worker
 from clusterjob.node.system import network, processes
 from clusterjob.node.workers import torch_patches
 from clusterjob.worker import rendezvous

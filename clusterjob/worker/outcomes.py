@@ -18,7 +18,7 @@ from typing import Any
 
 from clusterjob.errors import JobFailed
 from clusterjob.node import contract
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.system import files
 
 FOLDER = "call"  # in the job's directory
@@ -241,7 +241,7 @@ class ReturnValue:
             write_value(
                 Path(job_dir),
                 int(os.environ.get("RANK", "0")),
-                attempt=scheduler.read_attempt(os.environ),
+                attempt=this_node.read_attempt(os.environ),
                 value=job_return.return_value,
             )
 

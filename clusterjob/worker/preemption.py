@@ -19,7 +19,7 @@ from types import FrameType
 
 from clusterjob.errors import UsageError
 from clusterjob.node import contract
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.logs import ends
 
 _INTERVAL = 1.0  # seconds between two polls of the warning file
@@ -118,7 +118,7 @@ class _Watch:
         if self._job_dir is None or now < self._next_poll:
             return False
         self._next_poll = now + _INTERVAL
-        return ends.warning_file(self._job_dir, scheduler.read_attempt(os.environ)).exists()
+        return ends.warning_file(self._job_dir, this_node.read_attempt(os.environ)).exists()
 
     # -- signals ---------------------------------------------------------------------------------
 

@@ -9,17 +9,12 @@ from dataclasses import replace
 
 from clusterjob.errors import PlacementError, UsageError
 from clusterjob.node.environments import (
-    candidate_ports,
     detection,
-    lookups,
-    openmpi_env,
-    slurm_addresses,
+    families,
     slurm_env,
-    torch_env,
-    worker_defaults,
+    worker_variables,
 )
-from clusterjob.node.environments.reading import Finding
-from clusterjob.node.environments.topology import Topology, Worker
+from clusterjob.node.environments.topology import Finding, Topology, Worker, candidate_ports
 from clusterjob.node.system import network
 from clusterjob.node.system.network import is_loopback
 
@@ -52,9 +47,9 @@ def find(given: dict[str, str], *, checked: bool = True) -> Finding:
         given = _complete(given)
     # Given ranks are read like torch's variables; the variables of other families are ignored.
     finding = (
-        torch_env.read(os.environ | given)
+        families.read_torch(os.environ | given)
         if given
-        else detection.detect(lookups.look_up(os.environ))
+        else detection.detect(detection.look_up(os.environ))
     )
     if not checked:
         return finding
@@ -95,7 +90,7 @@ def _complete(given: dict[str, str]) -> dict[str, str]:
             return given  # they are on several machines
         # Only the children of one parent have its key, so that they alone compute this port.
         key = f"{multiprocessing.current_process().authkey.hex()} {os.getppid()}"
-        port = candidate_ports.candidates(key, next(_rounds))[0]
+        port = candidate_ports(key, next(_rounds))[0]
         given = given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     elif (
         not is_loopback(variables.get("MASTER_ADDR", ""))
@@ -114,7 +109,7 @@ def _complete(given: dict[str, str]) -> dict[str, str]:
 def _check_launcher(finding: Finding) -> None:
     """Refuse mpirun's own machine as the master address if rank 0 runs elsewhere."""
     worker = finding.placement
-    implied = finding.evidence.get("master_addr") == openmpi_env.LAUNCHER
+    implied = finding.evidence.get("master_addr") == families.MPIRUN_ADDRESS
     if (
         implied
         and isinstance(worker, Worker)
@@ -141,10 +136,12 @@ def prepare(finding: Finding) -> None:
     if not isinstance(worker, Worker) or finding.source == "clusterjob":
         return
     topology = worker.topology
-    threads = worker_defaults.thread_defaults(
+    threads = worker_variables.thread_defaults(
         os.environ, worker.local_world_size, cpus_per_task=None
     )
-    quiet = worker_defaults.quiet_defaults(os.environ, topology.master_addr, nnodes=topology.nnodes)
+    quiet = worker_variables.quiet_defaults(
+        os.environ, topology.master_addr, nnodes=topology.nnodes
+    )
     quiet.pop("PYTHONUNBUFFERED", None)  # the interpreter has read it already
     os.environ.update(quiet | threads)
     torch = sys.modules.get("torch")
@@ -162,4 +159,4 @@ def _alone_on_its_node(finding: Finding) -> Finding:
         return finding
     if isinstance(placement, Topology) and (placement.nproc_per_node or 1) > 1:
         return finding
-    return replace(finding, placement=slurm_addresses.as_worker(placement, os.environ))
+    return replace(finding, placement=slurm_env.as_worker(placement, os.environ))

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from clusterjob.errors import RanksMissingError, RendezvousError
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.environments.topology import Worker
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.worker import process
@@ -112,7 +112,7 @@ def own_facts(worker: Worker, device: Any, backend: str) -> Facts:
         socket.gethostname(),
         pid=os.getpid(),
         world_size=worker.world_size,
-        job=scheduler.job_id(worker.topology.source, os.environ),
+        job=this_node.job_id(worker.topology.source, os.environ),
         versions=versions,
         gpu=gpu,
     )

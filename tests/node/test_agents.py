@@ -949,10 +949,10 @@ def test_node_lost_before_start_ends_rendezvous(make_job: MakeJob) -> None:
 
 @pytest.mark.slow
 def test_coordinator_takes_next_port_when_port_is_in_use(make_job: MakeJob) -> None:
-    from clusterjob.node.environments import candidate_ports
+    from clusterjob.node.environments.topology import candidate_ports
 
     job = make_job(2)
-    first, second = candidate_ports.candidates(job.id, 0)[:2]
+    first, second = candidate_ports(job.id, 0)[:2]
     with (
         socket.create_server(("127.0.0.1", first)),
         socket.create_server(("127.0.0.1", second)) as second_listener,

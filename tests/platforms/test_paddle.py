@@ -17,8 +17,9 @@ from procs import Job
 
 from clusterjob.node import contract
 from clusterjob.node.contract import World
-from clusterjob.node.environments import paddle_env, worker_endpoints
+from clusterjob.node.environments import worker_variables
 from clusterjob.node.environments.detection import detect
+from clusterjob.node.environments.families import FAMILIES
 from clusterjob.node.environments.topology import Worker
 
 VENV = ROOT / ".venv-paddle"
@@ -26,20 +27,21 @@ LOCAL = [sys.executable, "-m", "clusterjob", "run", "--cluster", "local"]
 
 
 def test_held_port_can_only_be_bound_with_so_reuseaddr() -> None:
-    held = worker_endpoints.HeldPorts(3)
+    held = worker_variables.hold_ports(3)
+    ports = [holder.getsockname()[1] for holder in held]
     try:
-        assert len(set(held.ports)) == 3
+        assert len(set(ports)) == 3
         with socket.socket() as server, socket.socket() as client, socket.socket() as without_reuse:
             with pytest.raises(ConnectionRefusedError):
-                client.connect(("127.0.0.1", held.ports[0]))
+                client.connect(("127.0.0.1", ports[0]))
             with pytest.raises(OSError, match="in use"):
-                without_reuse.bind(("127.0.0.1", held.ports[0]))
+                without_reuse.bind(("127.0.0.1", ports[0]))
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(("", held.ports[0]))
+            server.bind(("", ports[0]))
             server.listen()
     finally:
-        held.close()
-    assert held.ports == []
+        for holder in held:
+            holder.close()
 
 
 def test_held_ports_are_not_given_out_for_port_0(tmp_path: Path) -> None:
@@ -50,9 +52,9 @@ def test_held_ports_are_not_given_out_for_port_0(tmp_path: Path) -> None:
     text = """
         import socket
         from pathlib import Path
-        from clusterjob.node.environments.worker_endpoints import HeldPorts
+        from clusterjob.node.environments.worker_variables import hold_ports
         Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40005")
-        held, others = HeldPorts(4), []
+        holders, others = hold_ports(4), []
         try:
             while True:
                 other = socket.socket()
@@ -62,10 +64,10 @@ def test_held_ports_are_not_given_out_for_port_0(tmp_path: Path) -> None:
                 others.append(other)
         except OSError:
             pass
-        ports = [other.getsockname()[1] for other in others]
-        assert len(set(ports) | set(held.ports)) == 6, (ports, held.ports)
-        assert not set(ports) & set(held.ports), (ports, held.ports)
-        assert HeldPorts(1).ports == []  # no port is left
+        held, ports = ([each.getsockname()[1] for each in them] for them in (holders, others))
+        assert len(set(ports) | set(held)) == 6, (ports, held)
+        assert not set(ports) & set(held), (ports, held)
+        assert hold_ports(1) == []  # no port is left
     """
     with machines(1) as [machine]:
         ran = run(machine.command(sys.executable, script(tmp_path, text)), tmp_path)
@@ -89,24 +91,24 @@ def node_world(node_rank: int, sizes: list[int], gpus: int = 0) -> World:
         world_size=sum(sizes),
         gpus=gpus,
         endpoints_master="10.0.0.0:5000",
-        endpoints=worker_endpoints.listed([item for node in endpoints for item in node]),
+        endpoints=worker_variables.endpoint_list([item for node in endpoints for item in node]),
         own_endpoints=",".join(endpoints[node_rank]),
     )
 
 
-def worker_variables(of: World, local_rank: int) -> dict[str, str]:
+def variables_of(of: World, local_rank: int) -> dict[str, str]:
     common = contract.worker_variables(of, local_rank, job_id="job", max_restarts=0)
-    return common | worker_endpoints.worker_variables(of, local_rank)
+    return common | worker_variables.paddle_variables(of, local_rank)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> None:
+    [paddle] = [family for family in FAMILIES if family.source == "paddle"]
     for node_rank, size in enumerate(sizes):
         for local_rank in range(size):
-            variables = worker_variables(node_world(node_rank, sizes), local_rank)
-            assert variables.keys() <= set(worker_endpoints.LAUNCH_VARIABLES)
-            found, own = detect(variables), paddle_env.detect(variables)
-            assert own is not None
+            variables = variables_of(node_world(node_rank, sizes), local_rank)
+            assert variables.keys() <= set(worker_variables.LAUNCH_VARIABLES)
+            found, own = detect(variables), paddle.detect(variables)
             assert found.conflicts == own.conflicts == ()
             assert isinstance(found.placement, Worker)
             assert isinstance(own.placement, Worker)
@@ -116,8 +118,7 @@ def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> N
                 for name, value in variables.items()
                 if name not in ("MASTER_ADDR", "MASTER_PORT")
             }
-            master = paddle_env.detect(alone)
-            assert master is not None
+            master = paddle.detect(alone)
             assert isinstance(master.placement, Worker)
             assert (
                 master.placement.topology.master_addr,
@@ -134,26 +135,19 @@ def test_rank_assignment_is_the_same_for_torch_and_paddle(sizes: list[int]) -> N
                 )
 
 
-def test_worker_gets_one_gpu_and_node_without_gpus_gets_gloo() -> None:
+def test_worker_gets_one_gpu_of_a_node_with_gpus() -> None:
     chosen = [
-        worker_variables(node_world(0, [4], gpus=2), local)["FLAGS_selected_gpus"]
-        for local in range(4)
+        variables_of(node_world(0, [4], gpus=2), local)["FLAGS_selected_gpus"] for local in range(4)
     ]
     assert chosen == ["0", "1", "0", "1"]
-    assert "FLAGS_selected_gpus" not in worker_variables(node_world(0, [4]), 0)
-    assert worker_endpoints.backend_default({}, 0) == {"PADDLE_DISTRI_BACKEND": "gloo"}
-    assert (
-        worker_endpoints.backend_default({}, 2)
-        == worker_endpoints.backend_default({"PADDLE_DISTRI_BACKEND": "auto"}, 0)
-        == {}
-    )
+    assert "FLAGS_selected_gpus" not in variables_of(node_world(0, [4]), 0)
 
 
 def test_endpoint_list_too_long_for_environment_is_left_out() -> None:
-    assert worker_endpoints.listed(["a:1", "b:2"]) == "a:1,b:2"
-    assert len(worker_endpoints.listed(["10.200.200.200:50000"] * 4500)) > 90_000
-    assert worker_endpoints.listed(["10.200.200.200:50000"] * 6500) == ""
-    variables = worker_variables(node_world(0, [9000]), 3)
+    assert worker_variables.endpoint_list(["a:1", "b:2"]) == "a:1,b:2"
+    assert len(worker_variables.endpoint_list(["10.200.200.200:50000"] * 4500)) > 90_000
+    assert worker_variables.endpoint_list(["10.200.200.200:50000"] * 6500) == ""
+    variables = variables_of(node_world(0, [9000]), 3)
     assert "PADDLE_TRAINER_ENDPOINTS" not in variables
     assert (variables["PADDLE_MASTER"], variables["PADDLE_CURRENT_ENDPOINT"]) == (
         "10.0.0.0:5000",
@@ -163,8 +157,7 @@ def test_endpoint_list_too_long_for_environment_is_left_out() -> None:
 
 SHOW = """
     import json, os, pathlib
-    from clusterjob.node.environments.detection import detect
-    from clusterjob.node.environments.lookups import look_up
+    from clusterjob.node.environments.detection import detect, look_up
     found = detect(look_up(os.environ))
     own = {name: value for name, value in os.environ.items() if name.startswith("PADDLE_")}
     report = json.dumps([own, found.source, list(found.conflicts)])
@@ -264,8 +257,7 @@ TRAIN = """
     from pathlib import Path
     import paddle
     import paddle.distributed as dist
-    from clusterjob.node.environments.detection import detect
-    from clusterjob.node.environments.lookups import look_up
+    from clusterjob.node.environments.detection import detect, look_up
 
     dist.init_parallel_env()
     rank = dist.get_rank()

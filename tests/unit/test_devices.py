@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.errors import UsageError
-from clusterjob.node.environments import worker_defaults
+from clusterjob.node.environments import worker_variables
 from clusterjob.node.system import devices
 
 CORES = len(os.sched_getaffinity(0))
@@ -129,50 +129,56 @@ def test_amd_gpus_are_counted_by_kernel_nodes_with_simd_units(
 def test_thread_default_is_share_of_cores_per_process(
     environ: dict[str, str], nproc: int, share: int
 ) -> None:
-    assert worker_defaults.thread_defaults(environ, nproc, cpus_per_task=None) == {
+    assert worker_variables.thread_defaults(environ, nproc, cpus_per_task=None) == {
         "OMP_NUM_THREADS": str(share)
     }
     assert (
-        worker_defaults.thread_defaults(
+        worker_variables.thread_defaults(
             environ | {"OMP_NUM_THREADS": ""}, nproc, cpus_per_task=None
         )
         == {}
     )
-    assert worker_defaults.thread_defaults(environ, nproc, cpus_per_task=5) == {
+    assert worker_variables.thread_defaults(environ, nproc, cpus_per_task=5) == {
         "OMP_NUM_THREADS": "5"
     }
 
 
 def test_interface_defaults_do_not_override_user_variables() -> None:
-    found = worker_defaults.quiet_defaults({}, "127.0.0.1", nnodes=2)
+    found = worker_variables.quiet_defaults({}, "127.0.0.1", nnodes=2)
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
-    assert "GLOO_SOCKET_IFNAME" not in worker_defaults.quiet_defaults(
+    assert "GLOO_SOCKET_IFNAME" not in worker_variables.quiet_defaults(
         {"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2
     )
     assert (
-        worker_defaults.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2)[
+        worker_variables.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2)[
             "NCCL_SOCKET_IFNAME"
         ]
         == "=lo"
     )
     assert (
-        worker_defaults.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", nnodes=2)[
+        worker_variables.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", nnodes=2)[
             "GLOO_SOCKET_IFNAME"
         ]
         == "lo"
     )
-    assert "GLOO_SOCKET_IFNAME" not in worker_defaults.quiet_defaults(
+    assert "GLOO_SOCKET_IFNAME" not in worker_variables.quiet_defaults(
         {}, "no-such-host.invalid", nnodes=2
     )
 
 
-def test_cpu_workers_are_one_world_for_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_workers_are_one_world_for_accelerate_and_use_gloo_in_paddle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = ["null", "tty1", "shm"]
     monkeypatch.setattr(devices, "_listed", lambda folder: names if folder == "/dev" else [])
-    assert worker_defaults.cpu_defaults({}, 0) == {"ACCELERATE_USE_CPU": "true"}
-    assert worker_defaults.cpu_defaults({}, 2) == {}
+    gloo = {"PADDLE_DISTRI_BACKEND": "gloo"}
+    assert worker_variables.cpu_defaults({}, 0) == {"ACCELERATE_USE_CPU": "true"} | gloo
+    assert worker_variables.cpu_defaults({"PADDLE_DISTRI_BACKEND": "auto"}, 0).keys() == {
+        "ACCELERATE_USE_CPU"
+    }
+    assert worker_variables.cpu_defaults({}, 2) == {}
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"):
-        assert worker_defaults.cpu_defaults({name: "false"}, 0) == {}
+        assert worker_variables.cpu_defaults({name: "false"}, 0) == gloo
     for device in ("davinci0", "accel", "accel0", "hl0", "neuron0", "cambricon_dev0", "mtgpu.0"):
         names[:] = ["null", device]
-        assert worker_defaults.cpu_defaults({}, 0) == {}, "it may be used instead of the CPU"
+        assert worker_variables.cpu_defaults({}, 0) == {}, "it may be used instead of the CPU"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from job_variables import is_job_variable
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import flux_env, hydra_env, lsf_env, pals_env, this_node
-from clusterjob.node.environments.conflicts import PLATFORMS
-from clusterjob.node.environments.detection import FAMILIES, detect
+from clusterjob.node.environments import families, this_node
+from clusterjob.node.environments.detection import detect
+from clusterjob.node.environments.families import FAMILIES
 from clusterjob.node.environments.topology import Topology, Worker
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -66,18 +66,19 @@ MVAPICH = {
 PALS = {
     "PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1",
     "PALS_LOCAL_SIZE": "4", "PALS_NODEID": "1", "PBS_NODEFILE": "/var/spool/pbs/aux/7",
-    "PBS_JOBID": "7.pbs", "PALS_APID": "a-b", pals_env.FIRST_NODE: "x3001c0s1",
+    "PBS_JOBID": "7.pbs", "PALS_APID": "a-b", families.PALS_FIRST_NODE: "x3001c0s1",
 }  # fmt: skip
 LSF = {
     "JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_LOCAL_RANK": "1",
     "LSB_JOBID": "123456", "LSB_DJOB_RANKFILE": "/home/me/.lsbatch/7",
-    lsf_env.RANKFILE: "batch1\nh36n01\nh36n01\nh36n02\nh36n02\n", lsf_env.OWN_NAME: "h36n02",
+    families.LSF_RANKFILE: "batch1\nh36n01\nh36n01\nh36n02\nh36n02\n",
+    families.LSF_OWN_NAME: "h36n02",
     "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }  # fmt: skip
 FLUX = {
     "FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2",
-    "FLUX_JOB_ID": "f2fZQs", "PMI_RANK": "5", "PMI_SIZE": "8", flux_env.HOSTLIST: "corona[82,81]",
+    "FLUX_JOB_ID": "f2fZQs", "PMI_RANK": "5", "PMI_SIZE": "8", families.FLUX_HOSTS: "corona[82,81]",
 }  # fmt: skip
 PADDLE = {
     "PADDLE_TRAINER_ID": "5", "PADDLE_TRAINERS_NUM": "8", "PADDLE_RANK_IN_NODE": "1",
@@ -393,9 +394,10 @@ def test_rank_outside_world_size_is_refused(name: str) -> None:
 def test_loopback_master_address_is_refused(name: str) -> None:
     environ, place, _ = EVERY[name]
     variable = detect(environ).evidence["master_addr"]
-    hidden = {"PBS_NODEFILE": pals_env.FIRST_NODE, "LSB_DJOB_RANKFILE": lsf_env.RANKFILE}.get(
-        variable, variable
-    )
+    hidden = {
+        "PBS_NODEFILE": families.PALS_FIRST_NODE,
+        "LSB_DJOB_RANKFILE": families.LSF_RANKFILE,
+    }.get(variable, variable)
     old = place.topology.master_addr if isinstance(place, Worker) else place.master_addr
     if name == "flux":
         environ = environ | {hidden: f"{old},corona81"}
@@ -430,7 +432,7 @@ def test_open_mpi_without_master_variables_uses_address_of_mpirun() -> None:
 
 @pytest.mark.parametrize(
     ("environ", "size"),
-    [(OPENMPI, "OMPI_COMM_WORLD_SIZE"), (HYDRA | {hydra_env.PROXY: "77"}, "PMI_SIZE")],
+    [(OPENMPI, "OMPI_COMM_WORLD_SIZE"), (HYDRA | {families.HYDRA_PROXY: "77"}, "PMI_SIZE")],
 )
 def test_single_node_mpi_job_uses_loopback_master(environ: dict[str, str], size: str) -> None:
     alone = {name: value for name, value in environ.items() if name not in MASTER} | {
@@ -467,7 +469,7 @@ def test_pmi_variables_of_srun_are_detected_as_slurm() -> None:
 
 
 def test_lsf_without_rank_file_reads_hosts_from_variable() -> None:
-    hidden = {lsf_env.RANKFILE, "LSB_DJOB_RANKFILE"}
+    hidden = {families.LSF_RANKFILE, "LSB_DJOB_RANKFILE"}
     environ = {name: value for name, value in LSF.items() if name not in hidden} | {
         "LSB_MCPU_HOSTS": "batch1 1 h36n01 42 h36n02 42"
     }
@@ -713,19 +715,19 @@ def test_platform_with_any_changed_value_gives_placement_or_conflicts(
 
 def test_every_family_has_a_fixture() -> None:
     found = {
-        family.__module__.rpartition(".")[2]
+        family.source
         for family in FAMILIES
         for environ, _, _ in EVERY.values()
-        if family(environ) is not None
+        if family.detect(environ).source != "none"
     }
-    assert found | {"torch_env", "clusterjob_env", "slurm_env"} == {
-        family.__module__.rpartition(".")[2] for family in FAMILIES
-    }
+    assert found | {"env", "clusterjob", "slurm"} == {family.source for family in FAMILIES}
 
 
-def test_every_platform_conflicts_with_another_that_disagrees() -> None:
-    launchers = {"slurm", "clusterjob"}  # they start tasks inside a platform
-    assert {detect(environ).source for environ, _, _ in NODES.values()} - launchers <= PLATFORMS
+def test_every_family_of_nodes_is_a_platform() -> None:
+    """Two platforms that disagree are a conflict; launchers start tasks inside a platform."""
+    for family in FAMILIES:
+        levels = {family.detect(environ).level for environ, _, _ in EVERY.values()} - {"none"}
+        assert family.is_platform == (levels == {"node"}), family.source
 
 
 def test_every_variable_of_a_family_is_removed_from_test_environment() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from procs import alive, wait_until
 
-from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.host_server import commands
 from clusterjob.node.host_server.requests import DropCommand, ReapCommand, RunCommand
 

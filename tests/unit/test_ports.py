@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from clusterjob.errors import RendezvousError
 from clusterjob.node.coordinator import store_address
-from clusterjob.node.environments.candidate_ports import COUNT, candidates
-from clusterjob.node.environments.topology import Topology
+from clusterjob.node.environments.topology import PORTS as COUNT
+from clusterjob.node.environments.topology import Topology, candidate_ports
 from clusterjob.node.rendezvous.membership import Peer, listen
 from clusterjob.node.rendezvous.messages import Hello
 
@@ -24,8 +24,8 @@ def used_port() -> socket.socket:
 def test_candidate_ports_are_same_in_all_agents_and_not_ephemeral(
     job_id: str, attempt: int
 ) -> None:
-    found = candidates(job_id, attempt)
-    assert found == candidates(job_id, attempt)
+    found = candidate_ports(job_id, attempt)
+    assert found == candidate_ports(job_id, attempt)
     assert len(found) == COUNT
     assert all(1024 < port < 32768 for port in found)
     assert len(set(found)) > COUNT // 2
@@ -33,7 +33,9 @@ def test_candidate_ports_are_same_in_all_agents_and_not_ephemeral(
 
 def test_candidate_ports_differ_per_job_and_attempt() -> None:
     found = [
-        candidates(job_id, attempt) for job_id in ("job-1", "job-2", "job-11") for attempt in (0, 1)
+        candidate_ports(job_id, attempt)
+        for job_id in ("job-1", "job-2", "job-11")
+        for attempt in (0, 1)
     ]
     assert len({tuple(sequence) for sequence in found}) == 6
     assert len({sequence[0] for sequence in found}) == 6

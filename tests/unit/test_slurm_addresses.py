@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import slurm_addresses, this_node
+from clusterjob.node.environments import slurm_env, this_node
 from clusterjob.node.environments.topology import Topology
 
 NOWHERE = "no-such-node.invalid"
@@ -28,23 +28,23 @@ def no_scontrol(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "localhost", "::1"])
 def test_resolvable_address_is_kept(address: str, no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, master_addr=address)
-    assert slurm_addresses.resolve_master_address(node, BATCH | no_scontrol) is node
+    assert slurm_env.resolve_master_address(node, BATCH | no_scontrol) is node
 
 
 def test_address_of_other_platform_is_kept(no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, source="mlp")
-    assert slurm_addresses.resolve_master_address(node, no_scontrol) is node
+    assert slurm_env.resolve_master_address(node, no_scontrol) is node
 
 
 def test_address_of_single_node_is_loopback(no_scontrol: dict[str, str]) -> None:
     node = replace(NODE, nnodes=1, node_rank=0)
-    assert slurm_addresses.resolve_master_address(node, no_scontrol).master_addr == "127.0.0.1"
+    assert slurm_env.resolve_master_address(node, no_scontrol).master_addr == "127.0.0.1"
 
 
 def test_address_of_launching_node_is_used_when_node_0_is_first_of_job(
     no_scontrol: dict[str, str],
 ) -> None:
-    assert slurm_addresses.resolve_master_address(NODE, BATCH | no_scontrol) == replace(
+    assert slurm_env.resolve_master_address(NODE, BATCH | no_scontrol) == replace(
         NODE, master_addr="192.0.2.7"
     )
 
@@ -65,7 +65,7 @@ def test_unresolvable_name_is_refused_when_launching_node_may_be_other_node(
     with pytest.raises(
         PlacementError, match=f"node 0 is {NOWHERE}, which does not resolve here"
     ) as caught:
-        slurm_addresses.resolve_master_address(NODE, BATCH | change | no_scontrol)
+        slurm_env.resolve_master_address(NODE, BATCH | change | no_scontrol)
     assert "\n" not in caught.value.message
 
 
@@ -77,10 +77,10 @@ def test_scontrol_gives_address_and_never_gets_name_that_is_option(tmp_path: Pat
     )
     scontrol.chmod(0o700)
     environ = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
-    assert slurm_addresses.resolve_master_address(NODE, environ).master_addr == "192.0.2.9"
+    assert slurm_env.resolve_master_address(NODE, environ).master_addr == "192.0.2.9"
     assert (tmp_path / "asked").read_text() == f"--oneliner show node {NOWHERE}\n"
     with pytest.raises(PlacementError):
-        slurm_addresses.resolve_master_address(replace(NODE, master_addr="-M.invalid"), environ)
+        slurm_env.resolve_master_address(replace(NODE, master_addr="-M.invalid"), environ)
     assert (tmp_path / "asked").read_text().count("\n") == 1
 
 

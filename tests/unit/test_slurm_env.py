@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.contract import World
-from clusterjob.node.environments import scheduler, slurm_env, this_node
+from clusterjob.node.environments import slurm_env, this_node
 from clusterjob.node.environments.detection import detect
 from clusterjob.node.environments.topology import Topology, Worker
 
@@ -109,7 +109,8 @@ def test_variables_of_job_script_leave_placement_to_step() -> None:
 
 
 def test_single_process_of_node_has_rank_of_node() -> None:
-    environ = one_per_node(1)
+    known = {"CLUSTERJOB_MASTER_ADDR": "192.0.2.1"}
+    environ = one_per_node(1) | known
     node: Any = detect(environ).placement
     worker = slurm_env.as_worker(node, environ)
     assert (worker.rank, worker.local_rank, worker.world_size, worker.local_world_size) == (
@@ -353,10 +354,10 @@ def test_any_list_of_tasks_is_read_or_refused(text: str) -> None:
 
 
 def test_attempt_of_requeued_job_is_restart_count() -> None:
-    assert scheduler.read_attempt({"SLURM_RESTART_COUNT": "2"}) == 2
-    assert scheduler.read_attempt({"SLURM_RESTART_COUNT": "2", "CLUSTERJOB_ATTEMPT": "0"}) == 0
+    assert this_node.read_attempt({"SLURM_RESTART_COUNT": "2"}) == 2
+    assert this_node.read_attempt({"SLURM_RESTART_COUNT": "2", "CLUSTERJOB_ATTEMPT": "0"}) == 0
     with pytest.raises(PlacementError, match="SLURM_RESTART_COUNT='x'"):
-        scheduler.read_attempt({"SLURM_RESTART_COUNT": "x"})
+        this_node.read_attempt({"SLURM_RESTART_COUNT": "x"})
 
 
 @pytest.mark.parametrize(

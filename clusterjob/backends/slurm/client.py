@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from clusterjob.errors import SubmitError
-from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.environments.slurm_env import slurm_environment
 
 if TYPE_CHECKING:
     from clusterjob.backends.slurm.login_host import LoginHost

@@ -15,7 +15,7 @@ from clusterjob.core import node_zip
 from clusterjob.core.byte_link import ByteLink, ProcessLink
 from clusterjob.core.records import Record
 from clusterjob.errors import InsideError, SubmitError
-from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.host_server.requests import ExecCommand
 from clusterjob.node.logs.events import read_job_events
 

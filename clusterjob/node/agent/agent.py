@@ -20,7 +20,7 @@ from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.agent.stop_requests import StopRequests
 from clusterjob.node.decide import MEASURED
-from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
+from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import now
@@ -74,14 +74,14 @@ class Agent:
         self._parent = parent
         self._replaces = parent is not None and parent.starts > 0  # an agent that was killed
         self._process = os.getpid() if parent is None else parent.pid  # the scheduler's child
-        self._supervisor = scheduler.supervisor(os.environ, self._process)
+        self._supervisor = this_node.supervisor(os.environ, self._process)
         self._crashes = crashes.Crashes()
         self._report = StateReport((parent is not None and parent.kept("rounds")) or 0)
         self._requests = StopRequests(
             node.options, node.directory, attempt=self._job.attempt, report=self._report
         )
         # One more port, which rank 0 binds itself.
-        self._held = worker_endpoints.HeldPorts(nproc + 1)
+        self._held = worker_variables.hold_ports(nproc + 1)
         self._connection = Connection(
             node,
             self._hello(nproc),
@@ -134,7 +134,7 @@ class Agent:
             if isinstance(error, ClusterJobError):
                 verdict = self._own_verdict(JobState.FAILED, error.message)
             else:
-                who = f"the agent of node {self._topology.node_rank} on {scheduler.node_name()}"
+                who = f"the agent of node {self._topology.node_rank} on {this_node.node_name()}"
                 why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
                 verdict = self._own_verdict(JobState.FAILED, why)
                 self._connection.end_job(verdict)
@@ -155,7 +155,8 @@ class Agent:
         await loop.run_in_executor(files.disk, self._workers.timeline.note)
         self._console.finish()
         self._record_end(verdict)
-        self._held.close()
+        for holder in self._held:
+            holder.close()
         await self._connection.end()
         return verdict
 
@@ -172,20 +173,21 @@ class Agent:
 
     def _hello(self, nproc: int) -> messages.Hello:
         topology = self._topology
-        address = worker_endpoints.own_address(topology.master_addr, topology.node_rank)
+        address = this_node.own_address(topology)
         # Node 0 of hosts with several addresses has them all in `address`.
         host = address.partition(",")[0]
+        ports = [holder.getsockname()[1] for holder in self._held]
         return messages.Hello(
             node_rank=topology.node_rank,
-            host=scheduler.node_name(),
+            host=this_node.node_name(),
             pid=os.getpid(),
             attempt=self._job.attempt,
             nnodes=topology.nnodes,
             nproc=nproc,
             address=address,
             counted_by=self._job.counted_by,
-            endpoints=tuple(network.with_port(host, port) for port in self._held.ports),
-            wants_endpoints=worker_endpoints.may_be_used(self._options.program),
+            endpoints=tuple(network.with_port(host, port) for port in ports),
+            wants_endpoints=worker_variables.may_use_paddle(self._options.program),
             again=self._parent is not None and bool(self._parent.kept("joined")),
             rounds=self._report.state.seen,
             key=self._job.key,
@@ -317,7 +319,7 @@ class Agent:
             return
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         own.setblocking(False)
-        variables = worker_defaults.quiet_defaults(
+        variables = worker_variables.quiet_defaults(
             os.environ, self._topology.master_addr, nnodes=self._topology.nnodes
         )
         store = order.store if isinstance(order, OrderWithStore) else None
@@ -386,7 +388,7 @@ class Agent:
         """Write this node's end, and the job's verdict if the coordinator here could not."""
         job_dir, node_rank = self._job_dir, self._topology.node_rank
         try:
-            end = verdict.to_json() | {"host": scheduler.node_name(), "usage": self._metrics.end()}
+            end = verdict.to_json() | {"host": this_node.node_name(), "usage": self._metrics.end()}
             # One node looks at each copy of the code: the coordinator's, and those with a copy.
             shared = node_rank and log_files.node_directory(job_dir, 0).exists()
             if not self.coordinates and not shared:

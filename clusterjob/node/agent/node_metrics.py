@@ -10,7 +10,7 @@ from typing import Any
 from clusterjob.node import job_processes
 from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.contract import World
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
@@ -51,7 +51,7 @@ class NodeMetrics:
         self._server: asyncio.Server | None = None
         facts = NodeFacts(
             topology.node_rank,
-            scheduler.node_name(),
+            this_node.node_name(),
             attempt=self._job.attempt,
             cores=devices.usable_cores(),
             memory=0,

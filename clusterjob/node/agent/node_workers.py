@@ -18,7 +18,7 @@ from clusterjob.node import contract, job_processes
 from clusterjob.node.agent.connection import Connection
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.contract import World
-from clusterjob.node.environments import scheduler, worker_defaults, worker_endpoints
+from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
@@ -107,7 +107,7 @@ class NodeWorkers:
         self.waits = NodeWaits()
         self.failures = Failures(
             topology.node_rank,
-            scheduler.node_name(),
+            this_node.node_name(),
             directory=directory,
             attempt=job.attempt,
             under_torchrun=node.options.launcher == "torchrun",
@@ -132,11 +132,10 @@ class NodeWorkers:
         if self._forkserver.error:
             self.fail_node(self._forkserver.error)
             return
-        variables = worker_defaults.quiet_defaults(
+        variables = worker_variables.quiet_defaults(
             os.environ, world.master_addr, nnodes=world.nnodes
         )
-        variables |= worker_endpoints.backend_default(os.environ, gpus)
-        variables |= worker_defaults.cpu_defaults(os.environ, gpus)
+        variables |= worker_variables.cpu_defaults(os.environ, gpus)
         variables |= {
             contract.JOB_ID: self._job.job_id,
             contract.JOB_DIR: str(self._job_dir),

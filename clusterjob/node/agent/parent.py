@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
@@ -81,7 +81,7 @@ class AgentParent:
                 return os.WEXITSTATUS(status)
             self._clear()
             name = processes.signal_name(os.WTERMSIG(status))
-            who = f"the agent of node {self._node_rank} on {scheduler.node_name()} (pid {agent})"
+            who = f"the agent of node {self._node_rank} on {this_node.node_name()} (pid {agent})"
             self.why = self.kept("why") or f"{who} was killed by {name}"
             if not self._may_start():
                 return self._give_up(who, os.WTERMSIG(status))

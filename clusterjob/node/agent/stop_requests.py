@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clusterjob.node.agent.state_report import StateReport
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.system import files, processes, signals
@@ -71,7 +71,7 @@ class StopRequests:
             except PermissionError:  # epoll refuses a file or /dev/null, which counts as ended
                 self._on_lifeline()
         if self._options.warning is not None and ends.warned(self._job_dir, self._attempt):
-            self._warn(f"a warning on {scheduler.node_name()}, while the job was starting")
+            self._warn(f"a warning on {this_node.node_name()}, while the job was starting")
 
     def poll_job_dir(self) -> None:
         """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
@@ -98,7 +98,7 @@ class StopRequests:
             if reader is not None:  # rank 0 reads from the terminal, so Ctrl-C is for its prompt
                 processes.send_signal(reader, signal.SIGINT)
                 return
-        why = f"{processes.signal_name(number)} on {scheduler.node_name()}"
+        why = f"{processes.signal_name(number)} on {this_node.node_name()}"
         if self._options.warning is not None and (
             number == signal.SIGUSR1
             or (number == signal.SIGTERM and not ends.cancelled(self._job_dir))

@@ -1,4 +1,4 @@
-"""Detect a task of a Slurm step from the variables that srun sets.
+"""Slurm: the variables of a step's task, node 0's address, and the environment of its commands.
 
 With one task per node the task is a node; with several tasks per node each task is a process.
 
@@ -15,21 +15,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.contract import World
-from clusterjob.node.environments import placing
-from clusterjob.node.environments.candidate_ports import candidates
-from clusterjob.node.environments.placing import Master, Ranks
-from clusterjob.node.environments.reading import NOWHERE, Finding, Ignored, Reading, whole_number
-from clusterjob.node.environments.topology import Topology, Worker
+from clusterjob.node.environments.topology import (
+    OWN_ADDRESS,
+    Reading,
+    Topology,
+    Worker,
+    candidate_ports,
+    whole_number,
+)
+from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
+from clusterjob.node.system import network, processes
 from clusterjob.node.system.hostlist import expand_hostlist
 from clusterjob.node.system.network import is_loopback
 
 SOURCE = "slurm"
-# `slurm_task` sets this variable to the value of RANK. It marks torch's variables as computed from
+# `srun_task` sets this variable to the value of RANK. It marks torch's variables as computed from
 # the step's variables.
 TASK_RANK = "CLUSTERJOB_TASK_RANK"
 
@@ -37,60 +43,281 @@ TASK_RANK = "CLUSTERJOB_TASK_RANK"
 _LOWEST_OF_NO_STEP = 0xFFFFFFF0
 _NO_STEPS = ("batch", "interactive", "extern")
 _MAX_NODES = 65536
+_TASKS = re.compile(r"([1-9]\d{0,17})(?:\(x([1-9]\d{0,17})\))?", re.ASCII)
 _LONGEST_LIST = 32768  # characters of the list of nodes in a message
-_SIGNS = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_JOB_ID")
+SIGNS = "SLURM_STEP_ID SLURM_PROCID SLURM_JOB_ID"  # the family applies if one of these is set
+_TIMEOUT = 4.0  # seconds for one scontrol command
+
+# Inside a job all of Slurm's variables belong to that job, except these, which locate the cluster.
+# In a login shell Slurm's variables are the user's defaults, such as SBATCH_ACCOUNT.
+_KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_OF_A_JOB = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
+_NAMES_OF_A_JOB = (
+    "CUDA_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+
+# User defaults that would change a command's answer, such as a partition filter for squeue.
+_DEFAULTS_OF_ANSWERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+# User defaults that would make a job differ from its record, or make sbatch wait for its end.
+_DEFAULTS_OF_SHAPE = frozenset(
+    f"SBATCH_{name}"
+    for name in (
+        "ARRAY_INX",
+        "ERROR",
+        "EXPORT",
+        "GPUS_PER_TASK",
+        "INPUT",
+        "JOB_NAME",
+        "NO_REQUEUE",
+        "OPEN_MODE",
+        "OUTPUT",
+        "QUIET",
+        "REQUEUE",
+        "SIGNAL",
+        "TEST_ONLY",
+        "VERBOSE",
+        "WAIT",
+    )
+)
 
 
-def detect(environ: Mapping[str, str]) -> Finding | None:
-    """Return this task's rank assignment: a `Topology` with one task per node, else a `Worker`.
+# -- the rank assignment of a task -----------------------------------------------------------------
+
+
+def place(reading: Reading) -> Topology | Worker | None:
+    """Return this task's placement: a `Topology` with one task per node, else a `Worker`.
 
     Returns:
-        The finding; outside a step its source is ``none``. None without Slurm's variables.
+        The placement; None with conflicts, or outside a step.
     """
-    step = environ.get("SLURM_STEP_ID", "").strip()
+    step = reading.value("SLURM_STEP_ID")
     number = whole_number(step)
-    if step.lower() in ("", *_NO_STEPS) or (number is not None and number >= _LOWEST_OF_NO_STEP):
-        return _no_step(environ, step)
-    reading = Reading(environ, SOURCE)
-    if reading.number("step", "SLURM_STEP_ID") is None:
-        return reading.finding(None)
-    del reading.evidence["step"]
-    if environ.get("SLURM_HET_SIZE", "").strip() not in ("", "0", "1"):
+    if step.lower() in ("", *_NO_STEPS) or (number or 0) >= _LOWEST_OF_NO_STEP:
+        why = (
+            f"SLURM_STEP_ID={step} is not a step of srun"
+            if step
+            else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun"
+        )
+        reading.ignore(why, *SIGNS.split())
+        return None
+    if number is None:
+        reading.as_number("step", "SLURM_STEP_ID", step)
+    if reading.value("SLURM_HET_SIZE") not in ("", "0", "1"):
         reading.conflicts.append(
             "SLURM_HET_SIZE is set: the components of a heterogeneous job have no common ranks"
         )
-        return reading.finding(None)
-    return _place(reading)
+    return None if reading.conflicts else _place_task(reading)
 
 
-def nodes_outside_a_step(environ: Mapping[str, str]) -> int:
-    """Return the number of nodes of the allocation if this runs in it, but outside its steps.
+def _place_task(reading: Reading) -> Topology | Worker | None:
+    nnodes = reading.number("nnodes", "SLURM_STEP_NUM_NODES")
+    node_rank = reading.number("node_rank", "SLURM_NODEID")
+    reading.number("rank", "SLURM_PROCID")
+    reading.number("local_rank", "SLURM_LOCALID")
+    ntasks = reading.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    world_size = reading.number("world_size", ntasks)
+    tasks = _tasks_per_node(reading)
+    _read_master(reading, nnodes)
+    reading.number("master_port", "CLUSTERJOB_MASTER_PORT", "MASTER_PORT", required=False)
+    nproc = "CLUSTERJOB_NPROC_PER_NODE"
+    reading.number("nproc_per_node", nproc, required=False)
+    if reading.conflicts or nnodes is None or node_rank is None:
+        return None
+    if (len(tasks), sum(tasks)) != (nnodes, world_size):
+        reading.conflicts.append(
+            f"SLURM_STEP_TASKS_PER_NODE={reading.environ['SLURM_STEP_TASKS_PER_NODE'][:80]!r} "
+            f"gives {sum(tasks)} tasks on {len(tasks)} nodes, but "
+            f"SLURM_STEP_NUM_NODES={nnodes} and {ntasks}={world_size}"
+        )
+        return None
+    if max(tasks) == 1:
+        for name in ("rank", "local_rank", "world_size", "local_world_size"):
+            del reading.evidence[name]
+        return reading.node(by_platform=False)
+    if reading.is_set(nproc):
+        del reading.evidence["nproc_per_node"]
+        reading.ignore("srun starts the processes itself", nproc)
+    # The port needs a job id: without it all jobs would share one port.
+    if "master_port" not in reading.numbers and reading.text(
+        "master_port", "SLURM_JOB_ID", required=False
+    ):
+        reading.numbers["master_port"] = rendezvous_port(reading.environ)
+    # A task's own rank is used: with a cyclic distribution it cannot be computed from the node. A
+    # larger node rank is refused.
+    reading.numbers["local_world_size"] = tasks[min(node_rank, nnodes - 1)]
+    return reading.worker(refuse_loopback=False)
 
-    This is a batch script or salloc's shell. Elsewhere the number is 0.
+
+def _tasks_per_node(reading: Reading) -> list[int]:
+    """Return the number of tasks on each node of the step; empty with a conflict.
+
+    The variable contains a list such as ``8(x2),4``.
     """
-    finding = detect(environ)
-    if finding is None or finding.source != NOWHERE:
+    variable = "SLURM_STEP_TASKS_PER_NODE"
+    text = reading.text("local_world_size", variable)
+    tasks: list[int] = []
+    for item in text.split(",") if text else ():
+        found = _TASKS.fullmatch(item)
+        times = int(found[2] or 1) if found else 0
+        if not found or len(tasks) + times > _MAX_NODES:
+            reading.conflicts.append(f"{variable}={text[:80]!r} is not a list of numbers of tasks")
+            return []
+        tasks += [int(found[1])] * times
+    return tasks
+
+
+def _read_master(reading: Reading, nnodes: int | None) -> None:
+    """Read node 0's name: CLUSTERJOB_MASTER_ADDR, MASTER_ADDR or the step's first node."""
+    if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
+        reading.host("CLUSTERJOB_MASTER_ADDR")
+        return
+    given = reading.host("MASTER_ADDR", required=False)
+    if given and is_loopback(given) and nnodes != 1:
+        reading.conflicts.append(
+            f"MASTER_ADDR={given[:80]!r} is a loopback address, but there are {nnodes} nodes "
+            "(master_addr): set node 0's address in the network"
+        )
+        return
+    nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=not given)
+    if not nodes:
+        return
+    first = nodes[0]
+    if not given:
+        reading.master_addr = first
+        if is_loopback(first) and nnodes != 1:
+            reading.conflicts.append(
+                f"SLURM_STEP_NODELIST begins with {first!r}, but there are {nnodes} nodes "
+                "(master_addr)"
+            )
+        return
+    whole = "SLURM_JOB_NODELIST"
+    is_same = reading.value(whole) == reading.value("SLURM_STEP_NODELIST")
+    more = [] if is_same else _hosts(reading, whole, required=False)
+    others = {name.partition(".")[0] for name in [*nodes[1:], *more]}
+    if given.partition(".")[0] in others - {first.partition(".")[0]}:
+        reading.conflicts.append(
+            f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, {first!r}, where "
+            "rank 0 runs"
+        )
+
+
+def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
+    # A list that is only compared is no evidence.
+    text = reading.text("master_addr", variable) if required else reading.value(variable)
+    hosts = reading.hostlist(variable)
+    if text and not hosts and not reading.conflicts:
+        reading.conflicts.append(f"{variable}={text[:80]!r} names no host (master_addr)")
+    return hosts
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+def as_worker(placement: Topology | Worker, environ: Mapping[str, str]) -> Worker:
+    """Return a step's task as a process, with an address of node 0 that resolves.
+
+    The rank of a node's only task is the node's rank.
+
+    Args:
+        placement: the placement that `read` returned.
+        environ: the environment that it was read from.
+
+    Raises:
+        PlacementError: no variable gives the rendezvous port, or node 0 has no address.
+    """
+    if isinstance(placement, Topology):
+        if placement.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
+            raise PlacementError("SLURM_JOB_ID is not set (master_port)")
+        node = replace(placement, master_port=placement.master_port or rendezvous_port(environ))
+        placement = Worker(
+            node, node.node_rank, local_rank=0, world_size=node.nnodes, local_world_size=1
+        )
+    return replace(placement, topology=resolve_master_address(placement.topology, environ))
+
+
+def resolve_master_address(topology: Topology, environ: Mapping[str, str]) -> Topology:
+    """Return the topology with an address of node 0 that resolves on this machine.
+
+    A NodeName of Slurm need not be a host name; Slurm itself connects to NodeAddr.
+
+    Args:
+        topology: the detected topology; only one from Slurm is changed.
+        environ: the environment that it was detected in.
+
+    Returns:
+        A new topology; the given one if its address resolves or its source is not Slurm.
+
+    Raises:
+        PlacementError: neither the resolver nor Slurm has an address for the name.
+    """
+    if topology.source != SOURCE:
+        return topology
+    error = network.why_unresolvable(topology.master_addr)
+    if not error:
+        return topology
+    address = (
+        OWN_ADDRESS
+        if topology.nnodes == 1
+        else _launch_address(topology, environ)
+        or next(iter(node_addresses(topology.master_addr, environ)), None)
+    )
+    if address is None:
+        raise PlacementError(
+            f"node 0 is {topology.master_addr}, which does not resolve here ({error}), and Slurm "
+            "gives no address for it",
+            "`export MASTER_ADDR=ADDRESS` before srun sets the address of the step's first node",
+        )
+    return replace(topology, master_addr=address)
+
+
+def _launch_address(topology: Topology, environ: Mapping[str, str]) -> str | None:
+    """Return the address of the node that ran srun, if that is node 0.
+
+    It is node 0 if srun ran in a batch script, which runs on the job's first node.
+    """
+    address = environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()
+    if environ.get("ENVIRONMENT") != "BATCH" or not address or is_loopback(address):
+        return None
+    try:
+        first = expand_hostlist(environ.get("SLURM_JOB_NODELIST", ""))[:1]
+    except PlacementError:
+        return None
+    return address if first == [topology.master_addr] else None
+
+
+def node_addresses(names: str, environ: Mapping[str, str]) -> list[str]:
+    """Return NodeAddr of each node of a list from ``scontrol show node``.
+
+    Returns:
+        The addresses that resolve; empty if there is no scontrol, no answer or no such node.
+    """
+    if names.startswith("-"):
+        return []
+    own = {name: value for name, value in environ.items() if not name.startswith("SCONTROL_")}
+    argv = ["scontrol", "--oneliner", "show", "node", names]
+    shown = processes.output_of(argv, own, timeout=_TIMEOUT)
+    found = re.findall(r"(?:^| )NodeAddr=(\S+)", shown, re.MULTILINE)
+    return [address for address in found if not network.why_unresolvable(address)]
+
+
+def peers(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the step's nodes, or their addresses if the names do not resolve."""
+    listed = environ.get("SLURM_STEP_NODELIST", "")
+    names = expand_hostlist(listed)
+    if names and network.why_unresolvable(names[0]):
+        return node_addresses(listed, environ)
+    return names
+
+
+def nodes_of_allocation(environ: Mapping[str, str]) -> int:
+    """Return the number of nodes of the surrounding allocation; 0 outside of one."""
+    if not any(environ.get(name, "").strip() for name in SIGNS.split()):
         return 0
     count = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
     return whole_number(count.strip()) or 0
-
-
-def as_worker(topology: Topology, environ: Mapping[str, str]) -> Worker:
-    """Return a step's only task on its node as a process; its rank is the node's rank.
-
-    Args:
-        topology: the topology that `detect` returned.
-        environ: the environment that it was detected in.
-
-    Raises:
-        PlacementError: no variable gives the rendezvous port.
-    """
-    if topology.master_port is None and not environ.get("SLURM_JOB_ID", "").strip():
-        raise PlacementError("SLURM_JOB_ID is not set (master_port)")
-    node = replace(topology, master_port=topology.master_port or rendezvous_port(environ))
-    return Worker(
-        node, topology.node_rank, local_rank=0, world_size=topology.nnodes, local_world_size=1
-    )
 
 
 def rendezvous_port(environ: Mapping[str, str]) -> int:
@@ -100,9 +327,12 @@ def rendezvous_port(environ: Mapping[str, str]) -> int:
     clusterjob's agents do not use this port: they bind a port first and then announce it.
     """
     job, step = (environ.get(name, "").strip() for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return candidates(
+    return candidate_ports(
         f"slurm {job}.{step}", whole_number(environ.get("SLURM_RESTART_COUNT", "").strip()) or 0
     )[0]
+
+
+# -- variables of workers and commands -------------------------------------------------------------
 
 
 def tasks_per_node(counts: Sequence[int]) -> str:
@@ -153,139 +383,23 @@ def worker_variables(world: World, local_rank: int, environ: Mapping[str, str]) 
     }
 
 
-def _no_step(environ: Mapping[str, str], step: str) -> Finding | None:
-    seen = [name for name in _SIGNS if environ.get(name, "").strip()]
-    if not seen:
-        return None
-    why = (
-        f"SLURM_STEP_ID={step} is not a step of srun"
-        if step
-        else "SLURM_STEP_ID is not set: this is a batch script or a shell, not a step of srun"
-    )
-    return Finding(NOWHERE, None, ignored=tuple(Ignored(name, why) for name in seen))
+def slurm_environment(environ: Mapping[str, str], command: str) -> dict[str, str]:
+    """Return the environment for a Slurm command (submitit#1814).
 
-
-def _place(reading: Reading) -> Finding:
-    environ = reading.environ
-    nnodes = reading.number("nnodes", "SLURM_STEP_NUM_NODES")
-    node_rank = reading.number("node_rank", "SLURM_NODEID")
-    rank = reading.number("rank", "SLURM_PROCID")
-    local_rank = reading.number("local_rank", "SLURM_LOCALID")
-    ntasks = reading.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    world_size = reading.number("world_size", ntasks)
-    tasks = _tasks_per_node(reading)
-    master = Master(_master_addr(reading, nnodes), _master_port(reading))
-    nproc_per_node = reading.number("nproc_per_node", "CLUSTERJOB_NPROC_PER_NODE", required=False)
-    if nnodes is None or node_rank is None or not tasks or reading.conflicts:
-        return reading.finding(None)
-    if (len(tasks), sum(tasks)) != (nnodes, world_size):
-        reading.conflicts.append(
-            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE'][:80]!r} gives "
-            f"{sum(tasks)} tasks on {len(tasks)} nodes, but "
-            f"SLURM_STEP_NUM_NODES={nnodes} and {ntasks}={world_size}"
-        )
-        return reading.finding(None)
-    if max(tasks) == 1:
-        for name in ("rank", "local_rank", "world_size", "local_world_size"):
-            reading.evidence.pop(name, None)
-        return placing.node(
-            reading,
-            nnodes=nnodes,
-            node_rank=node_rank,
-            nproc_per_node=nproc_per_node,
-            master=master,
-            by_platform=False,
-        )
-    if nproc_per_node is not None:
-        reading.evidence.pop("nproc_per_node")
-        placing.ignore(reading, "srun starts the processes itself", "CLUSTERJOB_NPROC_PER_NODE")
-    # The port needs a job id: without it all jobs would share one port.
-    if master.port is None and reading.text("master_port", "SLURM_JOB_ID", required=False):
-        master = replace(master, port=rendezvous_port(environ))
-    # A task's own rank is used: with a cyclic distribution it cannot be computed from the node.
-    local_world_size = tasks[min(node_rank, nnodes - 1)]  # a larger node rank is refused
-    return placing.worker(
-        reading,
-        Ranks(rank, world_size, local_rank=local_rank, local_world_size=local_world_size),
-        master=master,
-        node_rank=node_rank,
-        nnodes=nnodes,
-        refuse_loopback=False,
-    )
-
-
-def _tasks_per_node(reading: Reading) -> list[int]:
-    """Return the number of tasks on each node of the step; empty with a conflict.
-
-    The variable contains a list such as ``8(x2),4``.
+    Args:
+        environ: this process's own environment.
+        command: the command's name, such as ``sbatch``.
     """
-    variable = "SLURM_STEP_TASKS_PER_NODE"
-    text = reading.text("local_world_size", variable)
-    if text is None:
-        return []
-    tasks: list[int] = []
-    for item in text.split(","):
-        count, _, times = item.partition("(x")
-        number, repeat = whole_number(count), whole_number(times.removesuffix(")")) if times else 1
-        if (
-            not number
-            or not repeat
-            or (times and not times.endswith(")"))
-            or len(tasks) + repeat > _MAX_NODES
-        ):
-            reading.conflicts.append(f"{variable}={text[:80]!r} is not a list of numbers of tasks")
-            return []
-        tasks += [number] * repeat
-    return tasks
+    inside = bool(environ.get("SLURM_JOB_ID"))
+    dropped = () if command == "sbatch" else _DEFAULTS_OF_ANSWERS
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _KEEP or not (_of_a_job(name, inside=inside) or name.startswith(dropped))
+    }
 
 
-def _master_addr(reading: Reading, nnodes: int | None) -> str | None:
-    """Return node 0's name: CLUSTERJOB_MASTER_ADDR, MASTER_ADDR or the step's first node."""
-    if reading.is_set("CLUSTERJOB_MASTER_ADDR"):
-        return reading.host("master_addr", "CLUSTERJOB_MASTER_ADDR")
-    given = reading.host("master_addr", "MASTER_ADDR", required=False)
-    if given is not None and is_loopback(given) and nnodes != 1:
-        reading.conflicts.append(
-            f"MASTER_ADDR={given[:80]!r} is a loopback address, but there are {nnodes} nodes "
-            "(master_addr): set node 0's address in the network"
-        )
-        return None
-    nodes = _hosts(reading, "SLURM_STEP_NODELIST", required=given is None)
-    if given is None:
-        if nodes and is_loopback(nodes[0]) and nnodes != 1:
-            reading.conflicts.append(
-                f"SLURM_STEP_NODELIST begins with {nodes[0]!r}, but there are {nnodes} nodes "
-                "(master_addr)"
-            )
-        return nodes[0] if nodes else None
-    whole = "SLURM_JOB_NODELIST"
-    is_same = reading.value(whole) == reading.value("SLURM_STEP_NODELIST")
-    more = [] if is_same else _hosts(reading, whole, required=False)
-    others = {name.partition(".")[0] for name in [*nodes[1:], *more]}
-    if nodes and given.partition(".")[0] in others - {nodes[0].partition(".")[0]}:
-        reading.conflicts.append(
-            f"MASTER_ADDR={given[:80]!r} is not the first of SLURM_STEP_NODELIST, "
-            f"{nodes[0]!r}, where rank 0 runs"
-        )
-        return None
-    return given
-
-
-def _hosts(reading: Reading, variable: str, *, required: bool) -> list[str]:
-    # A list that is only compared is no evidence.
-    text = reading.text("master_addr", variable) if required else reading.value(variable)
-    if not text:
-        return []
-    try:
-        hosts = expand_hostlist(text)
-    except PlacementError as error:
-        reading.conflicts.append(f"{variable}: {error.message}")
-        return []
-    if not hosts:
-        reading.conflicts.append(f"{variable}={text[:80]!r} names no host (master_addr)")
-    return hosts
-
-
-def _master_port(reading: Reading) -> int | None:
-    variable = reading.first_set("CLUSTERJOB_MASTER_PORT", "MASTER_PORT")
-    return reading.number("master_port", variable, required=False)
+def _of_a_job(name: str, *, inside: bool) -> bool:
+    if name.startswith("CLUSTERJOB_") or name in LAUNCH_VARIABLES or name in _DEFAULTS_OF_SHAPE:
+        return True
+    return inside and (name.startswith(_OF_A_JOB) or name in _NAMES_OF_A_JOB)

@@ -1,18 +1,24 @@
-"""Find this node's rank assignment for an agent, or refuse an environment that gives none."""
+"""This node's part of a job: rank assignment, peers, GPUs, name, attempt and the job's id."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
 from clusterjob.errors import PlacementError
-from clusterjob.node.environments import mlp_env, placing, slurm_addresses, slurm_env
-from clusterjob.node.environments.detection import detect
-from clusterjob.node.environments.lookups import look_up
-from clusterjob.node.environments.reading import Finding, Reading, whole_number
-from clusterjob.node.environments.topology import Topology
-from clusterjob.node.system import network
-from clusterjob.node.system.hostlist import expand_hostlist
+from clusterjob.node import contract
+from clusterjob.node.environments import mlp_env, slurm_env
+from clusterjob.node.environments.detection import detect, look_up
+from clusterjob.node.environments.topology import (
+    OWN_ADDRESS,
+    Finding,
+    Reading,
+    Topology,
+    whole_number,
+)
+from clusterjob.node.system import network, processes
 
 
 def find_node(environ: Mapping[str, str]) -> Finding:
@@ -32,7 +38,7 @@ def find_node(environ: Mapping[str, str]) -> Finding:
             f" ({finding.source}: {', '.join(sorted(set(finding.evidence.values())))})",
             "run `clusterjob launch` once per node; it starts all workers of the node",
         )
-    nodes = slurm_env.nodes_outside_a_step(environ)
+    nodes = slurm_env.nodes_of_allocation(environ)
     if nodes > 1:
         raise PlacementError(
             f"this process runs outside srun, in an allocation of {nodes} nodes:"
@@ -40,32 +46,21 @@ def find_node(environ: Mapping[str, str]) -> Finding:
             "use `srun --ntasks-per-node=1 clusterjob launch ...`; to use this node only, set"
             " CLUSTERJOB_NNODES=1 CLUSTERJOB_NODE_RANK=0",
         )
-    return replace(
-        finding,
-        placement=Topology(
-            1,
-            0,
-            nproc_per_node=None,
-            master_addr="127.0.0.1",
-            master_port=None,
-            source=finding.source,
-        ),
+    alone = Topology(
+        1,
+        0,
+        nproc_per_node=None,
+        master_addr=OWN_ADDRESS,
+        master_port=None,
+        source=finding.source,
     )
+    return replace(finding, placement=alone)
 
 
 def node_of(finding: Finding) -> Topology:
     """Return the topology in a finding of `find_node`."""
     assert isinstance(finding.placement, Topology)
     return finding.placement
-
-
-def with_reachable_master(finding: Finding, environ: Mapping[str, str]) -> Topology:
-    """Return the topology in a finding of `find_node`, with an address of node 0 that resolves.
-
-    Raises:
-        PlacementError: node 0's name does not resolve here, and Slurm has no address for it.
-    """
-    return slurm_addresses.resolve_master_address(node_of(finding), environ)
 
 
 def gpus(finding: Finding, environ: Mapping[str, str]) -> int:
@@ -79,13 +74,69 @@ def gpus(finding: Finding, environ: Mapping[str, str]) -> int:
 def peers(topology: Topology, environ: Mapping[str, str]) -> list[str]:
     """Return the names or addresses of all nodes of the job; empty if the variables name none."""
     if topology.source == slurm_env.SOURCE:
-        listed = environ.get("SLURM_STEP_NODELIST", "")
-        names = expand_hostlist(listed)
-        if names and network.why_unresolvable(names[0]):  # a NodeName need not be a host name
-            return slurm_addresses.node_addresses(listed, environ)
-        return names
+        return slurm_env.peers(environ)
     if topology.source == mlp_env.SOURCE:
         return mlp_env.peers(environ, topology.nnodes)
     if topology.source == "skypilot":
-        return placing.hosts(Reading(environ, topology.source), "SKYPILOT_NODE_IPS")
+        return Reading(environ, topology.source).hosts("SKYPILOT_NODE_IPS")
     return []
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return this machine's name: set by the user, else by the scheduler, else its host name."""
+    return environ.get("CLUSTERJOB_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def own_address(topology: Topology) -> str:
+    """Return the address at which the other nodes reach this one."""
+    if topology.node_rank == 0:
+        return topology.master_addr
+    return network.address_towards(topology.master_addr) or node_name()
+
+
+def read_attempt(environ: Mapping[str, str]) -> int:
+    """Return the number of the job's attempt, from 0.
+
+    Raises:
+        PlacementError: CLUSTERJOB_ATTEMPT, or else SLURM_RESTART_COUNT, is not a whole number.
+    """
+    # Slurm requeues a job under the same id, so the id alone does not identify an attempt.
+    variable = contract.ATTEMPT if environ.get(contract.ATTEMPT) else "SLURM_RESTART_COUNT"
+    text = environ.get(variable) or "0"
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise PlacementError(f"{variable}={text[:80]!r} is not a whole number")
+    return int(text)
+
+
+def step_id(source: str, environ: Mapping[str, str]) -> str:
+    """Return ``slurm-JOB.STEP`` for a rank assignment of a Slurm step; empty for another source."""
+    if source != slurm_env.SOURCE:
+        return ""
+    return f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+
+
+def job_id(source: str, environ: Mapping[str, str]) -> str:
+    """Return the id of the job that gave a process its rank; empty if it is unknown.
+
+    For ranks of srun it is Slurm's job id. Ranks that are set manually may span two Slurm jobs.
+
+    Args:
+        source: the family that gave the rank assignment.
+        environ: the process's environment.
+    """
+    variable = "SLURM_JOB_ID" if source == slurm_env.SOURCE else "TORCHELASTIC_RUN_ID"
+    return environ.get(contract.JOB_ID) or environ.get(variable) or ""
+
+
+def supervisor(environ: Mapping[str, str], pid: int) -> tuple[str, int] | None:
+    """Return the name and pid of a parent process that must not end before this node, or None.
+
+    slurmstepd is the parent of a step's task. If it is killed, Slurm does not notice: the job stays
+    RUNNING, and scancel does not reach the task. On other platforms the parent may end.
+
+    Args:
+        environ: this process's environment.
+        pid: the first process of this node.
+    """
+    in_step = environ.get("SLURM_STEP_ID") and environ.get("CLUSTERJOB_TASK")
+    return ("slurmstepd", processes.parent(pid)) if in_step else None

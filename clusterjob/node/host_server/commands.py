@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.host_server import requests
 
 MAX_OUTPUT = 32 << 20  # bytes of output of one command

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node.environments.worker_endpoints import LAUNCH_VARIABLES
+from clusterjob.node.environments.worker_variables import LAUNCH_VARIABLES
 from clusterjob.node.host_server import gpus, requests
 from clusterjob.node.system import files, processes
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterjob.node import contract
-from clusterjob.node.environments import scheduler
+from clusterjob.node.environments import this_node
 from clusterjob.node.logs.job_dir import ELEMENTS, NOTIFIED
 from clusterjob.node.notifications import ARRAY_TASKS, END, FAILURE, REQUEUE, START
 from clusterjob.node.system import private_dirs
@@ -128,8 +128,8 @@ def refused(exit_code: str, why: str) -> None:
         cluster=settings["cluster"],
         state=str(JobState.FAILED),
         exit_code=int(exit_code) or 1,
-        reason=short(f"node 0 (host {scheduler.node_name()}): {why}"),
-        host=scheduler.node_name(),
+        reason=short(f"node 0 (host {this_node.node_name()}): {why}"),
+        host=this_node.node_name(),
         final=True,
     )
     settings |= {"job_dir": os.environ.get(contract.JOB_DIR, "")}

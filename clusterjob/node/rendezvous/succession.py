@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterjob.node.environments import slurm_env
-from clusterjob.node.environments.slurm_commands import slurm_environment
+from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous.membership import Peer

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -138,6 +138,30 @@ def _start_time(pid: int) -> int | None:
         return None if state[0] in "ZX" else int(time.mktime(time.strptime(started.strip())))
     except (OSError, ValueError):
         return None
+
+
+def output_of(argv: Sequence[str], environ: Mapping[str, str], timeout: float) -> str:
+    """Return what a command prints on stdout; empty if it fails or cannot be run.
+
+    Args:
+        argv: the command line.
+        environ: the command's environment.
+        timeout: seconds after which the command is killed.
+    """
+    import subprocess  # slow to load
+
+    try:
+        done = subprocess.run(
+            argv,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if done.returncode else os.fsdecode(done.stdout)
 
 
 def boot_id() -> str:

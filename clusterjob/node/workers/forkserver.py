@@ -24,7 +24,7 @@ from typing import Any
 
 from clusterjob.node import contract, preflight, program
 from clusterjob.node.contract import World
-from clusterjob.node.environments import scheduler, slurm_env, worker_endpoints
+from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.job_processes import TABLE
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
@@ -443,7 +443,7 @@ class Forkserver:
                 | contract.worker_variables(
                     world, local_rank, job_id=self._job_id, max_restarts=self._options.max_restarts
                 )
-                | worker_endpoints.worker_variables(world, local_rank)
+                | worker_variables.paddle_variables(world, local_rank)
                 | slurm_env.worker_variables(world, local_rank, os.environ),
                 command,
                 *files[local_rank],
@@ -657,6 +657,6 @@ class Forkserver:
             self._job_dir,
             self._node_rank,
             self._attempt,
-            f"the agent of node {self._node_rank} on {scheduler.node_name()}"
+            f"the agent of node {self._node_rank} on {this_node.node_name()}"
             f" (pid {self._agent_pid}) was killed",
         )
