@@ -1,4 +1,4 @@
-"""The state that an agent reports of its node: what fits a message, and what new orders change."""
+"""The state that an agent reports of its node: what fits a message, and what orders change."""
 
 from __future__ import annotations
 
