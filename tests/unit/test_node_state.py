@@ -1,20 +1,29 @@
-"""The state that an agent reports of its node: what fits a message, and what new orders change."""
+"""The state that an agent reports of its node: what fits a message, and what orders change."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from clusterjob.node.agent.node_workers import StackReports
+from clusterjob.node.agent.node_workers import NodeWorkers, StackReports
 from clusterjob.node.agent.state_report import StateReport
+from clusterjob.node.contract import World
+from clusterjob.node.environments.topology import Topology
+from clusterjob.node.logs.console import Console
+from clusterjob.node.options import LaunchOptions
+from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.protocol import LINE_BYTES
 from clusterjob.node.states import Order
 from clusterjob.node.system import crashes
 from clusterjob.node.verdict import Failure
+from clusterjob.node.workers.forkserver_client import ForkserverClient
 
 
 def failure(rank: int, *, lines: int = 0) -> Failure:
@@ -44,6 +53,37 @@ def test_early_exits_have_the_age_of_their_end() -> None:
     report.complete([(failure(3), time.monotonic() - 5.0)])
     assert report.now().reported
     assert [round(each.age) for each in report.now().exits] == [5]
+
+
+def test_node_that_fails_before_the_first_round_says_so_when_the_round_begins(
+    tmp_path: Path,
+) -> None:
+    topology = Topology(
+        node_rank=0, nnodes=1, nproc_per_node=1, master_addr="127.0.0.1,fd00::1", master_port=None,
+        source="test",
+    )  # fmt: skip
+    options = LaunchOptions(Program("script", "x.py"))
+    identity = JobIdentity("job", 0, b"token", [1], has_torch=False)
+    node = NodeJob(topology, options, identity, tmp_path, print_line=print)
+    world = World(
+        restart=0, master_addr="127.0.0.1", master_port=1, agent_store=True, node_rank=0, nnodes=1,
+        nproc=1, first_rank=0, world_size=1,
+    )  # fmt: skip
+    agent_end, forkserver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    workers = NodeWorkers(
+        node,
+        ForkserverClient(os.getpid(), agent_end),
+        console := Console(None, numbered=False, note=None),
+        report := StateReport(),
+    )
+    workers.fail_node("srun was killed")
+    assert not report.now().failing
+    report.begin(0)
+    workers.start(Order(0, world=world))
+    assert [each.failure.message for each in report.now().failing] == ["srun was killed"]
+    console.close()
+    agent_end.close()
+    forkserver_end.close()
 
 
 def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_none() -> None:

@@ -198,7 +198,7 @@ class Agent:
         if not await connection.join():
             ended = self._without_coordinator()
             return ended or self._own_verdict(JobState.LOST, "the job has ended without this node")
-        self._crashes.watch(asyncio.create_task(self._renew_lease()))
+        self._crashes.watch(asyncio.create_task(self._keep_lease()))
         while True:
             order = await connection.next_order()
             if isinstance(order, messages.End):
@@ -222,6 +222,7 @@ class Agent:
             self._report.begin(round_)
             if order.world is not None:
                 self._connection.note_round()
+                self._renew_lease()  # that of the last coordinator may be over
                 self._metrics.begin_round(order.world)
                 self._workers.start(order)
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
@@ -282,12 +283,15 @@ class Agent:
             self._connection.send(self._report.now())  # this process ends before its next turn
             self._parent.replace_agent(why)
 
-    async def _renew_lease(self) -> None:
-        """Tell the forkserver, which outlives this process, until when the workers may run."""
+    async def _keep_lease(self) -> None:
         while self._parent is not None:
-            if heard_at := self._connection.heard_at:
-                self._parent.lease.write({"until": heard_at + self._options.lease})
+            self._renew_lease()
             await asyncio.sleep(_RENEW_INTERVAL)
+
+    def _renew_lease(self) -> None:
+        """Tell the forkserver, which outlives this process, until when the workers may run."""
+        if self._parent is not None and (heard_at := self._connection.heard_at):
+            self._parent.lease.write({"until": heard_at + self._options.lease})
 
     async def _follow_output(self) -> None:
         loop = asyncio.get_running_loop()
