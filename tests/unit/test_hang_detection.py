@@ -19,12 +19,13 @@ from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics.samples import NodeFacts, Sample, facts_line, sample_line
 from clusterjob.node.rendezvous import hang_verdict, messages, stack_messages
 from clusterjob.node.rendezvous.membership import Peer
+from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.sender_check import check_sender
 from clusterjob.node.stacks import progress
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Activity, Progress
 from clusterjob.node.system.codec import MalformedMessageError
-from clusterjob.node.verdict import FailureKind, JobState, Verdict
+from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 from clusterjob.node.workers.flight_recorder import (
     DUMP_FILE,
     OLD_DUMP_FILE,
@@ -169,33 +170,40 @@ def test_new_worker_moves_and_no_worker_stands_still(samples: Samples) -> None:
 # -- verdict and messages --------------------------------------------------------------------------
 
 
+def hang_of(
+    stacks: list[RankStack], seconds: float = 90.0, *, step: int = -1, first_rank: int = 0
+) -> tuple[Outcome, Failure]:
+    """Return the end of a job that hangs with these stacks, and its failure."""
+    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
+    found = hang_verdict.with_ranks(
+        hang_verdict.hang(own, seconds),
+        stacks,
+        step=step,
+        local_rank=lambda _node, rank: rank - first_rank,
+    )
+    assert found.failure is not None
+    return found, found.failure
+
+
 def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     waiting = [f"{TORCH}:all_reduce"]
     stacks = [stack("train.py:main", *waiting, rank=rank) for rank in (0, 2)]
     stacks.append(stack("train.py:main", "data.py:decode", rank=1))
-    own = Peer(0, "host", pid=1, nproc=3, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 600.0)
-    assert end.reason == "no progress for 10m"
-    found = hang_verdict.with_ranks(end, stacks, step=12, local_rank=lambda _node, rank: rank)
-    assert found.failure is not None
-    assert (found.failure.kind, found.failure.rank) == (FailureKind.HANG, 1)
-    assert found.failure.message == (
+    found, failure = hang_of(stacks, 600.0, step=12)
+    assert (failure.kind, failure.rank) == (FailureKind.HANG, 1)
+    assert failure.message == (
         "no progress for 10m: ranks 0, 2 wait in all_reduce; rank 1 is in decode (data.py:7);"
         " last step 12"
     )
-    assert found.failure.last_lines[1] == "decode (data.py:7)"
+    assert failure.last_lines[1] == "decode (data.py:7)"
     assert found.stacks
 
 
 def test_verdict_names_the_stopped_one_of_two_ranks() -> None:
-    stacks = [stack("train.py:main", "train.py:step", rank=0), stack(rank=1)]
-    stacks[1] = replace(stacks[1], answered=False, state="is stopped (do_signal_stop)")
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 12.0)
-    found = hang_verdict.with_ranks(end, stacks, step=-1, local_rank=lambda _node, rank: rank)
-    assert found.failure is not None
-    assert found.failure.rank == 1
-    assert found.failure.message.endswith(
+    stopped = replace(stack(rank=1), answered=False, state="is stopped (do_signal_stop)")
+    _, failure = hang_of([stack("train.py:main", "train.py:step", rank=0), stopped])
+    assert failure.rank == 1
+    assert failure.message.endswith(
         "rank 1 does not answer: the process is stopped (do_signal_stop)"
     )
 
@@ -204,31 +212,20 @@ def test_stack_in_verdict_leaves_out_import_machinery() -> None:
     machinery = [f"<frozen importlib._bootstrap>:load{i}" for i in range(30)]
     stacks = [stack("train.py:main", *machinery, "slow.py:<module>", rank=0)]
     stacks.append(stack("train.py:main", f"{TORCH}:all_reduce", rank=1))
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 600.0)
-    found = hang_verdict.with_ranks(end, stacks, step=-1, local_rank=lambda _node, rank: rank)
-    assert found.failure is not None
-    assert found.failure.last_lines[1:] == ("<module> (slow.py:7)", "main (train.py:7)")
+    _, failure = hang_of(stacks)
+    assert failure.last_lines[1:] == ("<module> (slow.py:7)", "main (train.py:7)")
 
 
 def test_verdict_names_no_rank_if_all_wait_alike() -> None:
     stacks = [stack("train.py:main", f"{TORCH}:all_reduce", rank=rank) for rank in (0, 1)]
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    found = hang_verdict.with_ranks(
-        hang_verdict.hang(own, 90.0), stacks, step=-1, local_rank=lambda _node, rank: rank
-    )
-    assert found.failure is not None
-    assert found.failure.rank is None
+    found, failure = hang_of(stacks)
+    assert failure.rank is None
     assert found.reason.startswith("no progress for 90s: all 2 ranks wait in all_reduce")
 
 
 def test_verdict_names_the_last_rank_that_runs() -> None:
     last = replace(stack("train.py:main", f"{TORCH}:barrier", rank=3), node_rank=1, host="gpu9")
-    own = Peer(0, "host", pid=1, nproc=2, send=print, heard_at=0.0)
-    end = hang_verdict.hang(own, 90.0)
-    found = hang_verdict.with_ranks(end, [last], step=-1, local_rank=lambda _node, rank: rank - 2)
-    failure = found.failure
-    assert failure is not None
+    _, failure = hang_of([last], first_rank=2)
     place = (failure.rank, failure.local_rank, failure.node_rank, failure.host)
     assert place == (3, 1, 1, "gpu9")
 
