@@ -273,6 +273,8 @@ def test_spec_survives_its_json_form(tmp_path: Path) -> None:
         signal_before=90,
         sync=False,
         grace=5,
+        env_archive=tmp_path / "env.tar.gz",
+        env_cache="/scratch",
     )
     assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
