@@ -287,10 +287,22 @@ def test_node_with_fewer_gpus_refuses_the_number(monkeypatch: pytest.MonkeyPatch
     assert refused.value.hint == "--gpus device=5 chooses GPU 5"
 
 
-def test_node_counts_its_workers_as_torchrun_does() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert launch._worker_count(3, 8) == 3
-    assert (launch._worker_count("gpu", 8), launch._worker_count("auto", 8)) == (8, 8)
-    assert (launch._worker_count("cpu", 8), launch._worker_count("auto", 0)) == (cores, cores)
+@pytest.mark.parametrize(
+    ("word", "visible", "count"),
+    [
+        (3, 8, 3),
+        ("gpu", 8, 8),
+        ("auto", 8, 8),
+        ("cpu", 8, len(os.sched_getaffinity(0))),
+        ("auto", 0, len(os.sched_getaffinity(0))),
+    ],
+)
+def test_node_counts_its_workers_as_torchrun_does(
+    word: int | str, visible: int, count: int
+) -> None:
+    assert launch._worker_count(word, visible) == count
+
+
+def test_node_without_gpus_refuses_one_worker_per_gpu() -> None:
     with pytest.raises(UsageError, match="no GPU is visible here"):
         launch._worker_count("gpu", 0)
