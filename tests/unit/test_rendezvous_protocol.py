@@ -366,18 +366,17 @@ async def test_send_and_close_after_lost_connection_raise_no_error(
     await coordinator_channel.close()
 
 
-def test_close_does_not_wait_for_peer_that_reads_nothing() -> None:
-    async def scenario() -> float:
-        async with connection() as (agent, coordinator):
-            agent_channel, _ = await channels(agent, coordinator)
-            coordinator[1].transport.pause_reading()  # type: ignore[attr-defined]
-            for _ in range(200):
-                agent_channel.send(Hello(1, "h" * 100_000, 1, 0, 2, 1))
-            begin = asyncio.get_running_loop().time()
-            await agent_channel.close()
-            return asyncio.get_running_loop().time() - begin
-
-    assert run(scenario) < 10
+@connected
+async def test_close_does_not_wait_for_peer_that_reads_nothing(
+    agent: Streams, coordinator: Streams
+) -> None:
+    agent_channel, _ = await channels(agent, coordinator)
+    coordinator[1].transport.pause_reading()  # type: ignore[attr-defined]
+    for _ in range(200):
+        agent_channel.send(Hello(1, "h" * 100_000, 1, 0, 2, 1))
+    begin = asyncio.get_running_loop().time()
+    await agent_channel.close()
+    assert asyncio.get_running_loop().time() - begin < 10
 
 
 # -- peers that are not agents ---------------------------------------------------------------------
