@@ -109,33 +109,29 @@ def test_sweep_values_are_split_like_csv_and_ranges(item: str, values: list[str]
 
 
 @pytest.mark.parametrize(
-    ("sweep", "error"),
+    ("text", "sweep", "error"),
     [
-        (["lr"], "is not NAME=VALUES"),
-        (["=1"], "is not NAME=VALUES"),
-        (["1a=2"], "is not NAME=VALUES"),
-        (["a b=2"], "is not NAME=VALUES"),
-        (['a="1'], "are not a list"),
-        (["a=1", "a=2"], "names 'a' twice"),
-        (["a=0-999", "b=0-999"], "1000000 elements"),
-        (["a=9-1"], "empty range"),
-        (["a="], "gives no value"),
-        (["lr=0.1,"], "a value is empty"),
-        (["lr=,0.1"], "a value is empty"),
-        (["lr=1,,2"], "a value is empty"),
-        (["seed=0..9"], "'0..9' is not a range"),
-        (["seed=1,3...5"], "'3...5' is not a range"),
+        ("0-3", ["a=1"], "both define the elements"),
+        ("", ["lr"], "is not NAME=VALUES"),
+        ("", ["=1"], "is not NAME=VALUES"),
+        ("", ["1a=2"], "is not NAME=VALUES"),
+        ("", ["a b=2"], "is not NAME=VALUES"),
+        ("", ['a="1'], "are not a list"),
+        ("", ["a=1", "a=2"], "names 'a' twice"),
+        ("", ["a=0-999", "b=0-999"], "1000000 elements"),
+        ("", ["a=9-1"], "empty range"),
+        ("", ["a="], "gives no value"),
+        ("", ["lr=0.1,"], "a value is empty"),
+        ("", ["lr=,0.1"], "a value is empty"),
+        ("", ["lr=1,,2"], "a value is empty"),
+        ("", ["seed=0..9"], "'0..9' is not a range"),
+        ("", ["seed=1,3...5"], "'3...5' is not a range"),
     ],
 )
-def test_wrong_sweep_is_refused(sweep: list[str], error: str) -> None:
+def test_wrong_sweep_is_refused(text: str, sweep: list[str], error: str) -> None:
     with pytest.raises(SpecError) as caught:
-        arrays.parse("", sweep)
+        arrays.parse(text, sweep)
     assert error in caught.value.message
-
-
-def test_array_together_with_sweep_is_refused() -> None:
-    with pytest.raises(SpecError, match="both define the elements"):
-        arrays.parse("0-3", ["a=1"])
 
 
 def test_sweep_value_replaces_placeholder_or_is_appended() -> None:

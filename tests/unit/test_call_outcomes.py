@@ -65,32 +65,34 @@ def test_plain_value_comes_back_exactly_without_pickle(folder: Path, value: Any)
     assert not (folder / "call" / "rank0.attempt0.pkl").exists()
 
 
-def test_other_values_are_pickled_and_named(tmp_path: Path) -> None:
-    for rank, (value, kind) in enumerate(
-        [
-            ({1, 2}, "set"),
-            ({1: 2}, "dict"),
-            ([b"x"], "bytes"),
-            (10**5000, "int"),
-            (Pair(1, 2), "Pair"),
-        ]
-    ):
-        outcomes.write_value(tmp_path, rank, attempt=1, value=value)
-        plain = outcomes.from_json(
-            (tmp_path / "call" / f"rank{rank}.attempt1.json").read_bytes(), rank
-        )
-        assert plain.pickled == kind
-        local = outcomes.read(tmp_path, rank, attempt=1)
-        assert local is not None
-        assert (local.value, type(local.value)) == (value, type(value))
-    outcomes.write_value(tmp_path, 9, attempt=1, value=Number(2.5))
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({1, 2}, "set"),
+        ({1: 2}, "dict"),
+        ([b"x"], "bytes"),
+        (10**5000, "int"),
+        (Pair(1, 2), "Pair"),
+    ],
+    ids=["set", "dict", "bytes", "int", "named tuple"],
+)
+def test_other_value_is_pickled_and_named(tmp_path: Path, value: Any, kind: str) -> None:
+    outcomes.write_value(tmp_path, 3, attempt=1, value=value)
+    plain = outcomes.from_json((tmp_path / "call" / "rank3.attempt1.json").read_bytes(), 3)
+    assert plain.pickled == kind
+    local = outcomes.read(tmp_path, 3, attempt=1)
+    assert local is not None
+    assert (local.value, type(local.value)) == (value, type(value))
+
+
+@pytest.mark.parametrize(("value", "read"), [(Number(2.5), 2.5), (math.nan, math.nan)])
+def test_float_of_another_type_and_nan_are_read_as_floats(
+    tmp_path: Path, value: float, read: float
+) -> None:
+    outcomes.write_value(tmp_path, 9, attempt=1, value=value)
     local = outcomes.read(tmp_path, 9, attempt=1)
     assert local is not None
-    assert (local.value, type(local.value)) == (2.5, float)
-    outcomes.write_value(tmp_path, 10, attempt=1, value=math.nan)
-    local = outcomes.read(tmp_path, 10, attempt=1)
-    assert local is not None
-    assert math.isnan(local.value)
+    assert same(local.value, read)
 
 
 def test_large_value_is_not_sent_as_json(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_exception_is_written_as_bounded_text(tmp_path: Path) -> None:
 )
 def test_hostile_file_gives_value_or_one_error(data: bytes) -> None:
     with contextlib.suppress(JobFailed):
-        outcomes.from_json(data, 3)
+        assert isinstance(outcomes.from_json(data, 3), outcomes.CallOutcome)
 
 
 def test_file_larger_than_any_that_a_rank_writes_is_malformed() -> None:

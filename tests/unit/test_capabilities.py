@@ -53,23 +53,15 @@ class Plugin:
 
 
 @pytest.mark.parametrize("capability", Capability)
-def test_backend_that_declares_nothing_refuses_every_feature(
+def test_feature_is_refused_until_the_backend_declares_it(
     tmp_path: Path, capability: Capability
 ) -> None:
     spec = job(tmp_path, **USES[capability])
-    with pytest.raises(SpecError, match=r"the plugin cluster|--launcher srun needs Slurm"):
-        capabilities.check(spec, "plugin", Plugin())
-
-
-@pytest.mark.parametrize("capability", Capability)
-def test_declared_feature_is_accepted(tmp_path: Path, capability: Capability) -> None:
     backend = Plugin()
+    with pytest.raises(SpecError, match=r"the plugin cluster|--launcher srun needs Slurm"):
+        capabilities.check(spec, "plugin", backend)
     backend.capabilities = {capability} | NEEDED_TOO.get(capability, set())  # type: ignore[attr-defined]
-    capabilities.check(job(tmp_path, **USES[capability]), "plugin", backend)
-
-
-def test_plain_job_needs_no_capability(tmp_path: Path) -> None:
-    capabilities.check(job(tmp_path), "plugin", Plugin())
+    capabilities.check(spec, "plugin", backend)
 
 
 def test_hint_of_the_backend_replaces_the_general_hint(tmp_path: Path) -> None:

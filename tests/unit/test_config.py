@@ -189,15 +189,14 @@ def test_cluster_is_chosen_by_highest_layer_that_names_one(project: Path) -> Non
     assert settings(project, "ssh", {"CLUSTERJOB_CLUSTER": "slurm"}).cluster == "ssh"
 
 
-def test_profile_named_like_a_backend_needs_no_backend_key(project: Path) -> None:
-    write(project / "clusterjob.toml", "[clusters.slurm]\nnodes = 2\n")
-    found = settings(project, "slurm")
-    assert (found.backend, found.values) == ("slurm", {"nodes": 2})
-
-
-def test_profile_named_like_a_backend_may_use_another_backend(project: Path) -> None:
-    write(project / "clusterjob.toml", "[clusters.slurm]\nbackend = 'local'\n")
-    assert settings(project, "slurm").backend == "local"
+@pytest.mark.parametrize(
+    ("profile", "backend"), [("nodes = 2", "slurm"), ("backend = 'local'", "local")]
+)
+def test_profile_named_like_a_backend_may_omit_its_backend(
+    project: Path, profile: str, backend: str
+) -> None:
+    write(project / "clusterjob.toml", f"[clusters.slurm]\n{profile}\n")
+    assert settings(project, "slurm").backend == backend
 
 
 def test_profile_in_user_and_project_file_is_merged(project: Path) -> None:
@@ -278,11 +277,6 @@ def test_pyproject_table_holds_cluster_and_profile(project: Path) -> None:
     assert found.origins == {"nodes": f"{path}: [clusters.lab] nodes"}
 
 
-def test_pyproject_with_only_a_subtable_is_used(project: Path) -> None:
-    write(project / "pyproject.toml", "[tool.clusterjob.defaults]\nnodes = 2\n")
-    assert settings(project).values == {"nodes": 2}
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -290,6 +284,7 @@ def test_pyproject_with_only_a_subtable_is_used(project: Path) -> None:
         "# [tool.clusterjob] may be written here\n[project]\nname = 'x'\n",
         "[tool.clusterjob-extras]\nnodes = 2\n",
         "[tool.other]\ntext = '''\n[tool.clusterjob]\n'''\n",
+        "[project\n",
     ],
 )
 def test_pyproject_without_clusterjob_table_is_skipped(project: Path, text: str) -> None:
@@ -305,17 +300,12 @@ def test_pyproject_without_clusterjob_table_is_skipped(project: Path, text: str)
         "[tool]\nclusterjob = {defaults = {nodes = 2}}\n",
         "[tool . clusterjob.defaults]\nnodes = 2\n",
         "[tool.'clusterjob'.defaults]\nnodes=2\n",
+        "[tool.clusterjob.defaults]\nnodes = 2\n",
     ],
 )
 def test_pyproject_table_is_found_in_any_toml_spelling(project: Path, text: str) -> None:
     write(project / "pyproject.toml", text)
     assert settings(project).values == {"nodes": 2}
-
-
-def test_broken_pyproject_without_clusterjob_table_is_skipped(project: Path) -> None:
-    write(project / "src" / "pyproject.toml", "[project\n")
-    write(project / "clusterjob.toml", "[defaults]\nnodes = 2\n")
-    assert settings(project / "src").values == {"nodes": 2}
 
 
 def test_clusterjob_toml_takes_precedence_over_pyproject(project: Path) -> None:

@@ -58,6 +58,7 @@ def test_nvidia_gpus_are_counted_by_device_files_and_variable(
         ("GPU-aa,GPU-bb", ["GPU-bb"], ""),
         ("GPU-aa", ["GPU-bb"], "GPU GPU-bb is not"),
         ("", ["0"], "GPU 0 is not"),
+        ("0,-1,2", ["2"], "GPU 2 is not available here"),
         (None, ["-1"], "GPU -1 is not"),
         (None, ["1", "1"], "occurs twice"),
         (None, [""], "an entry is empty or occurs twice"),
@@ -143,42 +144,51 @@ def test_thread_default_is_share_of_cores_per_process(
     }
 
 
-def test_interface_defaults_do_not_override_user_variables() -> None:
-    found = worker_variables.quiet_defaults({}, "127.0.0.1", nnodes=2)
-    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
-    assert "GLOO_SOCKET_IFNAME" not in worker_variables.quiet_defaults(
-        {"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2
-    )
-    assert (
-        worker_variables.quiet_defaults({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", nnodes=2)[
-            "NCCL_SOCKET_IFNAME"
-        ]
-        == "=lo"
-    )
-    assert (
-        worker_variables.quiet_defaults({"MLP_IFNAME": "'lo'"}, "198.51.100.1", nnodes=2)[
-            "GLOO_SOCKET_IFNAME"
-        ]
-        == "lo"
-    )
-    assert "GLOO_SOCKET_IFNAME" not in worker_variables.quiet_defaults(
-        {}, "no-such-host.invalid", nnodes=2
-    )
+@pytest.mark.parametrize(
+    ("environ", "address", "name", "value"),
+    [
+        ({}, "127.0.0.1", "GLOO_SOCKET_IFNAME", "lo"),
+        ({}, "127.0.0.1", "NCCL_SOCKET_IFNAME", "=lo"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", "GLOO_SOCKET_IFNAME", None),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1", "NCCL_SOCKET_IFNAME", "=lo"),
+        ({"MLP_IFNAME": "'lo'"}, "198.51.100.1", "GLOO_SOCKET_IFNAME", "lo"),
+        ({}, "no-such-host.invalid", "GLOO_SOCKET_IFNAME", None),
+    ],
+)
+def test_interface_defaults_do_not_override_user_variables(
+    environ: dict[str, str], address: str, name: str, value: str | None
+) -> None:
+    assert worker_variables.quiet_defaults(environ, address, nnodes=2).get(name) == value
 
 
+PLAIN = ("null", "tty1", "shm")
+GLOO = {"PADDLE_DISTRI_BACKEND": "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "gpus", "found"),
+    [
+        (PLAIN, {}, 0, {"ACCELERATE_USE_CPU": "true"} | GLOO),
+        (PLAIN, {"PADDLE_DISTRI_BACKEND": "auto"}, 0, {"ACCELERATE_USE_CPU": "true"}),
+        (PLAIN, {}, 2, {}),
+        (PLAIN, {"ACCELERATE_USE_CPU": "false"}, 0, GLOO),
+        (PLAIN, {"ACCELERATE_TORCH_DEVICE": "false"}, 0, GLOO),
+        # Another device may be used instead of the CPU.
+        (("null", "davinci0"), {}, 0, {}),
+        (("null", "accel"), {}, 0, {}),
+        (("null", "accel0"), {}, 0, {}),
+        (("null", "hl0"), {}, 0, {}),
+        (("null", "neuron0"), {}, 0, {}),
+        (("null", "cambricon_dev0"), {}, 0, {}),
+        (("null", "mtgpu.0"), {}, 0, {}),
+    ],
+)
 def test_cpu_workers_are_one_world_for_accelerate_and_use_gloo_in_paddle(
     monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, ...],
+    environ: dict[str, str],
+    gpus: int,
+    found: dict[str, str],
 ) -> None:
-    names = ["null", "tty1", "shm"]
-    monkeypatch.setattr(devices, "_listed", lambda folder: names if folder == "/dev" else [])
-    gloo = {"PADDLE_DISTRI_BACKEND": "gloo"}
-    assert worker_variables.cpu_defaults({}, 0) == {"ACCELERATE_USE_CPU": "true"} | gloo
-    assert worker_variables.cpu_defaults({"PADDLE_DISTRI_BACKEND": "auto"}, 0).keys() == {
-        "ACCELERATE_USE_CPU"
-    }
-    assert worker_variables.cpu_defaults({}, 2) == {}
-    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"):
-        assert worker_variables.cpu_defaults({name: "false"}, 0) == gloo
-    for device in ("davinci0", "accel", "accel0", "hl0", "neuron0", "cambricon_dev0", "mtgpu.0"):
-        names[:] = ["null", device]
-        assert worker_variables.cpu_defaults({}, 0) == {}, "it may be used instead of the CPU"
+    monkeypatch.setattr(devices, "_listed", lambda folder: names if folder == "/dev" else ())
+    assert worker_variables.cpu_defaults(environ, gpus) == found

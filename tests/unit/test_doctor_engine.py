@@ -97,18 +97,32 @@ def test_check_result_is_yielded_before_next_check_runs() -> None:
     assert not started
 
 
-def test_hosts_with_equal_findings_are_grouped() -> None:
-    equal_findings = {name: ok("3.11") for name in "abc"}
-    assert list(of_hosts(equal_findings)) == [ok("3.11, on all 3 hosts")]
-    assert list(of_hosts({**equal_findings, "d": failed("old", "new")})) == [
-        ok("a, b, c: 3.11"),
-        failed("d: old", "new"),
-    ]
-    assert list(of_hosts(equal_findings, 5)) == [ok("a, b, c: 3.11")]
-    assert list(of_hosts({"a": ok("x")})) == [ok("a: x")]
-    assert list(of_hosts({f"h{n}": unknown("?") for n in range(9)})) == [
-        unknown("h0, h1, h2, h3 and 5 more: ?")
-    ]
+EQUAL = {name: ok("3.11") for name in "abc"}
+
+
+@pytest.mark.parametrize(
+    ("found", "hosts", "lines"),
+    [
+        (EQUAL, None, [ok("3.11, on all 3 hosts")]),
+        (
+            {**EQUAL, "d": failed("old", "new")},
+            None,
+            [ok("a, b, c: 3.11"), failed("d: old", "new")],
+        ),
+        (EQUAL, 5, [ok("a, b, c: 3.11")]),
+        ({"a": ok("x")}, None, [ok("a: x")]),
+        (
+            {f"h{number}": unknown("?") for number in range(9)},
+            None,
+            [unknown("h0, h1, h2, h3 and 5 more: ?")],
+        ),
+    ],
+    ids=["all", "one differs", "not all hosts", "one host", "many hosts"],
+)
+def test_hosts_with_equal_findings_are_grouped(
+    found: dict[str, CheckFinding], hosts: int | None, lines: list[CheckFinding]
+) -> None:
+    assert list(of_hosts(found, hosts)) == lines
 
 
 @given(

@@ -74,17 +74,34 @@ def test_any_value_of_gpus_is_read_the_same_twice_or_refused(value: Any) -> None
     assert parse(canonical) is not None
 
 
-def test_gpus_and_gpus_per_node_must_agree() -> None:
-    assert gpu_request.merge(None, None) == GpuRequest()
-    assert gpu_request.merge("auto", 4) == GpuRequest(4, chosen="auto")
-    assert gpu_request.merge("0,1", 2) == GpuRequest(2, chosen="0,1")
-    with pytest.raises(SpecError, match="--gpus 0,1 and --gpus-per-node 8 ask for different GPUs"):
-        gpu_request.merge("0,1", 8)
-    with pytest.raises(SpecError, match="different GPUs"):
-        gpu_request.merge("a100:2", 2)
-    for value, per_node in (("auto:0", None), ("auto", 0)):
-        with pytest.raises(SpecError, match="--gpus auto with 0 GPUs"):
-            gpu_request.merge(value, per_node)
+@pytest.mark.parametrize(
+    ("value", "per_node", "request_"),
+    [
+        (None, None, GpuRequest()),
+        ("auto", 4, GpuRequest(4, chosen="auto")),
+        ("0,1", 2, GpuRequest(2, chosen="0,1")),
+    ],
+)
+def test_gpus_and_gpus_per_node_that_agree_are_one_request(
+    value: str | None, per_node: int | None, request_: GpuRequest
+) -> None:
+    assert gpu_request.merge(value, per_node) == request_
+
+
+@pytest.mark.parametrize(
+    ("value", "per_node", "message"),
+    [
+        ("0,1", 8, "--gpus 0,1 and --gpus-per-node 8 ask for different GPUs"),
+        ("a100:2", 2, "different GPUs"),
+        ("auto:0", None, "--gpus auto with 0 GPUs"),
+        ("auto", 0, "--gpus auto with 0 GPUs"),
+    ],
+)
+def test_gpus_and_gpus_per_node_that_differ_are_refused(
+    value: str, per_node: int | None, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        gpu_request.merge(value, per_node)
 
 
 # -- flags and profiles ----------------------------------------------------------------------------
@@ -270,10 +287,22 @@ def test_node_with_fewer_gpus_refuses_the_number(monkeypatch: pytest.MonkeyPatch
     assert refused.value.hint == "--gpus device=5 chooses GPU 5"
 
 
-def test_node_counts_its_workers_as_torchrun_does() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert launch._worker_count(3, 8) == 3
-    assert (launch._worker_count("gpu", 8), launch._worker_count("auto", 8)) == (8, 8)
-    assert (launch._worker_count("cpu", 8), launch._worker_count("auto", 0)) == (cores, cores)
+@pytest.mark.parametrize(
+    ("word", "visible", "count"),
+    [
+        (3, 8, 3),
+        ("gpu", 8, 8),
+        ("auto", 8, 8),
+        ("cpu", 8, len(os.sched_getaffinity(0))),
+        ("auto", 0, len(os.sched_getaffinity(0))),
+    ],
+)
+def test_node_counts_its_workers_as_torchrun_does(
+    word: int | str, visible: int, count: int
+) -> None:
+    assert launch._worker_count(word, visible) == count
+
+
+def test_node_without_gpus_refuses_one_worker_per_gpu() -> None:
     with pytest.raises(UsageError, match="no GPU is visible here"):
         launch._worker_count("gpu", 0)

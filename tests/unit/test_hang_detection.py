@@ -23,7 +23,7 @@ from clusterjob.node.stacks import progress
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Activity, Progress
 from clusterjob.node.system.codec import MalformedMessageError
-from clusterjob.node.verdict import FailureKind, JobState, Verdict
+from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 from clusterjob.node.workers.flight_recorder import (
     DUMP_FILE,
     OLD_DUMP_FILE,
@@ -168,31 +168,36 @@ def test_new_worker_moves_and_no_worker_stands_still(samples: Samples) -> None:
 # -- verdict and messages --------------------------------------------------------------------------
 
 
+def hang_of(
+    stacks: list[RankStack], seconds: float = 90.0, *, step: int = -1, first_rank: int = 0
+) -> tuple[outcome.Outcome, Failure]:
+    """Return the end of a job that hangs with these stacks, and its failure."""
+    end = outcome.hang(0, "host", seconds)
+    first_ranks = dict.fromkeys((0, 1), first_rank)
+    found = outcome.with_ranks(end, stacks, step=step, first_ranks=first_ranks)
+    assert found.failure is not None
+    return found, found.failure
+
+
 def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     waiting = [f"{TORCH}:all_reduce"]
     stacks = [stack("train.py:main", *waiting, rank=rank) for rank in (0, 2)]
     stacks.append(stack("train.py:main", "data.py:decode", rank=1))
-    end = outcome.hang(0, "host", 600.0)
-    assert end.reason == "no progress for 10m"
-    found = outcome.with_ranks(end, stacks, step=12, first_ranks={0: 0})
-    assert found.failure is not None
-    assert (found.failure.kind, found.failure.rank) == (FailureKind.HANG, 1)
-    assert found.failure.message == (
+    found, failure = hang_of(stacks, 600.0, step=12)
+    assert (failure.kind, failure.rank) == (FailureKind.HANG, 1)
+    assert failure.message == (
         "no progress for 10m: ranks 0, 2 wait in all_reduce; rank 1 is in decode (data.py:7);"
         " last step 12"
     )
-    assert found.failure.last_lines[1] == "decode (data.py:7)"
+    assert failure.last_lines[1] == "decode (data.py:7)"
     assert found.stacks
 
 
 def test_verdict_names_the_stopped_one_of_two_ranks() -> None:
-    stacks = [stack("train.py:main", "train.py:step", rank=0), stack(rank=1)]
-    stacks[1] = replace(stacks[1], answered=False, state="is stopped (do_signal_stop)")
-    end = outcome.hang(0, "host", 12.0)
-    found = outcome.with_ranks(end, stacks, step=-1, first_ranks={0: 0})
-    assert found.failure is not None
-    assert found.failure.rank == 1
-    assert found.failure.message.endswith(
+    stopped = replace(stack(rank=1), answered=False, state="is stopped (do_signal_stop)")
+    _, failure = hang_of([stack("train.py:main", "train.py:step", rank=0), stopped])
+    assert failure.rank == 1
+    assert failure.message.endswith(
         "rank 1 does not answer: the process is stopped (do_signal_stop)"
     )
 
@@ -201,26 +206,20 @@ def test_stack_in_verdict_leaves_out_import_machinery() -> None:
     machinery = [f"<frozen importlib._bootstrap>:load{i}" for i in range(30)]
     stacks = [stack("train.py:main", *machinery, "slow.py:<module>", rank=0)]
     stacks.append(stack("train.py:main", f"{TORCH}:all_reduce", rank=1))
-    end = outcome.hang(0, "host", 600.0)
-    found = outcome.with_ranks(end, stacks, step=-1, first_ranks={0: 0})
-    assert found.failure is not None
-    assert found.failure.last_lines[1:] == ("<module> (slow.py:7)", "main (train.py:7)")
+    _, failure = hang_of(stacks)
+    assert failure.last_lines[1:] == ("<module> (slow.py:7)", "main (train.py:7)")
 
 
 def test_verdict_names_no_rank_if_all_wait_alike() -> None:
     stacks = [stack("train.py:main", f"{TORCH}:all_reduce", rank=rank) for rank in (0, 1)]
-    found = outcome.with_ranks(outcome.hang(0, "host", 90.0), stacks, step=-1, first_ranks={0: 0})
-    assert found.failure is not None
-    assert found.failure.rank is None
+    found, failure = hang_of(stacks)
+    assert failure.rank is None
     assert found.reason.startswith("no progress for 90s: all 2 ranks wait in all_reduce")
 
 
 def test_verdict_names_the_last_rank_that_runs() -> None:
     last = replace(stack("train.py:main", f"{TORCH}:barrier", rank=3), node_rank=1, host="gpu9")
-    end = outcome.hang(0, "host", 90.0)
-    found = outcome.with_ranks(end, [last], step=-1, first_ranks={1: 2})
-    failure = found.failure
-    assert failure is not None
+    _, failure = hang_of([last], first_rank=2)
     place = (failure.rank, failure.local_rank, failure.node_rank, failure.host)
     assert place == (3, 1, 1, "gpu9")
 

@@ -75,12 +75,33 @@ def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
         ("GPU-0003, 1", [3, 1]),
         ("-1", []),
         ("x", []),
+        ("2,MIG-1", [2, 4 + 1]),  # a MIG device follows the host's four GPUs
     ],
 )
 def test_visible_gpus_follow_cuda_visible_devices(
     smi: FakeSmi, listed: str | None, wanted: list[int]
 ) -> None:
     assert [gpu.index for gpu in gpus.visible(gpus.read_gpus(), listed)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        ("0,-1,2", ["0"]),
+        ("-1", []),
+        ("0,1,0", ["0", "1"]),
+        ("0,,2", ["0"]),
+        ("2,MIG-1", ["2", "MIG-1"]),
+        ("none", []),
+    ],
+)
+def test_host_server_shares_the_gpus_that_its_login_sees(listed: str, found: list[str]) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": listed}
+    with pytest.raises(gpus.TooFewGpusError, match=f"^{len(found)} GPUs"):
+        gpus.share(len(found) + 1, environ)
+    assert gpus.share(len(found), environ) is None, "the login sees exactly these"
+    for count in range(len(found)):
+        assert gpus.share(count, environ) == ",".join(found[:count])
 
 
 def test_pick_auto_returns_idle_visible_gpus(smi: FakeSmi) -> None:

@@ -42,42 +42,28 @@ def ask(home: Path, *sent: dict[str, Any], body: bytes = b"") -> list[dict[str, 
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_unknown_request_is_refused_by_name_and_session_goes_on(tmp_path: Path) -> None:
-    refused, answer = ask(tmp_path, {"type": "Explode", "size": 3}, CHECK, body=b"abc")
-    assert refused == {"error": "unknown request 'Explode'", "size": 0}
-    assert answer["errors"] == []
-
-
-def test_request_without_name_is_refused_and_session_goes_on(tmp_path: Path) -> None:
-    refused, answer = ask(tmp_path, {"op": "check"}, CHECK)
-    assert refused == {"error": "unknown request None", "size": 0}
-    assert answer["errors"] == []
-
-
-def test_unknown_field_of_request_is_ignored(tmp_path: Path) -> None:
-    (answer,) = ask(tmp_path, {**CHECK, "added": [1]})
-    assert answer["home"] == str(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("wrong", "error"),
+    ("wrong", "body", "error"),
     [
-        ({"need": "5"}, "malformed request: Check.need: '5'"),
-        ({"torch": 1}, "malformed request: Check.torch: 1"),
-        ({"gpus": None}, "malformed request: Check.gpus: None"),
+        ({"type": "Explode", "size": 3}, b"abc", "unknown request 'Explode'"),
+        ({"op": "check"}, b"", "unknown request None"),
+        (CHECK | {"need": "5"}, b"", "malformed request: Check.need: '5'"),
+        (CHECK | {"torch": 1}, b"", "malformed request: Check.torch: 1"),
+        (CHECK | {"gpus": None}, b"", "malformed request: Check.gpus: None"),
+        (
+            {"type": "Check", "torch": False, "own": False},
+            b"",
+            "malformed request: Check: no need",
+        ),
     ],
+    ids=["unknown", "no name", "text", "number", "null", "no field"],
 )
-def test_wrong_field_is_answered_with_its_name_and_session_goes_on(
-    tmp_path: Path, wrong: dict[str, Any], error: str
+def test_wrong_request_is_answered_with_its_error_and_session_goes_on(
+    tmp_path: Path, wrong: dict[str, Any], body: bytes, error: str
 ) -> None:
-    refused, answer = ask(tmp_path, {**CHECK, **wrong}, CHECK)
+    refused, answer = ask(tmp_path, wrong, CHECK, body=body)
     assert refused == {"error": error, "size": 0}
-    assert answer["errors"] == []
-
-
-def test_missing_field_is_answered_with_its_name(tmp_path: Path) -> None:
-    (refused,) = ask(tmp_path, {"type": "Check", "torch": False, "own": False})
-    assert refused["error"] == "malformed request: Check: no need"
+    assert (answer["errors"], answer["home"]) == ([], str(tmp_path))
 
 
 def test_every_request_has_a_handler_and_no_field_named_size() -> None:

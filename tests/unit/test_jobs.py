@@ -189,20 +189,19 @@ def test_worker_count_defaults_to_gpus_per_node(
     assert spec_of(work, **values).nproc_per_node == nproc
 
 
-def test_zero_workers_per_node_is_error(work: Path) -> None:
-    with pytest.raises(SpecError, match="--nproc-per-node 0: the least value is"):
-        spec_of(work, nproc_per_node=0, gpus_per_node=2)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"nodes": 0, "spares": 1}, "--nodes 0: the least value is"),
         ({"nodes": -1, "spares": 2}, "--nodes -1: the least value is"),
         ({"spares": -1}, "--spares -1: the least value is"),
+        (
+            {"nproc_per_node": 0, "gpus_per_node": 2},
+            "--nproc-per-node 0: the least value is",
+        ),
     ],
 )
-def test_spare_nodes_do_not_make_up_for_a_wrong_number(
+def test_wrong_number_is_refused_and_not_replaced_by_a_default(
     work: Path, values: dict[str, int], message: str
 ) -> None:
     with pytest.raises(SpecError, match=message):
@@ -217,24 +216,27 @@ def test_workdir_is_relative_to_directory_of_command(work: Path) -> None:
     assert spec_of(Path("/"), workdir=work / "sub").workdir == work / "sub"
 
 
-def test_default_python_is_interpreter_of_active_environment(tmp_path: Path) -> None:
-    for name in ("venv", "conda", "empty"):
-        (tmp_path / name / "bin").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("environ", "environment"),
+    [
+        ({"VIRTUAL_ENV": "venv", "CONDA_PREFIX": "conda"}, "venv"),
+        ({"CONDA_PREFIX": "conda"}, "conda"),
+        ({"VIRTUAL_ENV": "empty", "CONDA_PREFIX": "conda"}, "conda"),
+        ({"VIRTUAL_ENV": "empty"}, None),
+        ({"VIRTUAL_ENV": ""}, None),
+        ({}, None),
+    ],
+)
+def test_default_python_is_interpreter_of_active_environment(
+    tmp_path: Path, environ: dict[str, str], environment: str | None
+) -> None:
     for name in ("venv", "conda"):
+        (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin" / "python").touch()
-    venv, conda, empty = (str(tmp_path / name) for name in ("venv", "conda", "empty"))
-    assert (
-        job_settings.default_python({"VIRTUAL_ENV": venv, "CONDA_PREFIX": conda})
-        == f"{venv}/bin/python"
-    )
-    assert job_settings.default_python({"CONDA_PREFIX": conda}) == f"{conda}/bin/python"
-    assert (
-        job_settings.default_python({"VIRTUAL_ENV": empty, "CONDA_PREFIX": conda})
-        == f"{conda}/bin/python"
-    )
-    assert job_settings.default_python({"VIRTUAL_ENV": empty}) == sys.executable
-    assert job_settings.default_python({"VIRTUAL_ENV": ""}) == sys.executable
-    assert job_settings.default_python({}) == sys.executable
+    (tmp_path / "empty" / "bin").mkdir(parents=True)
+    set_to = {name: value and str(tmp_path / value) for name, value in environ.items()}
+    wanted = f"{tmp_path / environment}/bin/python" if environment else sys.executable
+    assert job_settings.default_python(set_to) == wanted
 
 
 def test_default_python_is_not_interpreter_of_pipx_installation(

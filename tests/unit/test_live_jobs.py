@@ -109,29 +109,35 @@ def test_silence_is_measured_by_the_clock_of_the_node() -> None:
     assert [rank.line for rank in read(job).ranks] == ["old", "new"]
 
 
-def test_last_line_of_a_restarted_rank_is_of_its_newest_files() -> None:
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        (
+            {
+                "rank0.err": "died\n",
+                "rank0.restart1.out": "again\r 50% done\r",
+                "timeline": "100.000 rank0.restart1.out 9\n101.000 rank0.err 5\n",
+            },
+            "50% done",
+        ),
+        (
+            {
+                "rank0.out": "epoch 1, a long line\n",
+                "rank0.err": "warning\n",
+                "timeline": "100.000 rank0.err 8\n100.000 rank0.out 21\n",
+            },
+            "warning",
+        ),
+        ({"rank0.out": "hello\n\n"}, "hello"),
+    ],
+    ids=["newest files of a restarted rank", "stderr if both grew at once", "no agent"],
+)
+def test_last_line_of_a_rank_is_found(files: dict[str, str], line: str) -> None:
     job = WrittenJob("a-222222", ranks=1)
-    directory = node_directory(job.dir, 0)
-    (directory / "rank0.err").write_text("died\n")
-    (directory / "rank0.restart1.out").write_text("again\r 50% done\r")
-    (directory / "timeline").write_text("100.000 rank0.restart1.out 9\n101.000 rank0.err 5\n")
-    assert read(job).ranks[0].line == "50% done"
-
-
-def test_last_line_is_of_stderr_if_both_files_grew_at_once() -> None:
-    job = WrittenJob("a-222222", ranks=1)
-    directory = node_directory(job.dir, 0)
-    (directory / "rank0.out").write_text("epoch 1, a long line\n")
-    (directory / "rank0.err").write_text("warning\n")
-    (directory / "timeline").write_text("100.000 rank0.err 8\n100.000 rank0.out 21\n")
-    assert read(job).ranks[0].line == "warning"
-
-
-def test_lines_of_nodes_without_an_agent_are_found() -> None:
-    job = WrittenJob("a-222222", ranks=1)
-    (node_directory(job.dir, 0) / "rank0.out").write_text("hello\n\n")
+    for name, text in files.items():
+        (node_directory(job.dir, 0) / name).write_text(text)
     rank = read(job).ranks[0]
-    assert rank.line == "hello"
+    assert rank.line == line
     assert 0 <= (rank.quiet or 0) < TIMEOUT
 
 

@@ -116,17 +116,6 @@ def test_reader_returns_new_lines_of_growing_files(tmp_path: Path) -> None:
     assert reader.finish() == []
 
 
-@pytest.mark.usefixtures("clock")
-def test_finish_returns_lines_without_line_break(tmp_path: Path) -> None:
-    node = Node(tmp_path, 0)
-    node.write("rank0.out", "whole\npart")
-    node.write("rank1.err", "other part", note=False)
-    reader = LogReader(tmp_path)
-    assert texts(reader.read()) == ["whole"]
-    assert texts(reader.finish()) == ["part", "other part"]
-    assert reader.finish() == []
-
-
 STARTS = (
     "rank0.out",
     "rank0.restart2.out",

@@ -241,10 +241,16 @@ def test_end_without_failure_is_not_retried() -> None:
     assert [own.decide(end).retry for end in ends] == [False] * 4
 
 
-def test_retry_is_read_from_text() -> None:
-    assert Retry.parse("hang") == Retry(FailureKind.HANG)
-    assert Retry.parse("device:5") == Retry(FailureKind.DEVICE, 5)
-    assert Retry.parse("oom_host:2:mem*1.5") == Retry(FailureKind.OOM_HOST, 2, memory=1.5)
+@pytest.mark.parametrize(
+    ("text", "retry"),
+    [
+        ("hang", Retry(FailureKind.HANG)),
+        ("device:5", Retry(FailureKind.DEVICE, 5)),
+        ("oom_host:2:mem*1.5", Retry(FailureKind.OOM_HOST, 2, memory=1.5)),
+    ],
+)
+def test_retry_is_read_from_text(text: str, retry: Retry) -> None:
+    assert Retry.parse(text) == retry
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_port_is_free_as_soon_as_coordinator_ends() -> None:
         with listen("127.0.0.1", [number]) as listener:
             client = socket.create_connection(listener.getsockname(), 5)
             accepted = listener.accept()[0]
+            assert accepted.getsockname()[1] == number
             accepted.close()  # this side closes first, so the port stays in TIME_WAIT
             client.close()
 

@@ -171,11 +171,6 @@ def test_options_that_exclude_each_other_are_refused(
         spec(tmp_path, **fields)
 
 
-def test_spec_with_an_environment_returns_from_json(tmp_path: Path) -> None:
-    before = spec(tmp_path, env_archive=tmp_path / "x", env_cache="/scratch")
-    assert JobSpec.from_json(before.to_json()) == before
-
-
 @pytest.mark.parametrize("log", ["node0/agent.log", "slurm.out"])
 def test_progress_before_the_start_shows_the_preparation_of_node_0(
     tmp_path: Path, log: str

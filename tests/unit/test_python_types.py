@@ -50,7 +50,8 @@ def test_typed_options_accept_values_of_their_types() -> None:
             union = job_options.TYPES[option.read.__name__].replace("str | os.PathLike[str]", "str")
             kinds = [union] if union.startswith("Mapping") else union.split(" | ")
             for kind in kinds:
-                read_setting(key, of_key.get(key, samples[kind]), origin=key)
+                value = of_key.get(key, samples[kind])
+                assert read_setting(key, value, origin=key) is not None
 
 
 def test_pyright_accepts_script_and_finds_wrong_lines(tmp_path: Path) -> None:

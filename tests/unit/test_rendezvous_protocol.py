@@ -103,77 +103,84 @@ async def channels(agent: Streams, coordinator: Streams) -> tuple[Channel, Chann
     return agent_channel, coordinator_channel
 
 
+def connected(scenario: Callable[[Streams, Streams], Awaitable[None]]) -> Callable[[], None]:
+    """Make a test of a scenario with both ends of one connection."""
+
+    async def connect() -> None:
+        async with connection() as (agent, coordinator):
+            await scenario(agent, coordinator)
+
+    def test() -> None:
+        run(connect)
+
+    return test
+
+
+@pytest.fixture
+def short_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.5)
+
+
 # -- authentication --------------------------------------------------------------------------------
 
 
-def test_agents_with_same_token_exchange_messages_both_ways() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            agent_channel, (coordinator_channel, hello) = await handshake(agent, coordinator)
-            assert hello == HELLO
-            for index in range(100):
-                agent_channel.send(cancelled(f"{index} \n\0☃\ud800"))
-                coordinator_channel.send(Order(index))
-            for index in range(100):
-                assert await coordinator_channel.receive() == cancelled(f"{index} \n\0☃\ud800")
-                assert await agent_channel.receive() == Order(index)
-            await agent_channel.close()
-            assert await coordinator_channel.receive() is None
-
-    run(scenario)
-
-
-def test_agent_that_leaves_while_it_joins_says_why() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            joining = asyncio.create_task(
-                protocol.join(*agent, TOKEN, "job-1", HELLO, leave=lambda: cancelled("by the user"))
-            )
-            channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
-            joining.cancel()
-            await asyncio.wait([joining])
-            agent[1].close()
-            assert await channel.receive() == cancelled("by the user")
-
-    run(scenario)
+@connected
+async def test_agents_with_same_token_exchange_messages_both_ways(
+    agent: Streams, coordinator: Streams
+) -> None:
+    agent_channel, (coordinator_channel, hello) = await handshake(agent, coordinator)
+    assert hello == HELLO
+    for index in range(100):
+        agent_channel.send(cancelled(f"{index} \n\0☃\ud800"))
+        coordinator_channel.send(Order(index))
+    for index in range(100):
+        assert await coordinator_channel.receive() == cancelled(f"{index} \n\0☃\ud800")
+        assert await agent_channel.receive() == Order(index)
+    await agent_channel.close()
+    assert await coordinator_channel.receive() is None
 
 
-def test_wrong_token_is_refused_by_both_ends() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            agent_result, coordinator_result = await handshake(
-                agent, coordinator, agent_token=b"guessed"
-            )
-            assert isinstance(agent_result, UnauthenticatedError)
-            assert "does not know the job's token" in str(agent_result)
-            assert isinstance(coordinator_result, UnauthenticatedError)
-
-    run(scenario)
-
-
-def test_agent_of_another_job_with_same_token_is_refused() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            other = asyncio.create_task(protocol.join(*agent, TOKEN, "job-2", HELLO))
-            with pytest.raises(UnauthenticatedError, match="not an agent of this job"):
-                await protocol.accept(*coordinator, TOKEN, "job-1")
-            coordinator[1].close()
-            with pytest.raises((UnauthenticatedError, OSError)):
-                await other
-
-    run(scenario)
+@connected
+async def test_agent_that_leaves_while_it_joins_says_why(
+    agent: Streams, coordinator: Streams
+) -> None:
+    joining = asyncio.create_task(
+        protocol.join(*agent, TOKEN, "job-1", HELLO, leave=lambda: cancelled("by the user"))
+    )
+    channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
+    joining.cancel()
+    await asyncio.wait([joining])
+    agent[1].close()
+    assert await channel.receive() == cancelled("by the user")
 
 
-def test_refused_agent_receives_reason() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
-            channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
-            await protocol.refuse(channel, "node_rank 1 is claimed twice")
-            with pytest.raises(RefusedError, match="node_rank 1 is claimed twice"):
-                await joining
+@connected
+async def test_wrong_token_is_refused_by_both_ends(agent: Streams, coordinator: Streams) -> None:
+    agent_result, coordinator_result = await handshake(agent, coordinator, agent_token=b"guessed")
+    assert isinstance(agent_result, UnauthenticatedError)
+    assert "does not know the job's token" in str(agent_result)
+    assert isinstance(coordinator_result, UnauthenticatedError)
 
-    run(scenario)
+
+@connected
+async def test_agent_of_another_job_with_same_token_is_refused(
+    agent: Streams, coordinator: Streams
+) -> None:
+    other = asyncio.create_task(protocol.join(*agent, TOKEN, "job-2", HELLO))
+    with pytest.raises(UnauthenticatedError, match="not an agent of this job"):
+        await protocol.accept(*coordinator, TOKEN, "job-1")
+    coordinator[1].close()
+    with pytest.raises((UnauthenticatedError, OSError)):
+        await other
+
+
+@connected
+async def test_refused_agent_receives_reason(agent: Streams, coordinator: Streams) -> None:
+    joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
+    channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
+    await protocol.refuse(channel, "node_rank 1 is claimed twice")
+    with pytest.raises(RefusedError, match="node_rank 1 is claimed twice"):
+        await joining
 
 
 def test_token_is_never_sent() -> None:
@@ -227,30 +234,26 @@ def test_replayed_handshake_is_refused() -> None:
     run(scenario)
 
 
-def test_relayed_challenge_of_coordinator_is_refused_by_agent() -> None:
+@connected
+async def test_relayed_challenge_of_coordinator_is_refused_by_agent(
+    attacker: Streams, coordinator: Streams
+) -> None:
     """The coordinator's challenge is bound to the agent's nonce and fails for another nonce."""
-
-    async def scenario() -> None:
-        async with connection() as (attacker, coordinator):
-            accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
-            attacker[1].write(
-                json.dumps(
-                    {"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "0" * 32}
-                ).encode()
-                + b"\n"
-            )
-            true_challenge = await attacker[0].readline()
-            async with connection() as (agent, impostor):
-                joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
-                await impostor[0].readline()
-                impostor[1].write(true_challenge)
-                with pytest.raises(UnauthenticatedError):
-                    await joining
-            attacker[1].close()
-            with pytest.raises((UnauthenticatedError, OSError)):
-                await accepting
-
-    run(scenario)
+    accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
+    attacker[1].write(
+        json.dumps({"clusterjob": protocol.PROTOCOL, "job": "job-1", "nonce": "0" * 32}).encode()
+        + b"\n"
+    )
+    true_challenge = await attacker[0].readline()
+    async with connection() as (agent, impostor):
+        joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO))
+        await impostor[0].readline()
+        impostor[1].write(true_challenge)
+        with pytest.raises(UnauthenticatedError):
+            await joining
+    attacker[1].close()
+    with pytest.raises((UnauthenticatedError, OSError)):
+        await accepting
 
 
 # -- changed, replayed and cut messages ------------------------------------------------------------
@@ -332,55 +335,49 @@ def test_cut_off_message_is_end_of_connection(cut: int) -> None:
     run(scenario)
 
 
-def test_endless_line_in_channel_ends_connection() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            _, coordinator_channel = await channels(agent, coordinator)
-            agent[1].write(b"x" * (protocol.LINE_BYTES * 4))
-            with pytest.raises(UnauthenticatedError, match="more than 262144 bytes"):
-                await coordinator_channel.receive()
-
-    run(scenario)
-
-
-def test_long_message_below_limit_is_received() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            agent_channel, coordinator_channel = await channels(agent, coordinator)
-            reason = "x" * (1 << 17)
-            coordinator_channel.send(messages.Refused(reason))
-            assert await agent_channel.receive() == messages.Refused(reason)
-
-    run(scenario)
+@connected
+async def test_endless_line_in_channel_ends_connection(
+    agent: Streams, coordinator: Streams
+) -> None:
+    _, coordinator_channel = await channels(agent, coordinator)
+    agent[1].write(b"x" * (protocol.LINE_BYTES * 4))
+    with pytest.raises(UnauthenticatedError, match="more than 262144 bytes"):
+        await coordinator_channel.receive()
 
 
-def test_send_and_close_after_lost_connection_raise_no_error() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            agent_channel, coordinator_channel = await channels(agent, coordinator)
-            coordinator[1].transport.abort()
-            assert await agent_channel.receive() is None
-            for _ in range(20):
-                agent_channel.send(Heartbeat())
-                await asyncio.sleep(0)
-            await agent_channel.close()
-            await coordinator_channel.close()
-
-    run(scenario)
+@connected
+async def test_long_message_below_limit_is_received(agent: Streams, coordinator: Streams) -> None:
+    agent_channel, coordinator_channel = await channels(agent, coordinator)
+    reason = "x" * (1 << 17)
+    coordinator_channel.send(messages.Refused(reason))
+    assert await agent_channel.receive() == messages.Refused(reason)
 
 
-def test_close_does_not_wait_for_peer_that_reads_nothing() -> None:
-    async def scenario() -> float:
-        async with connection() as (agent, coordinator):
-            agent_channel, _ = await channels(agent, coordinator)
-            coordinator[1].transport.pause_reading()  # type: ignore[attr-defined]
-            for _ in range(200):
-                agent_channel.send(Hello(1, "h" * 100_000, 1, 0, 2, 1))
-            begin = asyncio.get_running_loop().time()
-            await agent_channel.close()
-            return asyncio.get_running_loop().time() - begin
+@connected
+async def test_send_and_close_after_lost_connection_raise_no_error(
+    agent: Streams, coordinator: Streams
+) -> None:
+    agent_channel, coordinator_channel = await channels(agent, coordinator)
+    coordinator[1].transport.abort()
+    assert await agent_channel.receive() is None
+    for _ in range(20):
+        agent_channel.send(Heartbeat())
+        await asyncio.sleep(0)
+    await agent_channel.close()
+    await coordinator_channel.close()
 
-    assert run(scenario) < 10
+
+@connected
+async def test_close_does_not_wait_for_peer_that_reads_nothing(
+    agent: Streams, coordinator: Streams
+) -> None:
+    agent_channel, _ = await channels(agent, coordinator)
+    coordinator[1].transport.pause_reading()  # type: ignore[attr-defined]
+    for _ in range(200):
+        agent_channel.send(Hello(1, "h" * 100_000, 1, 0, 2, 1))
+    begin = asyncio.get_running_loop().time()
+    await agent_channel.close()
+    assert asyncio.get_running_loop().time() - begin < 10
 
 
 # -- peers that are not agents ---------------------------------------------------------------------
@@ -445,46 +442,40 @@ async def send_to_agent(data: bytes) -> BaseException:
         return caught.value
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(garbage)
-def test_garbage_is_refused_by_coordinator(chunks: list[bytes]) -> None:
-    run(lambda: send_to_coordinator(b"".join(chunks)))
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(garbage)
-def test_garbage_is_refused_by_agent(chunks: list[bytes]) -> None:
-    run(lambda: send_to_agent(b"".join(chunks)))
-
-
 @pytest.mark.parametrize("send_to", [send_to_coordinator, send_to_agent])
-def test_lone_surrogate_is_refused(send_to: Callable[[bytes], Awaitable[BaseException]]) -> None:
-    assert isinstance(run(lambda: send_to(SURROGATE)), UnauthenticatedError)
-
-
-@pytest.mark.parametrize("send_to", [send_to_coordinator, send_to_agent])
-@pytest.mark.parametrize("size", [protocol.LINE_BYTES * 8, protocol.LINE_BYTES - 100])
-def test_endless_line_is_refused(
-    send_to: Callable[[bytes], Awaitable[BaseException]], size: int
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(chunks=garbage)
+def test_garbage_is_refused(
+    send_to: Callable[[bytes], Awaitable[BaseException]], chunks: list[bytes]
 ) -> None:
-    assert isinstance(run(lambda: send_to(b"x" * size)), UnauthenticatedError)
+    assert run(lambda: send_to(b"".join(chunks)))
 
 
-def test_endless_line_is_not_buffered_without_limit() -> None:
+@pytest.mark.parametrize("send_to", [send_to_coordinator, send_to_agent])
+@pytest.mark.parametrize(
+    "data",
+    [SURROGATE, b"x" * (protocol.LINE_BYTES * 8), b"x" * (protocol.LINE_BYTES - 100)],
+    ids=["lone surrogate", "endless line", "line without end"],
+)
+def test_peer_that_sends_no_handshake_is_refused(
+    send_to: Callable[[bytes], Awaitable[BaseException]], data: bytes
+) -> None:
+    assert isinstance(run(lambda: send_to(data)), UnauthenticatedError)
+
+
+@connected
+async def test_endless_line_is_not_buffered_without_limit(
+    peer: Streams, coordinator: Streams
+) -> None:
     """The coordinator stops reading long before the peer has sent everything."""
-
-    async def scenario() -> None:
-        async with connection() as (peer, coordinator):
-            accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
-            peer[1].write(b"x" * (64 << 20))
-            with pytest.raises(UnauthenticatedError):
-                await accepting
-            assert (
-                len(coordinator[0]._buffer)  # type: ignore[attr-defined]
-                <= 4 * protocol.LINE_BYTES
-            )
-
-    run(scenario)
+    accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
+    peer[1].write(b"x" * (64 << 20))
+    with pytest.raises(UnauthenticatedError):
+        await accepting
+    assert (
+        len(coordinator[0]._buffer)  # type: ignore[attr-defined]
+        <= 4 * protocol.LINE_BYTES
+    )
 
 
 def test_handshake_with_silent_peer_times_out_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,88 +494,67 @@ def test_handshake_with_silent_peer_times_out_at_both_ends(monkeypatch: pytest.M
     run(scenario)
 
 
-def test_handshake_with_slow_peer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.5)
+@pytest.mark.usefixtures("short_handshake")
+@connected
+async def test_handshake_with_slow_peer_times_out(peer: Streams, coordinator: Streams) -> None:
 
-    async def scenario() -> None:
-        async with connection() as (peer, coordinator):
+    async def drip() -> None:
+        while True:
+            peer[1].write(b"x")
+            await asyncio.sleep(0.02)
 
-            async def drip() -> None:
-                while True:
-                    peer[1].write(b"x")
-                    await asyncio.sleep(0.02)
-
-            dripping = asyncio.create_task(drip())
-            with pytest.raises(asyncio.TimeoutError):
-                await protocol.accept(*coordinator, TOKEN, "job-1")
-            dripping.cancel()
-
-    run(scenario)
+    dripping = asyncio.create_task(drip())
+    with pytest.raises(asyncio.TimeoutError):
+        await protocol.accept(*coordinator, TOKEN, "job-1")
+    dripping.cancel()
 
 
-def test_handshake_survives_stop_of_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_handshake")
+@connected
+async def test_handshake_survives_stop_of_process(agent: Streams, coordinator: Streams) -> None:
     """The process does not run for longer than the limit, after the first line was sent."""
-    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.5)
-
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            exchange = asyncio.create_task(handshake(agent, coordinator))
-            for _ in range(3):
-                await asyncio.sleep(0)
-            time.sleep(1.5)
-            channel, (_, hello) = await exchange
-            assert isinstance(channel, Channel)
-            assert hello == HELLO
-
-    run(scenario)
+    exchange = asyncio.create_task(handshake(agent, coordinator))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    time.sleep(1.5)
+    channel, (_, hello) = await exchange
+    assert isinstance(channel, Channel)
+    assert hello == HELLO
 
 
-def test_agent_waits_for_busy_coordinator_that_has_its_hello(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.usefixtures("short_handshake")
+@connected
+async def test_agent_waits_for_busy_coordinator_that_has_its_hello(
+    agent: Streams, coordinator: Streams
 ) -> None:
-    monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.3)
-
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            joining = asyncio.create_task(
-                protocol.join(*agent, TOKEN, "job-1", HELLO, welcome_seconds=30)
-            )
-            channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
-            await asyncio.sleep(1.0)
-            channel.send(Welcome())
-            assert isinstance(await joining, Channel)
-
-    run(scenario)
+    joining = asyncio.create_task(protocol.join(*agent, TOKEN, "job-1", HELLO, welcome_seconds=30))
+    channel, _ = await protocol.accept(*coordinator, TOKEN, "job-1")
+    await asyncio.sleep(1.0)
+    channel.send(Welcome())
+    assert isinstance(await joining, Channel)
 
 
 # -- invalid messages with a valid token -----------------------------------------------------------
 
 
-def test_unknown_message_of_agent_is_refused_by_name() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            agent_channel, coordinator_channel = await channels(agent, coordinator)
-            agent_channel._sends = messages.FROM_COORDINATOR
-            agent_channel.send(Order())
-            with pytest.raises(MalformedMessageError, match="unknown message 'Order'"):
-                await coordinator_channel.receive()
-
-    run(scenario)
-
-
-def test_unknown_field_of_message_is_ignored() -> None:
-    data = messages.FROM_AGENT.encode(cancelled("x")) | {"added later": 1}
-    assert messages.FROM_AGENT.decode(data) == cancelled("x")
+@connected
+async def test_unknown_message_of_agent_is_refused_by_name(
+    agent: Streams, coordinator: Streams
+) -> None:
+    agent_channel, coordinator_channel = await channels(agent, coordinator)
+    agent_channel._sends = messages.FROM_COORDINATOR
+    agent_channel.send(Order())
+    with pytest.raises(MalformedMessageError, match="unknown message 'Order'"):
+        await coordinator_channel.receive()
 
 
-def test_first_message_other_than_hello_is_refused() -> None:
-    async def scenario() -> None:
-        async with connection() as (agent, coordinator):
-            accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
-            channel = await protocol.authenticate_to_coordinator(*agent, TOKEN, "job-1")
-            channel.send(NodeState(3))
-            assert await channel.receive() == messages.Refused("its first message is not Hello")
-            with pytest.raises(RefusedError, match="not Hello"):
-                await accepting
-
-    run(scenario)
+@connected
+async def test_first_message_other_than_hello_is_refused(
+    agent: Streams, coordinator: Streams
+) -> None:
+    accepting = asyncio.create_task(protocol.accept(*coordinator, TOKEN, "job-1"))
+    channel = await protocol.authenticate_to_coordinator(*agent, TOKEN, "job-1")
+    channel.send(NodeState(3))
+    assert await channel.receive() == messages.Refused("its first message is not Hello")
+    with pytest.raises(RefusedError, match="not Hello"):
+        await accepting

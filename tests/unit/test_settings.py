@@ -62,16 +62,6 @@ def test_value_of_setting_is_converted_to_its_type(key: str, value: Any, read: A
     assert type(read_setting(key, value, origin="here")) is type(read)
 
 
-def test_error_of_setting_begins_with_origin_of_value() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_setting("mem", "12 potatoes", origin="clusterjob.toml: [defaults] mem")
-    assert (
-        caught.value.message
-        == "clusterjob.toml: [defaults] mem: '12 potatoes' is not a memory size"
-    )
-    assert "64G" in caught.value.hint
-
-
 scalars = st.one_of(
     st.text(),
     st.booleans(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,15 +26,22 @@ def no_scontrol(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(tmp_path)}
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "localhost", "::1"])
-def test_resolvable_address_is_kept(address: str, no_scontrol: dict[str, str]) -> None:
-    node = replace(NODE, master_addr=address)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"master_addr": "127.0.0.1"},
+        {"master_addr": "192.0.2.1"},
+        {"master_addr": "localhost"},
+        {"master_addr": "::1"},
+        {"source": "mlp"},
+    ],
+    ids=str,
+)
+def test_address_that_resolves_or_is_of_another_platform_is_kept(
+    change: dict[str, Any], no_scontrol: dict[str, str]
+) -> None:
+    node = replace(NODE, **change)
     assert slurm_env.resolve_master_address(node, BATCH | no_scontrol) is node
-
-
-def test_address_of_other_platform_is_kept(no_scontrol: dict[str, str]) -> None:
-    node = replace(NODE, source="mlp")
-    assert slurm_env.resolve_master_address(node, no_scontrol) is node
 
 
 def test_address_of_single_node_is_loopback(no_scontrol: dict[str, str]) -> None:

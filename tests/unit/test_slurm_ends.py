@@ -187,38 +187,46 @@ def test_exit_code_of_step_is_from_newest_attempt(job_dir: Path) -> None:
     assert job_end.step_code(job_dir) == 0
 
 
-def test_broken_verdict_file_is_ignored(job_dir: Path) -> None:
-    for text in (
+@pytest.mark.parametrize(
+    "text",
+    [
         "",
         "{",
         "[]",
         "{}",
         '{"state": "GREAT", "exit_code": 0}',
         '{"state": "FAILED", "exit_code": "x"}',
-    ):
-        (job_dir / "result.json").write_text(text)
-        assert job_end.verdict_of(job_dir) is None
+    ],
+)
+def test_broken_verdict_file_is_ignored(job_dir: Path, text: str) -> None:
+    (job_dir / "result.json").write_text(text)
+    assert job_end.verdict_of(job_dir) is None
     (job_dir / "result.json").write_text(json.dumps(verdict().to_json()))
     assert job_end.verdict_of(job_dir) == verdict()
 
 
-def test_verdict_after_sigterm_is_final_only_with_slurm_state(job_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("found", "cancelled", "settled"),
+    [
+        (verdict(JobState.SUCCEEDED), False, True),
+        (verdict(JobState.FAILED), False, True),
+        (verdict(JobState.FAILED, "SIGKILL"), False, True),
+        (verdict(JobState.FAILED, "SIGTERM"), False, False),
+        (NODE_FAILED, False, False),
+        (verdict(JobState.CANCELLED), False, False),
+        (verdict(JobState.LOST), False, False),
+        (verdict(JobState.CANCELLED), True, True),
+        # The cancel or the failure may have come first.
+        (verdict(JobState.FAILED), True, False),
+    ],
+)
+def test_verdict_after_sigterm_is_final_only_with_slurm_state(
+    job_dir: Path, found: Verdict, cancelled: bool, settled: bool
+) -> None:
     """SIGTERM reaches every process of the step: a worker may end before its agent knows of it."""
-    assert job_end.settled(verdict(JobState.SUCCEEDED), job_dir)
-    assert job_end.settled(verdict(JobState.FAILED), job_dir)
-    assert job_end.settled(verdict(JobState.FAILED, "SIGKILL"), job_dir)
-    for unsettled in (
-        verdict(JobState.FAILED, "SIGTERM"),
-        NODE_FAILED,
-        verdict(JobState.CANCELLED),
-        verdict(JobState.LOST),
-    ):
-        assert not job_end.settled(unsettled, job_dir)
-    ends.cancel(job_dir)
-    assert job_end.settled(verdict(JobState.CANCELLED), job_dir)
-    assert not job_end.settled(
-        verdict(JobState.FAILED), job_dir
-    )  # the cancel or the failure may have come first
+    if cancelled:
+        ends.cancel(job_dir)
+    assert job_end.settled(found, job_dir) == settled
 
 
 @pytest.mark.parametrize(

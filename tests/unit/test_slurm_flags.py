@@ -51,9 +51,7 @@ def test_options_of_sbatch_are_passed_through() -> None:
         "no-kill": "off",
         "exclude": "n[1-2]",
         "begin": "now+1hour",
-        "exclusive ": "x",
     }
-    del values["exclusive "]
     words, unknown = flags.options(values)
     assert words == [
         "--qos=high",

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launching import write_tree
 
-from clusterjob.core import snapshot
 from clusterjob.core.snapshot import source, stat_cache, store
 from clusterjob.core.snapshot.source import CodeSource
 from clusterjob.errors import SubmitError
@@ -285,13 +284,6 @@ def test_code_over_limit_is_refused_with_largest_entries(project: Project) -> No
         project.take(limit=100)
     assert "--no-snapshot runs the current files" in str(error.value.hint)
     assert ".clusterjobignore" in str(error.value.hint)
-
-
-def test_too_many_files_are_refused(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MOST_ENTRIES", 3)
-    with pytest.raises(SubmitError, match="more than 3 files") as error:
-        project.take()
-    assert "--no-snapshot" in str(error.value.hint)
 
 
 # -- faults ----------------------------------------------------------------------------------------

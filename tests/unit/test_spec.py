@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +78,6 @@ def test_spare_and_elastic_nodes_reach_the_nodes_and_the_record(workdir: Path) -
     assert (told.spares, told.min_nodes) == (1, 2)
     again = JobSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert (again.spares, again.min_nodes, again.working_nodes) == (1, 2, 3)
-
-
-def test_resources_have_defaults() -> None:
-    assert Resources() == Resources(
-        nodes=1, gpus_per_node=None, cpus_per_task=None, mem=None, time_limit=None
-    )
-    assert Resources(gpus_per_node=0).gpus_per_node == 0
 
 
 @pytest.mark.parametrize(
@@ -206,12 +198,10 @@ def test_default_name_of_any_program_is_valid(kind: str, target: str) -> None:
     assert name.isprintable()
 
 
-def test_spec_is_frozen_and_has_json_form(workdir: Path) -> None:
+def test_spec_has_json_form(workdir: Path) -> None:
     spec = JobSpec(
         SCRIPT, workdir, env={"A": "b"}, setup=("x",), resources=Resources(nodes=2, mem=1 << 30)
     )
-    with pytest.raises(FrozenInstanceError):
-        spec.name = "other"  # type: ignore[misc]
     data = json.loads(json.dumps(spec.to_json()))
     assert data["program"] == {"kind": "script", "target": "train.py", "args": []}
     assert (data["name"], data["workdir"], data["env"], data["template"]) == (
@@ -228,7 +218,6 @@ def test_spec_is_frozen_and_has_json_form(workdir: Path) -> None:
         "time_limit": None,
         "gpu_type": "",
     }
-    assert replace(spec, name="x").name == "x"
 
 
 def test_launch_options_carry_values_of_spec(workdir: Path) -> None:
@@ -270,28 +259,6 @@ def test_launch_options_carry_values_of_spec(workdir: Path) -> None:
     assert (parsed.lease, parsed.grace, parsed.lifeline, parsed.echo) == (1.5, 0.25, True, False)
 
 
-@given(
-    time_limit=st.integers(1, 10**9), grace=st.floats(1e-3, 1e8), join_timeout=st.floats(1e-3, 1e8)
-)
-def test_times_of_spec_reach_agent_unchanged(
-    tmp_path_factory: pytest.TempPathFactory, time_limit: int, grace: float, join_timeout: float
-) -> None:
-    resources = Resources(time_limit=time_limit)
-    spec = JobSpec(
-        Program("command", "true"),
-        tmp_path_factory.getbasetemp(),
-        resources=resources,
-        grace=grace,
-        join_timeout=join_timeout,
-    )
-    parsed = parse(spec.launch_options().arguments())
-    assert (parsed.time_limit, parsed.grace, parsed.join_timeout) == (
-        time_limit,
-        grace,
-        join_timeout,
-    )
-
-
 def test_spec_survives_its_json_form(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     spec = JobSpec(
@@ -306,6 +273,8 @@ def test_spec_survives_its_json_form(tmp_path: Path) -> None:
         signal_before=90,
         sync=False,
         grace=5,
+        env_archive=tmp_path / "env.tar.gz",
+        env_cache="/scratch",
     )
     assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 

@@ -38,7 +38,12 @@ ALL_REDUCE = (
     Frame("/w/train.py", 30, "step"),
     MODULE,
 )
+BROADCAST = (Frame(f"{TORCH}/distributed_c10d.py", 3151, "broadcast"), *ALL_REDUCE[2:])
 DECODE = (Frame("/w/data.py", 41, "decode"), MODULE)
+IMPORTING = (
+    Frame("<frozen importlib._bootstrap>", 2, "_load"),
+    Frame("/w/a.py", 1, "<module>"),
+)
 
 
 def stack(rank: int, main: Sequence[Frame], state: str = "sleeps (futex_wait)") -> RankStack:
@@ -173,24 +178,27 @@ def test_frames_and_threads_of_the_hook_are_left_out(hook: str) -> None:
     assert grouping.parse_thread("thread 7", dumps).frames == ()
 
 
-def test_position_text_names_innermost_line_of_script() -> None:
-    loading = (
-        Frame(os.__file__, 1, "wait"),
-        Frame("/x/my data.py", 7, "load"),
-        Frame("/x/train.py", 9, "<module>"),
-    )
-    assert (
-        grouping.position_text(loading)
-        == "it is in os.py line 1, wait, from my data.py line 7, load"
-    )
-    assert grouping.position_text(loading[1:]) == "it is in my data.py line 7, load"
-    importing = (
-        loading[1],
-        Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
-        loading[2],
-    )
-    assert grouping.position_text(importing) == "it imports, in my data.py line 7, load"
-    assert grouping.position_text(()) == "its stack names no file"
+LOADING = (Frame("/x/my data.py", 7, "load"), Frame("/x/train.py", 9, "<module>"))
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        (
+            (Frame(os.__file__, 1, "wait"), *LOADING),
+            "it is in os.py line 1, wait, from my data.py line 7, load",
+        ),
+        (LOADING, "it is in my data.py line 7, load"),
+        (
+            (LOADING[0], Frame("<frozen importlib._bootstrap>", 241, "_load"), LOADING[1]),
+            "it imports, in my data.py line 7, load",
+        ),
+        ((), "its stack names no file"),
+    ],
+    ids=["library", "script", "importing", "empty"],
+)
+def test_position_text_names_innermost_line_of_script(frames: tuple[Frame, ...], text: str) -> None:
+    assert grouping.position_text(frames) == text
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -217,14 +225,6 @@ def test_headline_of_issue_and_groups_with_smallest_first() -> None:
     ]  # fmt: skip
 
 
-def test_headline_names_line_of_smallest_group_that_waits() -> None:
-    broadcast = (Frame(f"{TORCH}/distributed_c10d.py", 3151, "broadcast"), *ALL_REDUCE[2:])
-    stacks = [stack(rank, broadcast if rank == 1 else ALL_REDUCE) for rank in range(3)]
-    assert grouping.headline(grouping.group(stacks)) == (
-        "ranks 0, 2 wait in all_reduce; rank 1 waits in broadcast (train.py:30)"
-    )
-
-
 def test_ranks_at_different_lines_of_same_wait_are_one_group_and_other_lines_are_not() -> None:
     moved = (Frame(ALL_REDUCE[0].file, 3261, "all_reduce"), *ALL_REDUCE[1:])
     other = (*ALL_REDUCE[:2], Frame("/w/train.py", 31, "step"), MODULE)
@@ -235,32 +235,38 @@ def test_ranks_at_different_lines_of_same_wait_are_one_group_and_other_lines_are
     )
 
 
-def test_headlines_of_one_group_silent_ranks_imports_and_many_groups() -> None:
-    assert (
-        grouping.headline(grouping.group([stack(0, DECODE)])) == "rank 0 is in decode (data.py:41)"
-    )
-    everywhere = [stack(rank, ALL_REDUCE) for rank in range(8)]
-    assert grouping.headline(grouping.group(everywhere)) == (
-        "all 8 ranks wait in all_reduce (train.py:30)"
-    )
-    silent = [stack(0, DECODE), stack(1, (), "is stopped"), stack(2, (), "is stopped")]
-    assert grouping.headline(grouping.group(silent)) == (
-        "ranks 1, 2 do not answer: the process is stopped; rank 0 is in decode (data.py:41)"
-    )
-    stopped = [stack(0, DECODE), stack(1, DECODE, "is stopped (do_signal_stop)")]
-    assert grouping.headline(grouping.group(stopped)) == (
-        "rank 0 is in decode (data.py:41); rank 1 is stopped in decode (data.py:41)"
-    )
-    importing = (
-        Frame("<frozen importlib._bootstrap>", 2, "_load"),
-        Frame("/w/a.py", 1, "<module>"),
-    )
-    assert grouping.headline(grouping.group([stack(0, importing)])) == (
-        "rank 0 imports in <module> (a.py:1)"
-    )
+@pytest.mark.parametrize(
+    ("stacks", "headline"),
+    [
+        ([], "no ranks"),
+        ([stack(0, DECODE)], "rank 0 is in decode (data.py:41)"),
+        (
+            [stack(rank, ALL_REDUCE) for rank in range(8)],
+            "all 8 ranks wait in all_reduce (train.py:30)",
+        ),
+        (
+            [stack(0, ALL_REDUCE), stack(1, BROADCAST), stack(2, ALL_REDUCE)],
+            "ranks 0, 2 wait in all_reduce; rank 1 waits in broadcast (train.py:30)",
+        ),
+        (
+            [stack(0, DECODE), stack(1, (), "is stopped"), stack(2, (), "is stopped")],
+            "ranks 1, 2 do not answer: the process is stopped; rank 0 is in decode (data.py:41)",
+        ),
+        (
+            [stack(0, DECODE), stack(1, DECODE, "is stopped (do_signal_stop)")],
+            "rank 0 is in decode (data.py:41); rank 1 is stopped in decode (data.py:41)",
+        ),
+        ([stack(0, IMPORTING)], "rank 0 imports in <module> (a.py:1)"),
+    ],
+    ids=["none", "one", "all", "two waits", "silent", "stopped", "importing"],
+)
+def test_headline_names_what_each_group_does(stacks: list[RankStack], headline: str) -> None:
+    assert grouping.headline(grouping.group(stacks)) == headline
+
+
+def test_headline_of_many_groups_counts_the_others() -> None:
     many = [stack(rank, (Frame("/w/a.py", rank, "f"),)) for rank in range(9)]
     assert grouping.headline(grouping.group(many)).endswith("; 5 more ranks are elsewhere")
-    assert grouping.headline(()) == "no ranks"
 
 
 @pytest.mark.parametrize(

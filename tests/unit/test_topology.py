@@ -22,18 +22,6 @@ NODE = Topology(
 WORKER = Worker(NODE, rank=5, local_rank=1, world_size=8, local_world_size=4)
 
 
-def test_placement_is_comparable_hashable_and_frozen() -> None:
-    assert dataclasses.replace(NODE) == NODE
-    assert hash(WORKER) == hash(dataclasses.replace(WORKER))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        NODE.nnodes = 3  # type: ignore[misc]
-
-
-def test_optional_fields_of_node_may_be_none() -> None:
-    node = dataclasses.replace(NODE, nproc_per_node=None, master_port=None)
-    assert (node.nproc_per_node, node.master_port) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -151,25 +151,27 @@ def test_ranks_that_wait_less_than_half_of_the_ranks_are_late(late: list[int], c
     assert found[late[0]].waited / found[late[0]].step == pytest.approx(0.8)
 
 
-def test_no_rank_of_a_balanced_job_is_late() -> None:
-    chance = random.Random(7)
-    for count in (2, 3, 4, 64):
-        waits = {rank: Wait(0.5, 0.2 + chance.uniform(-0.02, 0.02)) for rank in range(count)}
-        assert not late_in(waits)
-    assert not late_in({})
-    assert not late_in({0: Wait(0.5, 0.0)})
-    assert not late_in(even(4, step=0.0, waited=0.0))
-    # 1 ms of 5 ms is too short to tell.
-    assert not late_in(even(4, 0.005, 0.0015) | {1: Wait(0.005, 0.0005)})
+def balanced(count: int) -> dict[int, Wait]:
+    chance = random.Random(count)
+    return {rank: Wait(0.5, 0.2 + chance.uniform(-0.02, 0.02)) for rank in range(count)}
 
 
-def test_few_ranks_that_wait_long_do_not_make_the_others_late() -> None:
-    # Rank 0 collects what the others compute.
-    assert not late_in(even(8, waited=0.01) | {0: Wait(0.5, 0.49)})
-
-
-def test_rank_with_another_step_does_not_take_part() -> None:
-    assert not late_in(even(4, waited=0.4) | {3: Wait(60.0, 0.0)})
+@pytest.mark.parametrize(
+    "waits",
+    [
+        *(pytest.param(balanced(count), id=f"balanced {count}") for count in (2, 3, 4, 64)),
+        pytest.param({}, id="no rank"),
+        pytest.param({0: Wait(0.5, 0.0)}, id="one rank"),
+        pytest.param(even(4, step=0.0, waited=0.0), id="no step"),
+        # 1 ms of 5 ms is too short to tell.
+        pytest.param(even(4, 0.005, 0.0015) | {1: Wait(0.005, 0.0005)}, id="short steps"),
+        # Rank 0 collects what the others compute.
+        pytest.param(even(8, waited=0.01) | {0: Wait(0.5, 0.49)}, id="few wait long"),
+        pytest.param(even(4, waited=0.4) | {3: Wait(60.0, 0.0)}, id="another step"),
+    ],
+)
+def test_no_rank_is_late_in_a_balanced_job(waits: dict[int, Wait]) -> None:
+    assert not late_in(waits)
 
 
 NUMBER = st.floats(0, 1e9, allow_nan=False, allow_infinity=False)
