@@ -3,7 +3,7 @@
 They are the contract between the submit half and the node half. Workers get torch's own variables,
 so a script that does not know clusterjob runs under it. Source:
 https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables". They also get
-variables of other frameworks (`worker_endpoints`).
+variables of other frameworks (`worker_variables`).
 """
 
 from __future__ import annotations

@@ -509,10 +509,27 @@ def test_kubeflow_nproc_keyword_leaves_worker_count_open(nproc: str) -> None:
     assert "PET_NPROC_PER_NODE" in {item.variable for item in finding.ignored}
 
 
-def test_elastic_number_of_nodes_is_refused() -> None:
-    assert "PET_NNODES='1:3' is elastic" in "; ".join(
-        detect(KUBEFLOW | {"PET_NNODES": "1:3"}).conflicts
-    )
+_LISTED = {
+    "PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2",
+    "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:6170,10.0.0.1:6171",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "conflict"),
+    [
+        (KUBEFLOW | {"PET_NNODES": "1:3"}, "PET_NNODES='1:3' is elastic"),
+        (FLUX | {"FLUX_JOB_NNODES": "0"}, "FLUX_JOB_NNODES: nnodes is 0"),
+        (_LISTED | {"PADDLE_LOCAL_RANK": "1"}, "PADDLE_LOCAL_SIZE is not set"),
+        (_LISTED | {"PADDLE_TRAINER_ID": "2"}, "rank is 2, outside PADDLE_TRAINER_ENDPOINTS"),
+        (
+            SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1", "MASTER_ADDR": "10.0.0.1"},
+            "SKYPILOT_NODE_IPS lists 1 hosts",
+        ),
+    ],
+)
+def test_unusable_counts_and_indices_are_refused(environ: dict[str, str], conflict: str) -> None:
+    assert conflict in "; ".join(detect(environ).conflicts)
 
 
 def test_volcano_job_with_several_tasks_or_wrong_count_is_refused() -> None:

@@ -126,7 +126,7 @@ def _disagreement(winner: Finding, other: Finding, *, are_platforms: bool) -> st
 
 
 def _without_family(environ: Mapping[str, str]) -> Finding:
-    """Return an empty finding, or a conflict if variables count several members without an index.
+    """Return an empty finding, or a conflict if variables give a count above 1 and no index.
 
     Without this check each process would train its own copy of the model alone.
     """

@@ -336,7 +336,7 @@ def _paddle(reading: Reading) -> Worker | None:
             numbers["local_world_size"] = hosts.count(hosts[rank])
             numbers["node_rank"], numbers["nnodes"] = nodes.index(hosts[rank]), len(nodes)
             reading.evidence |= {"local_rank": listed, "local_world_size": listed}
-    elif is_counted:
+    elif is_counted and rank is not None:
         reading.conflicts.append(f"PADDLE_TRAINER_ID: rank is {rank}, outside {listed}")
     if reading.is_set("MASTER_ADDR", "MASTER_PORT"):
         return _process(reading)

@@ -1,4 +1,4 @@
-"""Read the variables of Volcengine's machine learning platform (MLP) or a compatible platform.
+"""Read the variables of Volcengine's machine learning platform (MLP) or a compatible one.
 
 Each node runs the entry command. The platform sets MLP_ROLE, MLP_ROLE_INDEX and, for each role, the
 number of nodes, their GPUs, hosts and ports. MLP_{ROLE}_{i}_HOST is the RDMA address if the node

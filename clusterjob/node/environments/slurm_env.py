@@ -1,4 +1,4 @@
-"""Slurm: the variables of a step's task, node 0's address, and the environment of its commands.
+"""Slurm: a step's variables, node 0's address, and the environment of Slurm's commands.
 
 With one task per node the task is a node; with several tasks per node each task is a process.
 
@@ -222,7 +222,7 @@ def as_worker(placement: Topology | Worker, environ: Mapping[str, str]) -> Worke
     The rank of a node's only task is the node's rank.
 
     Args:
-        placement: the placement that `read` returned.
+        placement: the placement that `place` returned.
         environ: the environment that it was read from.
 
     Raises:
