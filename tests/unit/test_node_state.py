@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
-
 from clusterjob.node.agent.node_workers import NodeWorkers, StackReports
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.contract import World
@@ -20,7 +18,7 @@ from clusterjob.node.logs.console import Console
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.protocol import LINE_BYTES
+from clusterjob.node.rendezvous.protocol import LINE_BYTES, JobIdentity, NodeJob
 from clusterjob.node.states import Order
 from clusterjob.node.system import crashes
 from clusterjob.node.verdict import Failure
