@@ -1,4 +1,4 @@
-"""Count the functions that a worker's exception runs through until its line is on the terminal.
+"""Count the functions that a worker's exception runs through until its line is printed.
 
 A job of one node and one worker raises an exception. Every process of the job records its calls of
 the package's functions. The count is of distinct functions, and of their files, in all processes
