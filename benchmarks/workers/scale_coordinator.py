@@ -21,7 +21,7 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.protocol import JobIdentity, NodeJob
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.states import NodeState, Order
 from clusterjob.node.system import processes
 

@@ -26,10 +26,10 @@ from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
 from clusterjob.node.preflight import checked, differing
 from clusterjob.node.preflight_table import HeatTable
 from clusterjob.node.rendezvous import membership, messages, outcome, root_cause, succession
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.rendezvous.messages import CoordinatorState, Succession
 from clusterjob.node.rendezvous.policy import UntilDone
-from clusterjob.node.rendezvous.protocol import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack

@@ -26,7 +26,7 @@ from clusterjob.node.logs.job_dir import STDIN_SCRIPT
 from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
-from clusterjob.node.rendezvous.protocol import JobIdentity, NodeJob
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.system import devices, private_dirs, processes, signals
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict

@@ -18,7 +18,7 @@ from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.log_files import Timeline, node_directory
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous.protocol import JobIdentity, NodeJob
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 
 BEGIN = 1000.0
 

@@ -23,8 +23,8 @@ from procs import TEST_TIMEOUT, Job, wait_until
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import messages, protocol
+from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership
-from clusterjob.node.rendezvous.protocol import JobIdentity
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import NodeState, Order, Request
 from clusterjob.node.system.codec import Codec

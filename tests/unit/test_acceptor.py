@@ -9,9 +9,9 @@ from pathlib import Path
 
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
+from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Acceptor, Membership, Stalls
 from clusterjob.node.rendezvous.messages import ConnectionLost, Hello
-from clusterjob.node.rendezvous.protocol import JobIdentity
 
 
 async def accepted(waiting: int, limit: int, turns: int) -> tuple[int, list[str]]:

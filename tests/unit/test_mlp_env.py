@@ -17,9 +17,9 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import parse
 from clusterjob.node.rendezvous import protocol
+from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Membership
 from clusterjob.node.rendezvous.messages import Hello
-from clusterjob.node.rendezvous.protocol import JobIdentity
 
 # Variables of worker 2 of 3 with RDMA, as the platform documents them: hosts are RDMA addresses,
 # primary hosts are addresses in the VPC.

@@ -18,7 +18,8 @@ from clusterjob.node.logs.console import Console
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.protocol import LINE_BYTES, JobIdentity, NodeJob
+from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
+from clusterjob.node.rendezvous.protocol import LINE_BYTES
 from clusterjob.node.states import Order
 from clusterjob.node.system import crashes
 from clusterjob.node.verdict import Failure

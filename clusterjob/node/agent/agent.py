@@ -25,8 +25,8 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import now
 from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import Succession
-from clusterjob.node.rendezvous.protocol import NodeJob
 from clusterjob.node.stacks import grouping
 from clusterjob.node.states import Measure, Order, OrderWithStore
 from clusterjob.node.system import crashes, files, network, processes

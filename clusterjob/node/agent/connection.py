@@ -22,9 +22,10 @@ from clusterjob.node.coordinator import Coordinator, MinorityError
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol, succession
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Stalls
 from clusterjob.node.rendezvous.messages import Succession
-from clusterjob.node.rendezvous.protocol import Channel, NodeJob
+from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.system import network
 from clusterjob.node.system.codec import MalformedMessageError

@@ -14,7 +14,7 @@ from clusterjob.node.environments import this_node
 from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
-from clusterjob.node.rendezvous.protocol import NodeJob
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.system import devices, processes
 from clusterjob.node.system.shared_note import SharedNote
 

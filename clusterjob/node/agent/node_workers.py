@@ -26,7 +26,7 @@ from clusterjob.node.logs.job_dir import HEARTBEAT, STORE_LOG
 from clusterjob.node.metrics import stragglers
 from clusterjob.node.metrics.stragglers import Wait
 from clusterjob.node.rendezvous import messages
-from clusterjob.node.rendezvous.protocol import NodeJob
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.grouping import RankStack

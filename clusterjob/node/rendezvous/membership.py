@@ -22,7 +22,8 @@ from clusterjob.node.contract import TOKEN
 from clusterjob.node.logs.events import EventLog
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.rendezvous import messages, protocol
-from clusterjob.node.rendezvous.protocol import Channel, JobIdentity
+from clusterjob.node.rendezvous.identity import JobIdentity
+from clusterjob.node.rendezvous.protocol import Channel
 from clusterjob.node.system import network
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.system.sanitize import sanitize

@@ -21,6 +21,7 @@ from clusterjob.node.environments import slurm_env
 from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.job_dir import COORDINATOR
+from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.membership import Peer
 from clusterjob.node.rendezvous.messages import (
     MAX_SUCCESSORS,
@@ -28,7 +29,6 @@ from clusterjob.node.rendezvous.messages import (
     Members,
     Successor,
 )
-from clusterjob.node.rendezvous.protocol import NodeJob
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.codec import Codec, MalformedMessageError
 from clusterjob.node.verdict import RoundEnd
