@@ -112,6 +112,7 @@ CHANGES = {
     "removed": 'import os\ndel os.environ["TORCH_LOGS"]\nimport torch',
     "in a function": 'import os\ndef f():\n  os.environ["OMP_NUM_THREADS"] = "1"',
     "dynamo": f'{ENVIRON}["TORCHDYNAMO_DISABLE"] = "1"\nimport torch.optim',
+    "keyword on its own line": f"{ENVIRON}.update(  # few\n    OMP_NUM_THREADS='1')",
     "inductor": f'{ENVIRON}.setdefault("TORCHINDUCTOR_X", "1")',
 }
 CHANGES_NOT = {
@@ -136,6 +137,24 @@ def test_program_that_may_change_a_variable_of_torch_is_found(
 ) -> None:
     found = preload.changed_variable(text.encode(), tmp_path / "train.py")
     assert (found is not None) is changes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os, settings",
+        "import torch; import settings as own",
+        "from pack import (  # both\n    other,\n    settings,\n)",
+        "from pack import settings as own",
+        "from . import settings",
+        "def main():\n    from pack.settings import name",
+    ],
+)
+def test_each_form_of_import_is_followed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pack").mkdir()
+    for folder in (tmp_path, tmp_path / "pack"):
+        (folder / "settings.py").write_text(CHANGES["item"])
+    assert preload.changed_variable(text.encode(), tmp_path / "train.py") is not None
 
 
 def test_modules_beside_the_script_are_read_without_importing_them(

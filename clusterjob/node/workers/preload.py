@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,17 @@ _CHANGES = re.compile(rb"environ|putenv")
 # that they read later: as a string, or as an argument's name. An extra name costs time; a missing
 # name breaks scripts.
 _READ_BY_IMPORT = re.compile(
-    rb"""(?:["']|[(,]\s*)(?!TORCH_(?:NCCL|FR|GLOO)_|TORCH_HOME\b|TORCH_EXTENSIONS_DIR\b"""
+    rb"""(?:["']|[(,]\s*|^[ \t]*)(?!TORCH_(?:NCCL|FR|GLOO)_|TORCH_HOME\b|TORCH_EXTENSIONS_DIR\b"""
     rb"""|TORCH_CUDA_ARCH_LIST\b|KMP_DUPLICATE_LIB_OK\b)"""
     rb"""((?:OMP|GOMP|KMP|MKL|OPENBLAS|MKLDNN|DNNL|ONEDNN|NPY|KINETO|PYTORCH|TORCH|TORCHDYNAMO"""
-    rb"""|TORCHINDUCTOR|TQDM)_[A-Z]\w*)(?:["']|\s*=)"""
+    rb"""|TORCHINDUCTOR|TQDM)_[A-Z]\w*)(?:["']|\s*=)""",
+    re.MULTILINE,
 )
-_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
+_IMPORT = re.compile(
+    rb"(?:^|;)[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b[ \t]*(\([^)]*\)|[^;#\n]*)"
+    rb"|import[ \t]+([^;#\n]+))",
+    re.MULTILINE,
+)
 _MAX_FILES, _MAX_BYTES = 100, 1 << 20  # of a program that are read
 _GPU_TIMEOUT = 60.0  # seconds; a broken driver may block for ever
 
@@ -79,8 +85,7 @@ def changed_variable(source: bytes, file: Path) -> str | None:
                 f"{path.name} line {line} names {found[1].decode()},"
                 " which torch reads while it is imported"
             )
-        for name in _IMPORT.findall(text):
-            module = name.decode(errors="replace").strip(".").replace(".", "/")
+        for module in _imported(text):
             for own in (
                 directory / end
                 for directory in (path.parent, file.parent, Path())
@@ -91,6 +96,18 @@ def changed_variable(source: bytes, file: Path) -> str | None:
                     with contextlib.suppress(OSError), own.open("rb") as stream:
                         left.append((own, stream.read(_MAX_BYTES)))
     return None
+
+
+def _imported(text: bytes) -> Iterator[str]:
+    """Yield the modules that a text may import, as paths without an ending."""
+    for origin, members, modules in _IMPORT.findall(text):
+        of = origin.decode(errors="replace").strip(".").replace(".", "/")
+        if of:
+            yield of
+        for each in (members or modules).strip(b"() \t").split(b","):
+            name = each.decode(errors="replace").partition(" as ")[0].strip().replace(".", "/")
+            if name:
+                yield f"{of}/{name}" if of else name
 
 
 def preload_torch(*, training: bool = False) -> str | None:
