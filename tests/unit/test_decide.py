@@ -167,6 +167,15 @@ def succeed(cluster: Cluster, *numbers: int) -> None:
         cluster.say(number, ended=True, succeeded=tuple(range(nproc)))
 
 
+def end_round(cluster: Cluster, node: int, kind: FailureKind, message: str = "boom") -> None:
+    """Let the worker of a node fail, and all nodes stop their workers."""
+    rank = cluster.ledger.nodes.index(node)
+    failed = failure(rank, node=node, local=0, kind=kind, message=message)
+    cluster.fail(node, failed)
+    cluster.decide()
+    cluster.stop()
+
+
 # -- the first round -------------------------------------------------------------------------------
 
 
@@ -231,22 +240,135 @@ def test_warning_before_the_first_round_preempts_the_job() -> None:
     assert cluster.end.reason == "SIGUSR1 on gpu1: before its workers had started"
 
 
+# -- the preflight ---------------------------------------------------------------------------------
+
+SLOW = {1: "its GPU computes at 0.5 of the median"}
+
+
+def measuring(nnodes: int = 3, **options: Any) -> Cluster:
+    """Return a cluster whose nodes measure before the first round."""
+    cluster = Cluster(nnodes, **({"preflight": "refuse"} | options))
+    assert cluster.decide() is Stage.MEASURE
+    return cluster
+
+
+def measured(cluster: Cluster, *numbers: int, how: str = core.MEASURED) -> None:
+    for number in numbers:
+        cluster.say(number, measured=how)
+
+
+@pytest.mark.parametrize(
+    ("mode", "spares", "slow", "nodes"),
+    [
+        ("refuse", 0, {}, (0, 1, 2)),
+        ("refuse", 1, {}, (0, 1)),
+        ("refuse", 1, SLOW, (0, 2)),
+        ("refuse", 1, {**SLOW, 2: "slow"}, None),
+        ("refuse", 0, SLOW, None),
+        ("warn", 0, SLOW, (0, 1, 2)),
+        ("warn", 1, SLOW, (0, 2)),
+        ("refuse", 0, {7: "slow"}, (0, 1, 2)),  # no node of the job
+    ],
+)
+def test_slow_node_is_replaced_by_a_spare_or_refused(
+    mode: str, spares: int, slow: dict[int, str], nodes: tuple[int, ...] | None
+) -> None:
+    cluster = measuring(preflight=mode, spares=spares)
+    assert [order.measure is not None for order in cluster.orders().values()] == [True] * 3
+    measured(cluster, 0, 1)
+    assert cluster.decide() is Stage.MEASURE
+    cluster.view["slow"] = slow
+    measured(cluster, 2)
+    cluster.decide()
+    assert cluster.ledger.nodes == (nodes or ())
+    assert cluster.ledger.stage is (Stage.END if nodes is None else Stage.RUN)
+    assert [event["node_rank"] for event in cluster.named("avoid")] == [
+        node for node in slow if node < 3
+    ]
+    if nodes is None:
+        assert f"preflight: host gpu1: {SLOW[1]}" in cluster.end.reason
+        assert cluster.end.failure is not None
+        assert cluster.end.failure.kind is FailureKind.LAUNCH
+        assert len(cluster.named("round_ended")) == 1
+
+
+def test_node_that_cannot_measure_or_does_not_end_in_time_is_slow() -> None:
+    cluster = measuring(4, spares=2, join_timeout=20.0)
+    measured(cluster, 0, 3)
+    measured(cluster, 1, how="CUDA error")
+    assert cluster.wait(49.0) is Stage.MEASURE
+    cluster.wait(2.0)
+    assert dict(cluster.ledger.slow) == {
+        1: "the measuring process: CUDA error",
+        2: "the measuring process: it does not end",
+    }
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 3))
+
+
+def test_node_that_is_lost_while_it_measures_is_not_waited_for() -> None:
+    cluster = measuring(3, spares=1)
+    measured(cluster, 0, 2)
+    cluster.lose(1)
+    cluster.wait(6.0)
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
+    assert not cluster.ledger.slow
+    assert len(cluster.named("measuring")) == 1
+
+
+def test_cancellation_ends_the_measuring() -> None:
+    cluster = measuring()
+    cluster.say(2, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.END
+    assert cluster.end.state is JobState.CANCELLED
+    assert not any(order.measure for order in cluster.orders().values())
+
+
+def test_nodes_measure_once() -> None:
+    cluster = measuring(2, max_restarts=1)
+    measured(cluster, 0, 1)
+    cluster.run()
+    end_round(cluster, 1, FailureKind.SIGNAL)
+    cluster.run()
+    assert cluster.ledger.restarts == 1
+    assert len(cluster.named("measuring")) == 1
+
+
 # -- ends of a round -------------------------------------------------------------------------------
 
 
-def test_cancellation_stops_the_workers_and_one_after_their_success_does_not() -> None:
+def test_cancellation_stops_the_workers() -> None:
     cluster = running(2)
     cluster.say(1, request=Request(cancel="cancelled", interrupt=True))
     cluster.decide()
     assert (cluster.ledger.stage, cluster.orders()[0].stop) == (Stage.STOP, core.Stop(3.0, 2))
     cluster.stop()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
-    late = running(2)
-    succeed(late, 0, 1)
-    late.say(1, request=Request(cancel="cancelled"))
-    late.decide()
-    late.stop()
-    assert late.end.state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_job_whose_workers_have_all_ended_with_0_before_a_cancellation_has_succeeded(
+    decided: bool,
+) -> None:
+    cluster = running(2)
+    succeed(cluster, 0, 1)
+    if decided:
+        assert cluster.decide() is Stage.STOP
+    cluster.say(1, request=Request(cancel="cancelled"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
+
+
+def test_cancellation_before_the_first_round_ends_the_job() -> None:
+    cluster = Cluster(3)
+    del cluster.nodes[2]
+    cluster.decide(1.0)
+    cluster.say(1, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.END
+    assert (cluster.end.state, cluster.named("round_ended")[0]["kind"]) == (
+        JobState.CANCELLED,
+        "cancelled",
+    )
 
 
 def test_second_interrupt_stops_without_grace() -> None:
@@ -418,6 +540,90 @@ def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
     assert not cluster.named("avoid"), "only the agent was killed"
 
 
+BROKEN, FULL = (
+    "OSError: [Errno 5] Input/output error",
+    "OSError: [Errno 28] No space left on device",
+)
+
+
+@pytest.mark.parametrize(
+    ("failures", "nodes", "marked"),
+    [
+        ([(1, FailureKind.DISK, BROKEN)], (0, 2), [1]),
+        ([(1, FailureKind.DISK, FULL)], (0, 2), []),
+        ([(1, FailureKind.DISK, BROKEN), (2, FailureKind.DISK, BROKEN)], (0, 2), [1]),
+        ([(1, FailureKind.DISK, FULL), (2, FailureKind.DISK, FULL)], (0, 2), []),
+        ([(1, FailureKind.DISK, BROKEN), (2, FailureKind.DEVICE, "boom")], (0, 3), [1, 2]),
+        ([(1, FailureKind.DEVICE, "boom"), (2, FailureKind.DEVICE, "boom")], (0, 3), [1, 2]),
+        ([(0, FailureKind.NETWORK, "boom"), (1, FailureKind.NETWORK, "boom")], (2, 3), [0, 1]),
+        # If too few others are left, the node that failed first comes back.
+        ([(node, FailureKind.DEVICE, "boom") for node in (0, 1, 2)], (0, 3), [0, 1, 2]),
+        ([(1, FailureKind.SIGNAL, "boom"), (1, FailureKind.CODE, "boom")], (0, 1), []),
+    ],
+)
+def test_node_that_failed_is_left_out_unless_too_few_are_left_or_the_disk_is_shared(
+    failures: list[tuple[int, FailureKind, str]], nodes: tuple[int, ...], marked: list[int]
+) -> None:
+    cluster = running(4, spares=2, max_restarts=3)
+    for node, kind, message in failures:
+        end_round(cluster, node, kind, message)
+        cluster.run()
+    assert cluster.ledger.nodes == nodes
+    assert [event["node_rank"] for event in cluster.named("avoid")] == marked
+
+
+def test_round_after_a_second_disk_failure_in_a_row_begins_later() -> None:
+    cluster = running(4, spares=2, max_restarts=3)
+    end_round(cluster, 1, FailureKind.DISK, BROKEN)
+    assert cluster.decide() is Stage.RUN
+    cluster.run()
+    end_round(cluster, 2, FailureKind.DISK, BROKEN)
+    assert cluster.wait(0.9) is Stage.WAIT
+    assert cluster.wait(0.2) is Stage.RUN
+    assert "the next round begins in 1 s" in cluster.lines[-2]
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_lost_node_returns_once(noticed: bool) -> None:
+    cluster = running(3, min_nodes=2, max_restarts=3)
+    for nodes in ((0, 1, 2), (0, 2)):
+        cluster.now += 1.0
+        if noticed:
+            cluster.lose(1)
+            cluster.decide()
+        cluster.join(1)  # maybe before the coordinator has looked
+        cluster.decide()
+        cluster.stop()
+        cluster.run()
+        assert cluster.ledger.nodes == nodes
+    assert [event["node_rank"] for event in cluster.named("lost")] == [1, 1]
+
+
+def test_elastic_job_shrinks_and_the_node_that_returns_gets_the_last_place() -> None:
+    cluster = running(3, min_nodes=2, max_restarts=2)
+    cluster.lose(1, ended=True)
+    cluster.view["ended"] = frozenset({1})
+    cluster.decide()
+    cluster.stop()
+    cluster.run()
+    assert cluster.ledger.nodes == (0, 2)
+    cluster.join(1)
+    assert cluster.decide(60.0) is Stage.RUN, "no round ends for a node that has come back"
+    end_round(cluster, 2, FailureKind.SIGNAL)
+    cluster.run()
+    assert cluster.ledger.nodes == (0, 2, 1)
+
+
+def test_loss_of_an_idle_spare_does_not_disturb_the_workers() -> None:
+    cluster = running(3, spares=1, max_restarts=1)
+    cluster.lose(2)
+    assert cluster.wait(60.0) is Stage.RUN
+    assert cluster.lines == [
+        "node 2 (host gpu2): the agent on gpu2 (pid 1) was lost: no message for 10 s"
+    ]
+    assert cluster.ledger.restarts == 0
+
+
 def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     cluster = running(2, min_nodes=2, max_restarts=1, join_timeout=30.0)
     cluster.lose(1)
@@ -493,6 +699,65 @@ def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() 
     assert cluster.end.reason == "SIGUSR1 on gpu0: its workers left to be queued again"
 
 
+@pytest.mark.parametrize("first", ["left", "aborted"])
+@pytest.mark.parametrize("warned_first", [True, False])
+def test_ranks_that_abort_because_another_one_left_are_effects_of_the_preemption(
+    first: str, warned_first: bool
+) -> None:
+    cluster = running(2, warning=60.0)
+    left = failure(0, exit_code=75, kind=FailureKind.PREEMPTED, message="exited with code 75")
+    aborted = failure(
+        1, node=1, local=0, exit_code=134, signal="SIGABRT", kind=FailureKind.NETWORK, effect=True
+    )
+    if warned_first:
+        warned(cluster)
+    for which in sorted(("left", "aborted"), key=lambda each: each != first):
+        cluster.now += 0.1
+        number, found = (0, left) if which == "left" else (1, aborted)
+        cluster.fail(number, found)
+        cluster.say(number, ended=True)
+        cluster.decide()
+    if not warned_first:
+        assert cluster.decide(0.1) is Stage.RUN, "the warning may still come"
+        warned(cluster)
+    cluster.stop()
+    assert (cluster.end.state, cluster.end.exit_code) == (JobState.PREEMPTED, 75)
+
+
+def test_workers_that_our_own_stop_has_ended_were_not_preempted() -> None:
+    cluster = running(2, warning=60.0)
+    cluster.fail(0, failure(0))
+    cluster.decide()
+    cluster.wait(2.0)  # for stacks
+    assert cluster.ledger.stage is Stage.STOP
+    terminated = failure(1, node=1, local=0, exit_code=143, kind=FailureKind.TERMINATED)
+    cluster.now += 0.1
+    cluster.fail(1, terminated)
+    cluster.say(1, request=Request(warning="SIGTERM on gpu1"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.end.state, cluster.end.failure) == (JobState.FAILED, failure(0))
+    view = cluster._view()
+    assert [each.failure for each in core.entries(cluster.job, cluster.ledger, view)] == [
+        failure(0)
+    ]
+
+
+def test_warning_is_added_to_the_other_orders() -> None:
+    cluster = running(2, warning=60.0)
+    before = cluster.orders()
+    warned(cluster)
+    assert cluster.orders() == {node: replace(order, warned=True) for node, order in before.items()}
+    assert cluster.orders()[0].world is not None
+    cluster.fail(1, failure(1, node=1, local=0))
+    cluster.decide()
+    assert {(order.warned, order.collect) for order in cluster.orders().values()} == {(True, True)}
+    cluster.wait(2.0)
+    assert cluster.ledger.stage is Stage.STOP
+    assert all(order.warned and order.stop for order in cluster.orders().values())
+    assert len(cluster.named("warned")) == 1
+
+
 def test_other_failure_after_a_warning_is_a_failure() -> None:
     cluster = running(2, warning=60.0)
     warned(cluster)
@@ -564,6 +829,38 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     assert cluster.end.failure == stuck
 
 
+@pytest.mark.parametrize(("kind", "cause"), [(FailureKind.RENDEZVOUS, 3), (FailureKind.NETWORK, 0)])
+def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
+    kind: FailureKind, cause: int
+) -> None:
+    cluster = running(2, 2)
+    waiting(cluster, 3, gave_up=True)
+    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (failure(3, node=1, local=1),)))
+    cluster.decide(60.0)
+    cluster.fail(0, failure(0, effect=True, kind=kind))
+    for number in (0, 1):
+        cluster.say(number, reported=True)
+    cluster.wait(1.0)
+    cluster.stop()
+    assert cluster.end.failure is not None
+    assert cluster.end.failure.rank == cause
+
+
+def test_missing_ranks_are_asked_on_nodes_of_unequal_size() -> None:
+    cluster = Cluster(4)
+    for number, nproc in enumerate((1, 3, 2, 1)):
+        cluster.join(number, nproc=nproc)
+    cluster.run()
+    waiting(cluster, 1, 3, 4, 6)
+    orders = cluster.orders()
+    assert [order.probe.ranks if order.probe else None for order in orders.values()] == [
+        None,
+        (1, 3),
+        (4,),
+        (6,),
+    ]
+
+
 def test_answer_to_an_earlier_question_is_no_cause() -> None:
     cluster = running(2, 2)
     waiting(cluster, 3, gave_up=True)
@@ -590,6 +887,23 @@ def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
     probe = cluster.orders()[1].probe
     assert probe is not None
     assert (probe.ranks, probe.note) == ((3,), event["text"])
+
+
+def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
+    cluster = running(2, 16)
+    cluster.say(0, succeeded=(0, 1, 2, 5))
+    cluster.say(1, succeeded=(3,))
+    cluster.wait(10.5)
+    [event] = cluster.named("unfinished")
+    assert event["text"] == ("ranks 3-4, 6-18, 20-31 still run; ranks 0-2, 5, 19 ended 10 s ago")
+    probes = [order.probe for order in cluster.orders().values()]
+    assert [probe.ranks for probe in probes if probe is not None] == [
+        (3, 4, 6, 7, 8, 9, 10, 11),
+        (16, 17, 18, 20, 21, 22, 23, 24),
+    ]
+    cluster.say(1, succeeded=(3, 4))
+    cluster.wait(10.5)
+    assert len(cluster.named("unfinished")) == 2, "another rank has ended"
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(4096, 48), (8, 16)])
