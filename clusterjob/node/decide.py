@@ -865,7 +865,8 @@ class _Step:
         if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
             self.finish(outcome.failed(self._slow_failure()))
         else:
-            self.go(Stage.WAIT if self.ledger.lost else Stage.START)
+            complete = not self.ledger.lost and len(self.chosen()) >= self.least
+            self.go(Stage.START if complete else Stage.WAIT)
 
     def slow_lines(self) -> list[str]:
         """Return a line for each slow node."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from fuzzing import fuzz
+from hypothesis import strategies as st
 
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
-from clusterjob.node.states import Failing, Missing, Order, Probed, Request
+from clusterjob.node.states import Failing, Missing, NodeState, Order, Probed, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
 
 
@@ -313,6 +317,15 @@ def test_node_that_is_lost_while_it_measures_is_not_waited_for() -> None:
     assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
     assert not cluster.ledger.slow
     assert len(cluster.named("measuring")) == 1
+
+
+def test_node_that_is_busy_after_the_measures_is_waited_for() -> None:
+    cluster = measuring(2)
+    measured(cluster, 0, 1)
+    cluster.say(1, idle=False)
+    assert cluster.decide() is Stage.WAIT
+    cluster.say(1, idle=True)
+    assert cluster.decide() is Stage.RUN
 
 
 def test_cancellation_ends_the_measuring() -> None:
@@ -1140,3 +1153,184 @@ def test_node_that_knows_a_newer_round_is_of_another_part() -> None:
     cluster.say(1, seen=9)
     cluster.wait(7.0)
     assert cluster.ledger.stage is Stage.RESIGN
+
+
+# -- any state, any number of times ----------------------------------------------------------------
+
+
+def a_node_short() -> Cluster:
+    cluster = Cluster(3, join_timeout=60.0)
+    del cluster.nodes[2]
+    cluster.wait(12.0)
+    return cluster
+
+
+def not_yet_running() -> Cluster:
+    cluster = Cluster(2, time_limit=60.0)
+    cluster.decide()
+    return cluster
+
+
+def with_a_warning() -> Cluster:
+    cluster = running(2, warning=60.0, warn_signal="SIGUSR1")
+    warned(cluster)
+    return cluster
+
+
+def with_a_missing_rank() -> Cluster:
+    cluster = running(2, 2)
+    waiting(cluster, 3)
+    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",)))
+    cluster.decide()
+    return cluster
+
+
+def with_an_unfinished_rank() -> Cluster:
+    cluster = running(2, 2)
+    succeed(cluster, 0)
+    cluster.wait(11.0)
+    return cluster
+
+
+def with_a_sample() -> Cluster:
+    cluster = Quiet(hang_timeout=20.0)
+    assert not cluster.hangs(9.0)
+    return cluster
+
+
+def with_an_effect() -> Cluster:
+    cluster = running(3)
+    cluster.fail(0, failure(0, effect=True))
+    cluster.wait(1.0)
+    assert cluster.orders()[1].report
+    return cluster
+
+
+def collecting() -> Cluster:
+    cluster = running(2, max_restarts=1)
+    cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
+    cluster.decide()
+    return cluster
+
+
+def stopping() -> Cluster:
+    cluster = collecting()
+    cluster.wait(2.0)
+    return cluster
+
+
+def before_the_next_round() -> Cluster:
+    cluster = collecting()
+    cluster.say(1, idle=False)
+    cluster.lose(1)
+    cluster.stop()
+    return cluster
+
+
+def ended() -> Cluster:
+    cluster = running(2)
+    succeed(cluster, 0, 1)
+    cluster.decide()
+    cluster.stop()
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("scene", "stage"),
+    [
+        (a_node_short, Stage.WAIT),
+        (measuring, Stage.MEASURE),
+        (not_yet_running, Stage.RUN),
+        (running, Stage.RUN),
+        (with_a_warning, Stage.RUN),
+        (with_a_missing_rank, Stage.RUN),
+        (with_an_unfinished_rank, Stage.RUN),
+        (with_a_sample, Stage.RUN),
+        (with_an_effect, Stage.RUN),
+        (collecting, Stage.COLLECT),
+        (stopping, Stage.STOP),
+        (before_the_next_round, Stage.WAIT),
+        (ended, Stage.END),
+    ],
+)
+def test_second_decision_at_the_same_moment_changes_nothing(
+    scene: Callable[[], Cluster], stage: Stage
+) -> None:
+    cluster = scene()
+    assert cluster.ledger.stage is stage
+    again = core.decide(cluster.job, cluster.ledger, cluster._view(), cluster.now)
+    assert again == Decision(cluster.ledger, due=again.due)
+    orders = cluster.orders()
+    cluster.ledger = again.ledger
+    assert cluster.orders() == orders
+
+
+RANKS = st.sampled_from([0, 1, 2, 3, 4, (1 << 24) - 1])
+NUMBERS = st.integers(0, 4) | st.just((1 << 24) - 1)
+AGES = st.sampled_from([0.0, 0.1, 5.0, 1e8])
+FAILURES = st.builds(
+    failure,
+    st.none() | RANKS,
+    node=st.integers(0, 1),
+    local=RANKS,
+    exit_code=st.sampled_from([0, 1, 75, 143]),
+    kind=st.sampled_from(FailureKind),
+    effect=st.booleans(),
+)
+FAILING = st.lists(st.builds(Failing, FAILURES, AGES, exited=st.booleans()), max_size=3).map(tuple)
+LINES = st.lists(st.just("rank 3: it sleeps"), max_size=2).map(tuple)
+STATES = st.builds(
+    NodeState,
+    round=st.sampled_from([-1, 0, 0, 0, 1, (1 << 24) - 1]),
+    succeeded=st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    failing=FAILING,
+    exits=FAILING,
+    missing=st.none()
+    | st.builds(
+        Missing,
+        st.integers(0, 4095),
+        st.lists(RANKS, max_size=3).map(tuple),
+        gave_up=st.booleans(),
+    ),
+    probed=st.none() | st.builds(Probed, NUMBERS, LINES, st.lists(FAILURES, max_size=2).map(tuple)),
+    joined=NUMBERS,
+    formed=NUMBERS,
+    quiet=AGES,
+    step=st.sampled_from([-1, 0, 2**62]),
+    sampled=NUMBERS,
+    measured=st.sampled_from(["", "done", "CUDA error"]),
+    by_exec=st.sampled_from(["", "why"]),
+    seen=NUMBERS,
+    request=st.just(Request())
+    | st.builds(Request, cancel=st.sampled_from(["", "why\x1b[2J"]), kill=st.booleans())
+    | st.just(Request(warning="why")),
+    **{
+        name: st.booleans()
+        for name in ("started", "ended", "idle", "reported", "importing", "moved", "collected")
+    },
+)
+OPTIONS = [
+    {},
+    {"max_restarts": 2, "min_nodes": 1, "moves": True},
+    {"hang_timeout": 20.0, "time_limit": 30.0},
+    {"warning": 10.0, "spares": 1},
+    {"preflight": "refuse"},
+]
+
+
+@fuzz(
+    options=st.sampled_from(OPTIONS),
+    said=st.lists(st.tuples(st.integers(0, 1), STATES, AGES), min_size=1, max_size=5),
+)
+def test_whatever_a_node_says_is_decided_without_an_error_and_without_haste(
+    options: dict[str, Any], said: list[tuple[int, NodeState, float]]
+) -> None:
+    cluster = Cluster(2, 2, **options)
+    cluster.decide()
+    for number, state, seconds in said:
+        cluster.say(number, **vars(state))
+        stage = cluster.decide(seconds)
+        assert stage in (Stage.END, Stage.RESIGN) or cluster.due > cluster.now
+        for order in cluster.orders().values():
+            data = json.loads(messages.FROM_COORDINATOR.encode_json(order))
+            assert messages.FROM_COORDINATOR.decode(data) == order
