@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.node import decide as core
@@ -18,7 +19,7 @@ from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous import messages, outcome
 from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
@@ -242,6 +243,32 @@ def test_warning_before_the_first_round_preempts_the_job() -> None:
     assert cluster.decide() is Stage.END
     assert cluster.end.state is JobState.PREEMPTED
     assert cluster.end.reason == "SIGUSR1 on gpu1: before its workers had started"
+
+
+FAILED = outcome.failed(failure())
+CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
+
+
+@pytest.mark.parametrize(
+    ("end", "given", "left", "grace"),
+    [
+        (FAILED, None, 1e9, 30.0),
+        (FAILED, 3.0, 1e9, 3.0),
+        (CANCELLED, None, 1e9, 3.0),
+        (FAILED, 60.0, 1e9, 60.0),
+        (FAILED, 1.0, 1e9, 1.0),
+        (FAILED, 60.0, 20.0, 20.0),  # after a warning
+        (FAILED, 60.0, -5.0, 0.5),
+        (CANCELLED, 60.0, 1e9, 60.0),
+        (replace(CANCELLED, terminated=True), 60.0, 1e9, 25.0),
+        (Outcome(JobState.SUCCEEDED), 60.0, 1e9, 0.0),
+    ],
+)
+def test_grace_is_bounded_by_what_the_scheduler_leaves(
+    end: Outcome, given: float | None, left: float, grace: float
+) -> None:
+    options = LaunchOptions(Program("script", "t.py"), grace=given)
+    assert core.grace_after(end, options, left=left) == grace
 
 
 # -- the preflight ---------------------------------------------------------------------------------
@@ -551,6 +578,30 @@ def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
     cluster.wait(0.5)
     assert cluster.ledger.nodes == (0, 2)
     assert not cluster.named("avoid"), "only the agent was killed"
+
+
+NODES = st.integers(0, 7)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.lists(NODES, unique=True),
+    st.lists(NODES, unique=True, max_size=6),
+)
+def test_selection_keeps_places_and_avoids_nodes(
+    wanted: int, least: int, usable: list[int], avoided: list[int]
+) -> None:
+    least = min(least, wanted)
+    chosen = core.choose(usable, range(wanted), avoided, wanted=wanted, least=least)
+    good = set(usable) - set(avoided)
+    assert len(set(chosen)) == len(chosen) <= wanted
+    assert set(chosen) <= set(usable)
+    assert len(chosen) == min(wanted, max(len(good), min(len(usable), least)))
+    assert len(set(chosen) & good) == min(wanted, len(good))
+    if len(chosen) == wanted:  # every node that stays usable keeps its place
+        for position, node in enumerate(chosen):
+            assert node == position or position not in good
 
 
 BROKEN, FULL = (
@@ -1116,6 +1167,7 @@ def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() 
     [
         ("", 1, Stage.END, JobState.SUCCEEDED),
         ("cancelled", 1, Stage.END, JobState.CANCELLED),
+        ("preempted", 1, Stage.END, JobState.PREEMPTED),
         ("time_limit", 1, Stage.END, JobState.FAILED),
         ("exit_code", 0, Stage.END, JobState.FAILED),
         ("exit_code", 1, Stage.RUN, None),
@@ -1125,7 +1177,8 @@ def test_new_coordinator_carries_out_the_end_that_was_recorded(
     kind: str, restarts: int, stage: Stage, state: JobState | None
 ) -> None:
     cluster = Cluster(2, max_restarts=restarts)
-    ended = RoundEnd(0, 0, kind=kind, host="gpu1", node=1, message="exited with code 3")
+    place: dict[str, Any] = {"host": "gpu1", "node": 1} if kind == "exit_code" else {}
+    ended = RoundEnd(0, 0, kind=kind, message="exited with code 3", **place)
     ledger = Ledger(Stage.RUN, round=0, nodes=(0, 1), rounds=(ended,), first_started="t")
     lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
     cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
