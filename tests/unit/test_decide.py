@@ -23,6 +23,7 @@ from clusterjob.node.rendezvous import messages, outcome
 from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.states import Failing, Missing, NodeState, Order, Probed, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
 
@@ -216,14 +217,16 @@ def test_missing_node_is_named_every_5_s_and_ends_the_job_after_the_timeout() ->
     cluster.wait(10.0)
     assert cluster.ledger.stage is Stage.END
     assert "node 2 of 3 never joined within 20 s" in cluster.end.reason
+    [ended] = cluster.ledger.rounds
+    assert (ended.kind, ended.node, ended.started_at) == ("node_lost", 2, None)
 
 
 def test_elastic_round_waits_5_s_for_more_nodes() -> None:
     cluster = Cluster(3, min_nodes=2)
-    del cluster.nodes[2]
+    del cluster.nodes[1]
     assert cluster.wait(4.9) is Stage.WAIT
     cluster.wait(0.3)
-    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 1))
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
 
 
 def test_node_that_is_refused_or_lost_before_the_first_round_ends_the_job() -> None:
@@ -383,6 +386,25 @@ def test_cancellation_stops_the_workers() -> None:
     assert (cluster.ledger.stage, cluster.orders()[0].stop) == (Stage.STOP, core.Stop(3.0, 2))
     cluster.stop()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
+    assert [(each.kind, each.rank) for each in cluster.ledger.rounds] == [("cancelled", None)]
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_cancellation_saves_stacks_on_request(*, stacks: bool) -> None:
+    cluster = running(2)
+    cluster.say(0, request=Request(cancel="cancelled", stacks=stacks))
+    assert cluster.decide() is (Stage.COLLECT if stacks else Stage.STOP)
+
+
+def test_cancellation_ends_the_wait_for_a_lost_node() -> None:
+    cluster = running(2, max_restarts=3)
+    cluster.lose(1)
+    cluster.decide()
+    cluster.stop()
+    assert cluster.wait(3.0) is Stage.WAIT
+    cluster.say(0, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.END
+    assert cluster.end.state is JobState.CANCELLED
 
 
 @pytest.mark.parametrize("decided", [False, True])
@@ -444,6 +466,18 @@ def test_time_limit_counts_from_when_all_workers_run() -> None:
     cluster.wait(1.5)
     assert cluster.end.exit_code == 124
     assert cluster.end.reason == "the time limit of 10 s was reached"
+    cluster.stop()
+    assert [(each.kind, each.rank) for each in cluster.ledger.rounds] == [("time_limit", None)]
+
+
+def test_time_limit_includes_restarts() -> None:
+    cluster = running(2, time_limit=10.0, max_restarts=3)
+    cluster.wait(6.0)
+    end_round(cluster, 1, FailureKind.SIGNAL)
+    cluster.run()
+    assert cluster.wait(3.0) is Stage.RUN
+    cluster.wait(1.5)
+    assert (cluster.end.exit_code, cluster.ledger.restarts) == (124, 1)
 
 
 def test_failure_that_has_exited_stops_the_round_and_is_the_cause() -> None:
@@ -451,12 +485,43 @@ def test_failure_that_has_exited_stops_the_round_and_is_the_cause() -> None:
     cluster.fail(1, failure(1, node=1, local=0), exited=False)
     cluster.decide()
     assert cluster.due == pytest.approx(cluster.now + EXIT_TIMEOUT)
+    assert cluster.wait(EXIT_TIMEOUT - 0.1) is Stage.RUN
     cluster.fail(1, failure(1, node=1, local=0))
     cluster.decide()
     assert cluster.ledger.stage is Stage.COLLECT
     assert cluster.orders()[0].collect
     cluster.stop()
     assert cluster.end.reason == "rank 1 (node 1, local rank 0, host gpu1): ValueError: boom"
+
+
+def test_failed_worker_that_does_not_exit_ends_the_round_after_5_s() -> None:
+    cluster = running(2)
+    cluster.fail(1, failure(1, node=1, local=0), exited=False)
+    assert cluster.wait(EXIT_TIMEOUT - 0.1) is Stage.RUN
+    assert cluster.wait(0.2) is Stage.COLLECT
+    assert cluster.end.failure == failure(1, node=1, local=0)
+
+
+def test_no_stacks_are_collected_when_no_rank_is_left() -> None:
+    cluster = running(1)
+    cluster.fail(0, failure(0))
+    cluster.say(0, ended=True)
+    assert cluster.decide() is Stage.STOP
+
+
+def test_rank_that_ended_with_0_is_no_cause_of_a_failure_that_is_no_effect() -> None:
+    cluster = running(2)
+    left = failure(0, exit_code=0, message="")
+    cluster.say(
+        0, reported=True, ended=True, succeeded=(0,), exits=(Failing(left, 1.0, exited=True),)
+    )
+    cluster.fail(1, failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.end.exit_code, cluster.end.failure) == (
+        3,
+        failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE),
+    )
 
 
 def test_all_nodes_are_asked_before_an_effect_is_the_verdict() -> None:
@@ -553,6 +618,16 @@ def test_restarts_are_charged_and_end_with_the_budget() -> None:
     assert cluster.ledger.stage is Stage.END
     assert (cluster.ledger.restarts, len(cluster.ledger.rounds)) == (1, 2)
     assert [each["restart"] for each in cluster.named("restart")] == [1]
+
+
+def test_retry_restarts_its_kind_without_max_restarts() -> None:
+    cluster = running(2, retry=("code:2", "signal:0"))
+    for number in (1, 2):
+        end_round(cluster, 1, FailureKind.CODE)
+        cluster.run()
+        assert cluster.lines[-1].startswith(f"restart {number} of 2: rank 1 (node 1, ")
+    end_round(cluster, 1, FailureKind.CODE)
+    assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 2)
 
 
 def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
@@ -698,6 +773,19 @@ def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
 
 
+def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
+    cluster = running(2, max_restarts=3, lease=10.0)
+    cluster.lose(1, "its connection was closed")
+    cluster.decide()
+    cluster.stop()
+    assert cluster.wait(14.5) is Stage.WAIT
+    cluster.wait(1.0)
+    assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 0)
+    assert cluster.end.failure is not None
+    assert (cluster.end.failure.kind, cluster.end.failure.node_rank) == ("node_lost", 1)
+    assert "was lost: its connection was closed; 1 of 2 nodes are left" in cluster.end.reason
+
+
 def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() -> None:
     cluster = running(2, max_restarts=1)
     cluster.now += 1.0
@@ -780,7 +868,10 @@ def test_ranks_that_abort_because_another_one_left_are_effects_of_the_preemption
         number, found = (0, left) if which == "left" else (1, aborted)
         cluster.fail(number, found)
         cluster.say(number, ended=True)
-        cluster.decide()
+        if number == (0 if first == "left" else 1):
+            assert cluster.decide() is Stage.RUN, "the other one may save"
+        else:
+            cluster.decide()
     if not warned_first:
         assert cluster.decide(0.1) is Stage.RUN, "the warning may still come"
         warned(cluster)
@@ -830,14 +921,18 @@ def test_other_failure_after_a_warning_is_a_failure() -> None:
     assert cluster.end.state is JobState.FAILED
 
 
-def test_suspected_preemption_waits_3_s_for_its_warning() -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "kind"), [(143, FailureKind.TERMINATED), (75, FailureKind.EXIT_CODE)]
+)
+def test_suspected_preemption_waits_3_s_for_its_warning(exit_code: int, kind: FailureKind) -> None:
     cluster = running(2, warning=60.0)
-    killed = failure(1, node=1, local=0, exit_code=143, kind=FailureKind.TERMINATED)
+    killed = failure(1, node=1, local=0, exit_code=exit_code, kind=kind)
     cluster.fail(1, killed)
     cluster.decide()
     assert cluster.wait(2.9) is Stage.RUN
     cluster.wait(0.2)
     assert cluster.end.failure == killed
+    assert cluster.end.state is JobState.FAILED
     other = running(2, warning=60.0)
     other.fail(1, killed)
     other.decide(1.0)
@@ -900,7 +995,7 @@ def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
     cluster = running(2, 2)
     waiting(cluster, 3, gave_up=True)
     cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (failure(3, node=1, local=1),)))
-    cluster.decide(60.0)
+    assert cluster.decide(60.0) is Stage.RUN, "the script may handle the error"
     cluster.fail(0, failure(0, effect=True, kind=kind))
     for number in (0, 1):
         cluster.say(number, reported=True)
@@ -1047,6 +1142,28 @@ def test_job_hangs_after_the_timeout_without_any_sign() -> None:
     cluster.stop()
     assert cluster.end.failure is not None
     assert cluster.end.failure.kind is FailureKind.HANG
+
+
+def test_workers_are_started_again_after_a_hang_whose_rank_is_named() -> None:
+    cluster = Quiet(hang_timeout=20.0, max_restarts=1)
+    assert cluster.hangs(60)
+    assert cluster.ledger.stage is Stage.COLLECT
+    assert all(order.collect and order.dumps for order in cluster.orders().values())
+    torch = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    places = ((Frame(torch, 7, "all_reduce"),), (Frame("train.py", 3, "load"),))
+    cluster.view["stacks"] = [
+        RankStack(
+            rank, rank, f"gpu{rank}", 10, state="sleeps", answered=True,
+            threads=(ThreadStack("MainThread", frames),),
+        )
+        for rank, frames in enumerate(places)
+    ]  # fmt: skip
+    cluster.stop()
+    cluster.run()
+    assert cluster.ledger.restarts == 1
+    why = cluster.named("restart")[0]["why"]
+    assert why.startswith("rank 1 (node 1, local rank 0, host gpu1): no progress for 20s: ")
+    assert "train.py:3" in why
 
 
 def test_job_without_timeout_never_hangs() -> None:
