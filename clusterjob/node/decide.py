@@ -405,7 +405,7 @@ def choose(
     Args:
         usable: the nodes that can run workers.
         nodes: the nodes of the last round, in the order of their ranks.
-        avoided: nodes to use only if there would be fewer than `least` without them, the best last.
+        avoided: nodes to use, in this order, only if fewer than `least` were left without them.
         wanted: the number of nodes, if there are enough.
         least: the smallest number of nodes.
     """
@@ -690,6 +690,9 @@ class _Step:
         lost = frozenset(node for node, each in nodes.items() if each.lost is not None)
         for node_rank in sorted(lost - ledger.lost):
             self._note_loss(nodes[node_rank])
+        for node_rank in sorted(ledger.here - lost):  # lost and back between two decisions
+            if (node := nodes.get(node_rank)) is not None and node.joined_at > ledger.run.began:
+                self._note_loss(_lost_before(node))
         if lost != ledger.lost:
             self.change(lost=lost)
         for node_rank, node in nodes.items():
@@ -862,7 +865,8 @@ class _Step:
         if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
             self.finish(outcome.failed(self._slow_failure()))
         else:
-            self.go(Stage.WAIT if self.ledger.lost else Stage.START)
+            complete = not self.ledger.lost and len(self.chosen()) >= self.least
+            self.go(Stage.START if complete else Stage.WAIT)
 
     def slow_lines(self) -> list[str]:
         """Return a line for each slow node."""
@@ -1049,9 +1053,7 @@ class _Step:
         return node.lost is not None or node.joined_at > self.current.began
 
     def _entry_of_loss(self, node: Node) -> Entry:
-        if node.lost is None:
-            back = Loss("its agent was started again", node.joined_at, ended=True)
-            node = replace(node, lost=back)
+        node = node if node.lost is not None else _lost_before(node)
         assert node.lost is not None
         return Entry(self.loss_of(node), node.lost.at, exited=True)
 
@@ -1437,6 +1439,12 @@ def _measure_order(job: Job, ledger: Ledger, node: int) -> Measure:
     numbers = sorted(ledger.measured, key=lambda each: (each != job.own, each))
     seconds = job.options.join_timeout
     return Measure("", 0, numbers.index(node), len(numbers), start_seconds=seconds)
+
+
+def _lost_before(node: Node) -> Node:
+    """Return the node as it was lost before its agent was started again."""
+    lost = Loss("its agent was started again", node.joined_at, ended=True)
+    return replace(node, lost=lost)
 
 
 def _has_ended(node: Node) -> bool:

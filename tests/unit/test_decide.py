@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from fuzzing import fuzz
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.rendezvous import messages, outcome
 from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
-from clusterjob.node.states import Failing, Missing, Order, Probed, Request
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
+from clusterjob.node.states import Failing, Missing, NodeState, Order, Probed, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd
 
 
@@ -167,6 +173,15 @@ def succeed(cluster: Cluster, *numbers: int) -> None:
         cluster.say(number, ended=True, succeeded=tuple(range(nproc)))
 
 
+def end_round(cluster: Cluster, node: int, kind: FailureKind, message: str = "boom") -> None:
+    """Let the worker of a node fail, and all nodes stop their workers."""
+    rank = cluster.ledger.nodes.index(node)
+    failed = failure(rank, node=node, local=0, kind=kind, message=message)
+    cluster.fail(node, failed)
+    cluster.decide()
+    cluster.stop()
+
+
 # -- the first round -------------------------------------------------------------------------------
 
 
@@ -202,14 +217,16 @@ def test_missing_node_is_named_every_5_s_and_ends_the_job_after_the_timeout() ->
     cluster.wait(10.0)
     assert cluster.ledger.stage is Stage.END
     assert "node 2 of 3 never joined within 20 s" in cluster.end.reason
+    [ended] = cluster.ledger.rounds
+    assert (ended.kind, ended.node, ended.started_at) == ("node_lost", 2, None)
 
 
 def test_elastic_round_waits_5_s_for_more_nodes() -> None:
     cluster = Cluster(3, min_nodes=2)
-    del cluster.nodes[2]
+    del cluster.nodes[1]
     assert cluster.wait(4.9) is Stage.WAIT
     cluster.wait(0.3)
-    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 1))
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
 
 
 def test_node_that_is_refused_or_lost_before_the_first_round_ends_the_job() -> None:
@@ -231,22 +248,189 @@ def test_warning_before_the_first_round_preempts_the_job() -> None:
     assert cluster.end.reason == "SIGUSR1 on gpu1: before its workers had started"
 
 
+FAILED = outcome.failed(failure())
+CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
+
+
+@pytest.mark.parametrize(
+    ("end", "given", "left", "grace"),
+    [
+        (FAILED, None, 1e9, 30.0),
+        (FAILED, 3.0, 1e9, 3.0),
+        (CANCELLED, None, 1e9, 3.0),
+        (FAILED, 60.0, 1e9, 60.0),
+        (FAILED, 1.0, 1e9, 1.0),
+        (FAILED, 60.0, 20.0, 20.0),  # after a warning
+        (FAILED, 60.0, -5.0, 0.5),
+        (CANCELLED, 60.0, 1e9, 60.0),
+        (replace(CANCELLED, terminated=True), 60.0, 1e9, 25.0),
+        (Outcome(JobState.SUCCEEDED), 60.0, 1e9, 0.0),
+    ],
+)
+def test_grace_is_bounded_by_what_the_scheduler_leaves(
+    end: Outcome, given: float | None, left: float, grace: float
+) -> None:
+    options = LaunchOptions(Program("script", "t.py"), grace=given)
+    assert core.grace_after(end, options, left=left) == grace
+
+
+# -- the preflight ---------------------------------------------------------------------------------
+
+SLOW = {1: "its GPU computes at 0.5 of the median"}
+
+
+def measuring(nnodes: int = 3, **options: Any) -> Cluster:
+    """Return a cluster whose nodes measure before the first round."""
+    cluster = Cluster(nnodes, **({"preflight": "refuse"} | options))
+    assert cluster.decide() is Stage.MEASURE
+    return cluster
+
+
+def measured(cluster: Cluster, *numbers: int, how: str = core.MEASURED) -> None:
+    for number in numbers:
+        cluster.say(number, measured=how)
+
+
+@pytest.mark.parametrize(
+    ("mode", "spares", "slow", "nodes"),
+    [
+        ("refuse", 0, {}, (0, 1, 2)),
+        ("refuse", 1, {}, (0, 1)),
+        ("refuse", 1, SLOW, (0, 2)),
+        ("refuse", 1, {**SLOW, 2: "slow"}, None),
+        ("refuse", 0, SLOW, None),
+        ("warn", 0, SLOW, (0, 1, 2)),
+        ("warn", 1, SLOW, (0, 2)),
+        ("refuse", 0, {7: "slow"}, (0, 1, 2)),  # no node of the job
+    ],
+)
+def test_slow_node_is_replaced_by_a_spare_or_refused(
+    mode: str, spares: int, slow: dict[int, str], nodes: tuple[int, ...] | None
+) -> None:
+    cluster = measuring(preflight=mode, spares=spares)
+    assert [order.measure is not None for order in cluster.orders().values()] == [True] * 3
+    measured(cluster, 0, 1)
+    assert cluster.decide() is Stage.MEASURE
+    cluster.view["slow"] = slow
+    measured(cluster, 2)
+    cluster.decide()
+    assert cluster.ledger.nodes == (nodes or ())
+    assert cluster.ledger.stage is (Stage.END if nodes is None else Stage.RUN)
+    assert [event["node_rank"] for event in cluster.named("avoid")] == [
+        node for node in slow if node < 3
+    ]
+    if nodes is None:
+        assert f"preflight: host gpu1: {SLOW[1]}" in cluster.end.reason
+        assert cluster.end.failure is not None
+        assert cluster.end.failure.kind is FailureKind.LAUNCH
+        assert len(cluster.named("round_ended")) == 1
+
+
+def test_node_that_cannot_measure_or_does_not_end_in_time_is_slow() -> None:
+    cluster = measuring(4, spares=2, join_timeout=20.0)
+    measured(cluster, 0, 3)
+    measured(cluster, 1, how="CUDA error")
+    assert cluster.wait(49.0) is Stage.MEASURE
+    cluster.wait(2.0)
+    assert dict(cluster.ledger.slow) == {
+        1: "the measuring process: CUDA error",
+        2: "the measuring process: it does not end",
+    }
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 3))
+
+
+def test_node_that_is_lost_while_it_measures_is_not_waited_for() -> None:
+    cluster = measuring(3, spares=1)
+    measured(cluster, 0, 2)
+    cluster.lose(1)
+    cluster.wait(6.0)
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
+    assert not cluster.ledger.slow
+    assert len(cluster.named("measuring")) == 1
+
+
+def test_node_that_is_busy_after_the_measures_is_waited_for() -> None:
+    cluster = measuring(2)
+    measured(cluster, 0, 1)
+    cluster.say(1, idle=False)
+    assert cluster.decide() is Stage.WAIT
+    cluster.say(1, idle=True)
+    assert cluster.decide() is Stage.RUN
+
+
+def test_cancellation_ends_the_measuring() -> None:
+    cluster = measuring()
+    cluster.say(2, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.END
+    assert cluster.end.state is JobState.CANCELLED
+    assert not any(order.measure for order in cluster.orders().values())
+
+
+def test_nodes_measure_once() -> None:
+    cluster = measuring(2, max_restarts=1)
+    measured(cluster, 0, 1)
+    cluster.run()
+    end_round(cluster, 1, FailureKind.SIGNAL)
+    cluster.run()
+    assert cluster.ledger.restarts == 1
+    assert len(cluster.named("measuring")) == 1
+
+
 # -- ends of a round -------------------------------------------------------------------------------
 
 
-def test_cancellation_stops_the_workers_and_one_after_their_success_does_not() -> None:
+def test_cancellation_stops_the_workers() -> None:
     cluster = running(2)
     cluster.say(1, request=Request(cancel="cancelled", interrupt=True))
     cluster.decide()
     assert (cluster.ledger.stage, cluster.orders()[0].stop) == (Stage.STOP, core.Stop(3.0, 2))
     cluster.stop()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
-    late = running(2)
-    succeed(late, 0, 1)
-    late.say(1, request=Request(cancel="cancelled"))
-    late.decide()
-    late.stop()
-    assert late.end.state is JobState.SUCCEEDED
+    assert [(each.kind, each.rank) for each in cluster.ledger.rounds] == [("cancelled", None)]
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_cancellation_saves_stacks_on_request(*, stacks: bool) -> None:
+    cluster = running(2)
+    cluster.say(0, request=Request(cancel="cancelled", stacks=stacks))
+    assert cluster.decide() is (Stage.COLLECT if stacks else Stage.STOP)
+
+
+def test_cancellation_ends_the_wait_for_a_lost_node() -> None:
+    cluster = running(2, max_restarts=3)
+    cluster.lose(1)
+    cluster.decide()
+    cluster.stop()
+    assert cluster.wait(3.0) is Stage.WAIT
+    cluster.say(0, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.END
+    assert cluster.end.state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_job_whose_workers_have_all_ended_with_0_before_a_cancellation_has_succeeded(
+    decided: bool,
+) -> None:
+    cluster = running(2)
+    succeed(cluster, 0, 1)
+    if decided:
+        assert cluster.decide() is Stage.STOP
+    cluster.say(1, request=Request(cancel="cancelled"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
+
+
+def test_cancellation_before_the_first_round_ends_the_job() -> None:
+    cluster = Cluster(3)
+    del cluster.nodes[2]
+    cluster.decide(1.0)
+    cluster.say(1, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.END
+    assert (cluster.end.state, cluster.named("round_ended")[0]["kind"]) == (
+        JobState.CANCELLED,
+        "cancelled",
+    )
 
 
 def test_second_interrupt_stops_without_grace() -> None:
@@ -282,6 +466,18 @@ def test_time_limit_counts_from_when_all_workers_run() -> None:
     cluster.wait(1.5)
     assert cluster.end.exit_code == 124
     assert cluster.end.reason == "the time limit of 10 s was reached"
+    cluster.stop()
+    assert [(each.kind, each.rank) for each in cluster.ledger.rounds] == [("time_limit", None)]
+
+
+def test_time_limit_includes_restarts() -> None:
+    cluster = running(2, time_limit=10.0, max_restarts=3)
+    cluster.wait(6.0)
+    end_round(cluster, 1, FailureKind.SIGNAL)
+    cluster.run()
+    assert cluster.wait(3.0) is Stage.RUN
+    cluster.wait(1.5)
+    assert (cluster.end.exit_code, cluster.ledger.restarts) == (124, 1)
 
 
 def test_failure_that_has_exited_stops_the_round_and_is_the_cause() -> None:
@@ -289,12 +485,43 @@ def test_failure_that_has_exited_stops_the_round_and_is_the_cause() -> None:
     cluster.fail(1, failure(1, node=1, local=0), exited=False)
     cluster.decide()
     assert cluster.due == pytest.approx(cluster.now + EXIT_TIMEOUT)
+    assert cluster.wait(EXIT_TIMEOUT - 0.1) is Stage.RUN
     cluster.fail(1, failure(1, node=1, local=0))
     cluster.decide()
     assert cluster.ledger.stage is Stage.COLLECT
     assert cluster.orders()[0].collect
     cluster.stop()
     assert cluster.end.reason == "rank 1 (node 1, local rank 0, host gpu1): ValueError: boom"
+
+
+def test_failed_worker_that_does_not_exit_ends_the_round_after_5_s() -> None:
+    cluster = running(2)
+    cluster.fail(1, failure(1, node=1, local=0), exited=False)
+    assert cluster.wait(EXIT_TIMEOUT - 0.1) is Stage.RUN
+    assert cluster.wait(0.2) is Stage.COLLECT
+    assert cluster.end.failure == failure(1, node=1, local=0)
+
+
+def test_no_stacks_are_collected_when_no_rank_is_left() -> None:
+    cluster = running(1)
+    cluster.fail(0, failure(0))
+    cluster.say(0, ended=True)
+    assert cluster.decide() is Stage.STOP
+
+
+def test_rank_that_ended_with_0_is_no_cause_of_a_failure_that_is_no_effect() -> None:
+    cluster = running(2)
+    left = failure(0, exit_code=0, message="")
+    cluster.say(
+        0, reported=True, ended=True, succeeded=(0,), exits=(Failing(left, 1.0, exited=True),)
+    )
+    cluster.fail(1, failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.end.exit_code, cluster.end.failure) == (
+        3,
+        failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE),
+    )
 
 
 def test_all_nodes_are_asked_before_an_effect_is_the_verdict() -> None:
@@ -393,6 +620,16 @@ def test_restarts_are_charged_and_end_with_the_budget() -> None:
     assert [each["restart"] for each in cluster.named("restart")] == [1]
 
 
+def test_retry_restarts_its_kind_without_max_restarts() -> None:
+    cluster = running(2, retry=("code:2", "signal:0"))
+    for number in (1, 2):
+        end_round(cluster, 1, FailureKind.CODE)
+        cluster.run()
+        assert cluster.lines[-1].startswith(f"restart {number} of 2: rank 1 (node 1, ")
+    end_round(cluster, 1, FailureKind.CODE)
+    assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 2)
+
+
 def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
     cluster = running(3, spares=1)
     assert cluster.ledger.nodes == (0, 1)
@@ -418,6 +655,114 @@ def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
     assert not cluster.named("avoid"), "only the agent was killed"
 
 
+NODES = st.integers(0, 7)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.lists(NODES, unique=True),
+    st.lists(NODES, unique=True, max_size=6),
+)
+def test_selection_keeps_places_and_avoids_nodes(
+    wanted: int, least: int, usable: list[int], avoided: list[int]
+) -> None:
+    least = min(least, wanted)
+    chosen = core.choose(usable, range(wanted), avoided, wanted=wanted, least=least)
+    good = set(usable) - set(avoided)
+    assert len(set(chosen)) == len(chosen) <= wanted
+    assert set(chosen) <= set(usable)
+    assert len(chosen) == min(wanted, max(len(good), min(len(usable), least)))
+    assert len(set(chosen) & good) == min(wanted, len(good))
+    if len(chosen) == wanted:  # every node that stays usable keeps its place
+        for position, node in enumerate(chosen):
+            assert node == position or position not in good
+
+
+BROKEN, FULL = (
+    "OSError: [Errno 5] Input/output error",
+    "OSError: [Errno 28] No space left on device",
+)
+
+
+@pytest.mark.parametrize(
+    ("failures", "nodes", "marked"),
+    [
+        ([(1, FailureKind.DISK, BROKEN)], (0, 2), [1]),
+        ([(1, FailureKind.DISK, FULL)], (0, 2), []),
+        ([(1, FailureKind.DISK, BROKEN), (2, FailureKind.DISK, BROKEN)], (0, 2), [1]),
+        ([(1, FailureKind.DISK, FULL), (2, FailureKind.DISK, FULL)], (0, 2), []),
+        ([(1, FailureKind.DISK, BROKEN), (2, FailureKind.DEVICE, "boom")], (0, 3), [1, 2]),
+        ([(1, FailureKind.DEVICE, "boom"), (2, FailureKind.DEVICE, "boom")], (0, 3), [1, 2]),
+        ([(0, FailureKind.NETWORK, "boom"), (1, FailureKind.NETWORK, "boom")], (2, 3), [0, 1]),
+        # If too few others are left, the node that failed first comes back.
+        ([(node, FailureKind.DEVICE, "boom") for node in (0, 1, 2)], (0, 3), [0, 1, 2]),
+        ([(1, FailureKind.SIGNAL, "boom"), (1, FailureKind.CODE, "boom")], (0, 1), []),
+    ],
+)
+def test_node_that_failed_is_left_out_unless_too_few_are_left_or_the_disk_is_shared(
+    failures: list[tuple[int, FailureKind, str]], nodes: tuple[int, ...], marked: list[int]
+) -> None:
+    cluster = running(4, spares=2, max_restarts=3)
+    for node, kind, message in failures:
+        end_round(cluster, node, kind, message)
+        cluster.run()
+    assert cluster.ledger.nodes == nodes
+    assert [event["node_rank"] for event in cluster.named("avoid")] == marked
+
+
+def test_round_after_a_second_disk_failure_in_a_row_begins_later() -> None:
+    cluster = running(4, spares=2, max_restarts=3)
+    end_round(cluster, 1, FailureKind.DISK, BROKEN)
+    assert cluster.decide() is Stage.RUN
+    cluster.run()
+    end_round(cluster, 2, FailureKind.DISK, BROKEN)
+    assert cluster.wait(0.9) is Stage.WAIT
+    assert cluster.wait(0.2) is Stage.RUN
+    assert "the next round begins in 1 s" in cluster.lines[-2]
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_lost_node_returns_once(noticed: bool) -> None:
+    cluster = running(3, min_nodes=2, max_restarts=3)
+    for nodes in ((0, 1, 2), (0, 2)):
+        cluster.now += 1.0
+        if noticed:
+            cluster.lose(1)
+            cluster.decide()
+        cluster.join(1)  # maybe before the coordinator has looked
+        cluster.decide()
+        cluster.stop()
+        cluster.run()
+        assert cluster.ledger.nodes == nodes
+    assert [event["node_rank"] for event in cluster.named("lost")] == [1, 1]
+
+
+def test_elastic_job_shrinks_and_the_node_that_returns_gets_the_last_place() -> None:
+    cluster = running(3, min_nodes=2, max_restarts=2)
+    cluster.lose(1, ended=True)
+    cluster.view["ended"] = frozenset({1})
+    cluster.decide()
+    cluster.stop()
+    cluster.run()
+    assert cluster.ledger.nodes == (0, 2)
+    cluster.join(1)
+    assert cluster.decide(60.0) is Stage.RUN, "no round ends for a node that has come back"
+    end_round(cluster, 2, FailureKind.SIGNAL)
+    cluster.run()
+    assert cluster.ledger.nodes == (0, 2, 1)
+
+
+def test_loss_of_an_idle_spare_does_not_disturb_the_workers() -> None:
+    cluster = running(3, spares=1, max_restarts=1)
+    cluster.lose(2)
+    assert cluster.wait(60.0) is Stage.RUN
+    assert cluster.lines == [
+        "node 2 (host gpu2): the agent on gpu2 (pid 1) was lost: no message for 10 s"
+    ]
+    assert cluster.ledger.restarts == 0
+
+
 def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     cluster = running(2, min_nodes=2, max_restarts=1, join_timeout=30.0)
     cluster.lose(1)
@@ -426,6 +771,19 @@ def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     cluster.wait(31.0)
     assert cluster.ledger.stage is Stage.END
     assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
+
+
+def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
+    cluster = running(2, max_restarts=3, lease=10.0)
+    cluster.lose(1, "its connection was closed")
+    cluster.decide()
+    cluster.stop()
+    assert cluster.wait(14.5) is Stage.WAIT
+    cluster.wait(1.0)
+    assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 0)
+    assert cluster.end.failure is not None
+    assert (cluster.end.failure.kind, cluster.end.failure.node_rank) == ("node_lost", 1)
+    assert "was lost: its connection was closed; 1 of 2 nodes are left" in cluster.end.reason
 
 
 def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() -> None:
@@ -493,6 +851,68 @@ def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() 
     assert cluster.end.reason == "SIGUSR1 on gpu0: its workers left to be queued again"
 
 
+@pytest.mark.parametrize("first", ["left", "aborted"])
+@pytest.mark.parametrize("warned_first", [True, False])
+def test_ranks_that_abort_because_another_one_left_are_effects_of_the_preemption(
+    first: str, warned_first: bool
+) -> None:
+    cluster = running(2, warning=60.0)
+    left = failure(0, exit_code=75, kind=FailureKind.PREEMPTED, message="exited with code 75")
+    aborted = failure(
+        1, node=1, local=0, exit_code=134, signal="SIGABRT", kind=FailureKind.NETWORK, effect=True
+    )
+    if warned_first:
+        warned(cluster)
+    for which in sorted(("left", "aborted"), key=lambda each: each != first):
+        cluster.now += 0.1
+        number, found = (0, left) if which == "left" else (1, aborted)
+        cluster.fail(number, found)
+        cluster.say(number, ended=True)
+        if number == (0 if first == "left" else 1):
+            assert cluster.decide() is Stage.RUN, "the other one may save"
+        else:
+            cluster.decide()
+    if not warned_first:
+        assert cluster.decide(0.1) is Stage.RUN, "the warning may still come"
+        warned(cluster)
+    cluster.stop()
+    assert (cluster.end.state, cluster.end.exit_code) == (JobState.PREEMPTED, 75)
+
+
+def test_workers_that_our_own_stop_has_ended_were_not_preempted() -> None:
+    cluster = running(2, warning=60.0)
+    cluster.fail(0, failure(0))
+    cluster.decide()
+    cluster.wait(2.0)  # for stacks
+    assert cluster.ledger.stage is Stage.STOP
+    terminated = failure(1, node=1, local=0, exit_code=143, kind=FailureKind.TERMINATED)
+    cluster.now += 0.1
+    cluster.fail(1, terminated)
+    cluster.say(1, request=Request(warning="SIGTERM on gpu1"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.end.state, cluster.end.failure) == (JobState.FAILED, failure(0))
+    view = cluster._view()
+    assert [each.failure for each in core.entries(cluster.job, cluster.ledger, view)] == [
+        failure(0)
+    ]
+
+
+def test_warning_is_added_to_the_other_orders() -> None:
+    cluster = running(2, warning=60.0)
+    before = cluster.orders()
+    warned(cluster)
+    assert cluster.orders() == {node: replace(order, warned=True) for node, order in before.items()}
+    assert cluster.orders()[0].world is not None
+    cluster.fail(1, failure(1, node=1, local=0))
+    cluster.decide()
+    assert {(order.warned, order.collect) for order in cluster.orders().values()} == {(True, True)}
+    cluster.wait(2.0)
+    assert cluster.ledger.stage is Stage.STOP
+    assert all(order.warned and order.stop for order in cluster.orders().values())
+    assert len(cluster.named("warned")) == 1
+
+
 def test_other_failure_after_a_warning_is_a_failure() -> None:
     cluster = running(2, warning=60.0)
     warned(cluster)
@@ -501,14 +921,18 @@ def test_other_failure_after_a_warning_is_a_failure() -> None:
     assert cluster.end.state is JobState.FAILED
 
 
-def test_suspected_preemption_waits_3_s_for_its_warning() -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "kind"), [(143, FailureKind.TERMINATED), (75, FailureKind.EXIT_CODE)]
+)
+def test_suspected_preemption_waits_3_s_for_its_warning(exit_code: int, kind: FailureKind) -> None:
     cluster = running(2, warning=60.0)
-    killed = failure(1, node=1, local=0, exit_code=143, kind=FailureKind.TERMINATED)
+    killed = failure(1, node=1, local=0, exit_code=exit_code, kind=kind)
     cluster.fail(1, killed)
     cluster.decide()
     assert cluster.wait(2.9) is Stage.RUN
     cluster.wait(0.2)
     assert cluster.end.failure == killed
+    assert cluster.end.state is JobState.FAILED
     other = running(2, warning=60.0)
     other.fail(1, killed)
     other.decide(1.0)
@@ -564,6 +988,38 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     assert cluster.end.failure == stuck
 
 
+@pytest.mark.parametrize(("kind", "cause"), [(FailureKind.RENDEZVOUS, 3), (FailureKind.NETWORK, 0)])
+def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
+    kind: FailureKind, cause: int
+) -> None:
+    cluster = running(2, 2)
+    waiting(cluster, 3, gave_up=True)
+    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (failure(3, node=1, local=1),)))
+    assert cluster.decide(60.0) is Stage.RUN, "the script may handle the error"
+    cluster.fail(0, failure(0, effect=True, kind=kind))
+    for number in (0, 1):
+        cluster.say(number, reported=True)
+    cluster.wait(1.0)
+    cluster.stop()
+    assert cluster.end.failure is not None
+    assert cluster.end.failure.rank == cause
+
+
+def test_missing_ranks_are_asked_on_nodes_of_unequal_size() -> None:
+    cluster = Cluster(4)
+    for number, nproc in enumerate((1, 3, 2, 1)):
+        cluster.join(number, nproc=nproc)
+    cluster.run()
+    waiting(cluster, 1, 3, 4, 6)
+    orders = cluster.orders()
+    assert [order.probe.ranks if order.probe else None for order in orders.values()] == [
+        None,
+        (1, 3),
+        (4,),
+        (6,),
+    ]
+
+
 def test_answer_to_an_earlier_question_is_no_cause() -> None:
     cluster = running(2, 2)
     waiting(cluster, 3, gave_up=True)
@@ -590,6 +1046,23 @@ def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
     probe = cluster.orders()[1].probe
     assert probe is not None
     assert (probe.ranks, probe.note) == ((3,), event["text"])
+
+
+def test_many_ranks_that_still_run_are_grouped_in_one_text() -> None:
+    cluster = running(2, 16)
+    cluster.say(0, succeeded=(0, 1, 2, 5))
+    cluster.say(1, succeeded=(3,))
+    cluster.wait(10.5)
+    [event] = cluster.named("unfinished")
+    assert event["text"] == ("ranks 3-4, 6-18, 20-31 still run; ranks 0-2, 5, 19 ended 10 s ago")
+    probes = [order.probe for order in cluster.orders().values()]
+    assert [probe.ranks for probe in probes if probe is not None] == [
+        (3, 4, 6, 7, 8, 9, 10, 11),
+        (16, 17, 18, 20, 21, 22, 23, 24),
+    ]
+    cluster.say(1, succeeded=(3, 4))
+    cluster.wait(10.5)
+    assert len(cluster.named("unfinished")) == 2, "another rank has ended"
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(4096, 48), (8, 16)])
@@ -669,6 +1142,28 @@ def test_job_hangs_after_the_timeout_without_any_sign() -> None:
     cluster.stop()
     assert cluster.end.failure is not None
     assert cluster.end.failure.kind is FailureKind.HANG
+
+
+def test_workers_are_started_again_after_a_hang_whose_rank_is_named() -> None:
+    cluster = Quiet(hang_timeout=20.0, max_restarts=1)
+    assert cluster.hangs(60)
+    assert cluster.ledger.stage is Stage.COLLECT
+    assert all(order.collect and order.dumps for order in cluster.orders().values())
+    torch = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    places = ((Frame(torch, 7, "all_reduce"),), (Frame("train.py", 3, "load"),))
+    cluster.view["stacks"] = [
+        RankStack(
+            rank, rank, f"gpu{rank}", 10, state="sleeps", answered=True,
+            threads=(ThreadStack("MainThread", frames),),
+        )
+        for rank, frames in enumerate(places)
+    ]  # fmt: skip
+    cluster.stop()
+    cluster.run()
+    assert cluster.ledger.restarts == 1
+    why = cluster.named("restart")[0]["why"]
+    assert why.startswith("rank 1 (node 1, local rank 0, host gpu1): no progress for 20s: ")
+    assert "train.py:3" in why
 
 
 def test_job_without_timeout_never_hangs() -> None:
@@ -789,6 +1284,7 @@ def test_new_coordinator_charges_the_round_once_and_only_with_the_larger_part() 
     [
         ("", 1, Stage.END, JobState.SUCCEEDED),
         ("cancelled", 1, Stage.END, JobState.CANCELLED),
+        ("preempted", 1, Stage.END, JobState.PREEMPTED),
         ("time_limit", 1, Stage.END, JobState.FAILED),
         ("exit_code", 0, Stage.END, JobState.FAILED),
         ("exit_code", 1, Stage.RUN, None),
@@ -798,7 +1294,8 @@ def test_new_coordinator_carries_out_the_end_that_was_recorded(
     kind: str, restarts: int, stage: Stage, state: JobState | None
 ) -> None:
     cluster = Cluster(2, max_restarts=restarts)
-    ended = RoundEnd(0, 0, kind=kind, host="gpu1", node=1, message="exited with code 3")
+    place: dict[str, Any] = {"host": "gpu1", "node": 1} if kind == "exit_code" else {}
+    ended = RoundEnd(0, 0, kind=kind, message="exited with code 3", **place)
     ledger = Ledger(Stage.RUN, round=0, nodes=(0, 1), rounds=(ended,), first_started="t")
     lost = failure(None, node=0, kind=FailureKind.NODE_LOST, message="it was killed")
     cluster._take(core.take_over(cluster.job, ledger, cluster._view(), cluster.now, lost))
@@ -826,3 +1323,184 @@ def test_node_that_knows_a_newer_round_is_of_another_part() -> None:
     cluster.say(1, seen=9)
     cluster.wait(7.0)
     assert cluster.ledger.stage is Stage.RESIGN
+
+
+# -- any state, any number of times ----------------------------------------------------------------
+
+
+def a_node_short() -> Cluster:
+    cluster = Cluster(3, join_timeout=60.0)
+    del cluster.nodes[2]
+    cluster.wait(12.0)
+    return cluster
+
+
+def not_yet_running() -> Cluster:
+    cluster = Cluster(2, time_limit=60.0)
+    cluster.decide()
+    return cluster
+
+
+def with_a_warning() -> Cluster:
+    cluster = running(2, warning=60.0, warn_signal="SIGUSR1")
+    warned(cluster)
+    return cluster
+
+
+def with_a_missing_rank() -> Cluster:
+    cluster = running(2, 2)
+    waiting(cluster, 3)
+    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",)))
+    cluster.decide()
+    return cluster
+
+
+def with_an_unfinished_rank() -> Cluster:
+    cluster = running(2, 2)
+    succeed(cluster, 0)
+    cluster.wait(11.0)
+    return cluster
+
+
+def with_a_sample() -> Cluster:
+    cluster = Quiet(hang_timeout=20.0)
+    assert not cluster.hangs(9.0)
+    return cluster
+
+
+def with_an_effect() -> Cluster:
+    cluster = running(3)
+    cluster.fail(0, failure(0, effect=True))
+    cluster.wait(1.0)
+    assert cluster.orders()[1].report
+    return cluster
+
+
+def collecting() -> Cluster:
+    cluster = running(2, max_restarts=1)
+    cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
+    cluster.decide()
+    return cluster
+
+
+def stopping() -> Cluster:
+    cluster = collecting()
+    cluster.wait(2.0)
+    return cluster
+
+
+def before_the_next_round() -> Cluster:
+    cluster = collecting()
+    cluster.say(1, idle=False)
+    cluster.lose(1)
+    cluster.stop()
+    return cluster
+
+
+def ended() -> Cluster:
+    cluster = running(2)
+    succeed(cluster, 0, 1)
+    cluster.decide()
+    cluster.stop()
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("scene", "stage"),
+    [
+        (a_node_short, Stage.WAIT),
+        (measuring, Stage.MEASURE),
+        (not_yet_running, Stage.RUN),
+        (running, Stage.RUN),
+        (with_a_warning, Stage.RUN),
+        (with_a_missing_rank, Stage.RUN),
+        (with_an_unfinished_rank, Stage.RUN),
+        (with_a_sample, Stage.RUN),
+        (with_an_effect, Stage.RUN),
+        (collecting, Stage.COLLECT),
+        (stopping, Stage.STOP),
+        (before_the_next_round, Stage.WAIT),
+        (ended, Stage.END),
+    ],
+)
+def test_second_decision_at_the_same_moment_changes_nothing(
+    scene: Callable[[], Cluster], stage: Stage
+) -> None:
+    cluster = scene()
+    assert cluster.ledger.stage is stage
+    again = core.decide(cluster.job, cluster.ledger, cluster._view(), cluster.now)
+    assert again == Decision(cluster.ledger, due=again.due)
+    orders = cluster.orders()
+    cluster.ledger = again.ledger
+    assert cluster.orders() == orders
+
+
+RANKS = st.sampled_from([0, 1, 2, 3, 4, (1 << 24) - 1])
+NUMBERS = st.integers(0, 4) | st.just((1 << 24) - 1)
+AGES = st.sampled_from([0.0, 0.1, 5.0, 1e8])
+FAILURES = st.builds(
+    failure,
+    st.none() | RANKS,
+    node=st.integers(0, 1),
+    local=RANKS,
+    exit_code=st.sampled_from([0, 1, 75, 143]),
+    kind=st.sampled_from(FailureKind),
+    effect=st.booleans(),
+)
+FAILING = st.lists(st.builds(Failing, FAILURES, AGES, exited=st.booleans()), max_size=3).map(tuple)
+LINES = st.lists(st.just("rank 3: it sleeps"), max_size=2).map(tuple)
+STATES = st.builds(
+    NodeState,
+    round=st.sampled_from([-1, 0, 0, 0, 1, (1 << 24) - 1]),
+    succeeded=st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    failing=FAILING,
+    exits=FAILING,
+    missing=st.none()
+    | st.builds(
+        Missing,
+        st.integers(0, 4095),
+        st.lists(RANKS, max_size=3).map(tuple),
+        gave_up=st.booleans(),
+    ),
+    probed=st.none() | st.builds(Probed, NUMBERS, LINES, st.lists(FAILURES, max_size=2).map(tuple)),
+    joined=NUMBERS,
+    formed=NUMBERS,
+    quiet=AGES,
+    step=st.sampled_from([-1, 0, 2**62]),
+    sampled=NUMBERS,
+    measured=st.sampled_from(["", "done", "CUDA error"]),
+    by_exec=st.sampled_from(["", "why"]),
+    seen=NUMBERS,
+    request=st.just(Request())
+    | st.builds(Request, cancel=st.sampled_from(["", "why\x1b[2J"]), kill=st.booleans())
+    | st.just(Request(warning="why")),
+    **{
+        name: st.booleans()
+        for name in ("started", "ended", "idle", "reported", "importing", "moved", "collected")
+    },
+)
+OPTIONS = [
+    {},
+    {"max_restarts": 2, "min_nodes": 1, "moves": True},
+    {"hang_timeout": 20.0, "time_limit": 30.0},
+    {"warning": 10.0, "spares": 1},
+    {"preflight": "refuse"},
+]
+
+
+@fuzz(
+    options=st.sampled_from(OPTIONS),
+    said=st.lists(st.tuples(st.integers(0, 1), STATES, AGES), min_size=1, max_size=5),
+)
+def test_whatever_a_node_says_is_decided_without_an_error_and_without_haste(
+    options: dict[str, Any], said: list[tuple[int, NodeState, float]]
+) -> None:
+    cluster = Cluster(2, 2, **options)
+    cluster.decide()
+    for number, state, seconds in said:
+        cluster.say(number, **vars(state))
+        stage = cluster.decide(seconds)
+        assert stage in (Stage.END, Stage.RESIGN) or cluster.due > cluster.now
+        for order in cluster.orders().values():
+            data = json.loads(messages.FROM_COORDINATOR.encode_json(order))
+            assert messages.FROM_COORDINATOR.decode(data) == order

@@ -301,6 +301,25 @@ def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(failed(kind, where="t.py:3") for kind in FailureKind),
+        outcome.out_of_time(3.0),
+        outcome.preempted("SIGUSR1 on gpu7: its workers left"),
+        outcome.cancelled("cancelled", interrupt=False),
+        Outcome(JobState.SUCCEEDED),
+    ],
+)
+def test_recorded_round_is_read_as_the_outcome_that_it_had(end: Outcome) -> None:
+    recorded = outcome.round_end(end, 0, 1, started_at="t0")
+    found = outcome.of_round(recorded)
+    assert (found.state, found.exit_code) == (end.state, end.exit_code)
+    assert outcome.round_end(found, 0, 1, started_at="t0").message == recorded.message
+    kinds = [each.failure.kind if each.failure else None for each in (found, end)]
+    assert kinds[0] == kinds[1]
+
+
 def test_round_without_end_was_lost_when_another_attempt_begins(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS)
     log.add("started", attempt=0, restart=0)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterjob.errors import RendezvousError
-from clusterjob.node.coordinator import store_address
+from clusterjob.node.coordinator import plan_round, store_address
 from clusterjob.node.environments.topology import PORTS as COUNT
 from clusterjob.node.environments.topology import Topology, candidate_ports
+from clusterjob.node.rendezvous.identity import JobIdentity
 from clusterjob.node.rendezvous.membership import Peer, listen
 from clusterjob.node.rendezvous.messages import Hello
 
@@ -103,3 +105,46 @@ def test_store_is_at_address_that_all_agents_may_reach(
         for node, each in enumerate(("", *reached))
     ]
     assert store_address(topology, peers) == address
+
+
+NODE_1 = Topology(3, 1, None, master_addr="127.0.0.1", master_port=None, source="clusterjob")
+HELLOS = {
+    node: Hello(node, f"gpu{node}", 1, 0, 3, nproc, address=f"10.0.0.{node}")
+    for node, nproc in enumerate((1, 3, 2))
+}
+JOB = JobIdentity("job", 0, b"token", [1], has_torch=True)
+
+
+def test_nodes_of_unequal_size_get_consecutive_ranks() -> None:
+    worlds, store = plan_round([2, 0, 1], HELLOS, 4, NODE_1, "127.0.0.1", job=JOB, serve_store=True)
+    assert store is not None
+    with store:
+        port = store.getsockname()[1]
+    assert [
+        (node, world.node_rank, world.first_rank, world.nproc) for node, world in worlds.items()
+    ] == [(2, 0, 0, 2), (0, 1, 2, 1), (1, 2, 3, 3)]
+    for world in worlds.values():
+        assert (world.restart, world.nnodes, world.world_size) == (4, 3, 6)
+        assert (world.master_addr, world.master_port) == ("127.0.0.1", port)
+
+
+def test_coordinator_without_workers_serves_the_store() -> None:
+    worlds, store = plan_round([0, 2], HELLOS, 0, NODE_1, "127.0.0.1", job=JOB, serve_store=True)
+    assert store is not None
+    store.close()
+    assert list(worlds) == [0, 2, 1]
+    assert (worlds[1].nproc, worlds[1].nnodes, worlds[1].world_size) == (0, 2, 3)
+    assert replace(worlds[1], node_rank=1, first_rank=1, nproc=2) == worlds[2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "address"), [([0, 1], "10.0.0.0"), ([2, 1], "10.0.0.2"), ([1, 2], "127.0.0.1")]
+)
+def test_store_that_rank_0_serves_is_on_its_node_at_a_port_that_is_not_ephemeral(
+    nodes: list[int], address: str
+) -> None:
+    worlds, store = plan_round(nodes, HELLOS, 0, NODE_1, "127.0.0.1", job=JOB, serve_store=False)
+    assert store is None
+    assert sorted(worlds) == sorted(nodes)
+    assert {world.master_addr for world in worlds.values()} == {address}
+    assert all(world.master_port < 32768 for world in worlds.values())

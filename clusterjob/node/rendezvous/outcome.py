@@ -121,13 +121,13 @@ def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) 
 
 def of_round(ended: RoundEnd) -> Outcome:
     """Return the outcome of a round that was recorded; the failure names the node alone."""
+    if ended.kind == "preempted" and ended.node is None:  # else a worker left without a warning
+        return preempted(ended.message)
     if ended.kind in set(FailureKind):
         kind = FailureKind(ended.kind)
         node, host = ended.node or 0, ended.host or "unknown"
         failure = Failure.of_node(node, host, message=ended.message, kind=kind)
         return failed(replace(failure, where=ended.where))
-    if ended.kind == "preempted":
-        return preempted(ended.message)
     if ended.kind == "cancelled":
         return cancelled(ended.message, interrupt=False)
     if ended.kind == _TIME_LIMIT:

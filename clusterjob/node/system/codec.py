@@ -24,6 +24,7 @@ _MAX_ITEMS = 256
 _PLAIN = (str, int, float, bool)
 _SHOWN = 80  # characters of a wrong value in an error
 _T = TypeVar("_T")
+Reader = Callable[[Any], Any]
 
 
 class MalformedMessageError(ValueError):
@@ -104,7 +105,7 @@ class Codec:
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
             raise UnknownMessageError(name)
-        return _reader(typing.cast("Any", kind), kind.__name__)(data)
+        return _apply(_reader(typing.cast("Any", kind), kind.__name__), data)
 
 
 def read(kind: type[_T], data: Any) -> _T:
@@ -113,8 +114,15 @@ def read(kind: type[_T], data: Any) -> _T:
     Raises:
         MalformedMessageError: the data is no object, or a field is missing or has a wrong value.
     """
-    found: _T = _read_object(typing.cast("Any", kind), kind.__name__)(data)
+    found: _T = _apply(_read_object(typing.cast("Any", kind), kind.__name__), data)
     return found
+
+
+def _apply(reader: Reader, data: Any) -> Any:
+    try:
+        return reader(data)
+    except RecursionError as error:  # json.loads allows a few levels more than the repr in an error
+        raise MalformedMessageError("a value is nested too deeply") from error
 
 
 @functools.cache
@@ -141,9 +149,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     return value
-
-
-Reader = Callable[[Any], Any]
 
 
 @functools.cache
