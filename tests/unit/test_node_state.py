@@ -1,11 +1,10 @@
-"""The state that an agent reports of its node: what fits a message, and what orders change."""
+"""How orders and lost processes change the state that an agent reports of its node."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,42 +16,10 @@ from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs.console import Console
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
-from clusterjob.node.rendezvous.protocol import LINE_BYTES
 from clusterjob.node.states import Order
 from clusterjob.node.system import crashes
-from clusterjob.node.verdict import Failure
 from clusterjob.node.workers.forkserver_client import ForkserverClient
-
-
-def failure(rank: int, *, lines: int = 0) -> Failure:
-    return Failure(
-        rank, rank, node_rank=0, host="gpu1", exit_code=1, signal=None, message="m" * 20_000,
-        last_lines=("\u00e9" * 1000,) * lines,
-    )  # fmt: skip
-
-
-def test_report_of_many_long_failures_and_answers_fits_a_message() -> None:
-    report = StateReport()
-    report.begin(0)
-    for rank in range(300):
-        report.fail(failure(rank, lines=50), time.monotonic(), exited=True)
-        report.answer(1, ["x" * 1000], [failure(rank, lines=50)] if rank < 64 else [])
-    state = report.now()
-    data = messages.FROM_AGENT.encode_json(state)
-    assert len(data) < LINE_BYTES - 1000
-    assert state.probed is not None
-    assert len(state.probed.failures) > 16
-    assert state.failing[0].failure.last_lines
-
-
-def test_early_exits_have_the_age_of_their_end() -> None:
-    report = StateReport()
-    report.begin(0)
-    report.complete([(failure(3), time.monotonic() - 5.0)])
-    assert report.now().reported
-    assert [round(each.age) for each in report.now().exits] == [5]
 
 
 def test_node_that_fails_before_the_first_round_says_so_when_the_round_begins(
