@@ -80,9 +80,16 @@ class Cluster:
         self.say(number, failing=tuple(Failing(each, age, exited=exited) for each in found))
 
     def decide(self, seconds: float = 0.0) -> Stage:
-        """Let time pass, decide, and begin the round that follows; return the stage."""
+        """Let time pass, decide, and begin the round that follows; return the stage.
+
+        A decision that is repeated without a change must change nothing.
+        """
         self.now += seconds
-        self._take(core.decide(self.job, self.ledger, self._view(), self.now))
+        first = core.decide(self.job, self.ledger, self._view(), self.now)
+        self._take(first)
+        if not first.dropped:
+            again = core.decide(self.job, self.ledger, self._view(), self.now)
+            assert (again.ledger, again.events, again.lines) == (self.ledger, [], [])
         if self.ledger.stage is Stage.START:
             worlds, first = {}, 0
             chosen = core.chosen(self.job, self.ledger, self._view())
@@ -231,22 +238,138 @@ def test_warning_before_the_first_round_preempts_the_job() -> None:
     assert cluster.end.reason == "SIGUSR1 on gpu1: before its workers had started"
 
 
+# -- the preflight ---------------------------------------------------------------------------------
+
+
+def measuring(nnodes: int, preflight: str = "refuse", **options: Any) -> Cluster:
+    cluster = Cluster(nnodes, preflight=preflight, **options)
+    assert cluster.decide() is Stage.MEASURE
+    assert cluster.named("measuring") == [{"nodes": nnodes}]
+    return cluster
+
+
+def test_each_node_is_measured_once_and_the_coordinator_is_the_first_process() -> None:
+    cluster = Cluster(3, preflight="refuse", join_timeout=40.0)
+    cluster.job = replace(cluster.job, own=1)
+    assert cluster.decide() is Stage.MEASURE
+    asked = {node: order.measure for node, order in cluster.orders().items()}
+    assert [asked[node] for node in (1, 0, 2)] == [
+        core.Measure("", 0, number, 3, start_seconds=40.0) for number in range(3)
+    ]
+    for number in (0, 1):
+        cluster.say(number, measured="done")
+    assert cluster.decide() is Stage.MEASURE
+    cluster.say(2, measured="done")
+    assert cluster.decide() is Stage.RUN
+    assert all(order.measure is None for order in cluster.orders().values())
+
+
+@pytest.mark.parametrize(
+    ("preflight", "spares", "slow", "nodes", "reason"),
+    [
+        ("refuse", 0, {}, (0, 1, 2), ""),
+        ("refuse", 0, {1: "memory 0.5"}, None, "preflight: host gpu1: memory 0.5"),
+        ("refuse", 1, {1: "memory 0.5"}, (0, 2), ""),
+        ("refuse", 1, {0: "a", 1: "b"}, None, "preflight: host gpu0: a; host gpu1: b"),
+        ("warn", 0, {1: "memory 0.5"}, (0, 1, 2), ""),
+        ("warn", 1, {1: "memory 0.5"}, (0, 2), ""),
+    ],
+)
+def test_slow_node_is_replaced_or_refused_or_only_named(
+    preflight: str, spares: int, slow: dict[int, str], nodes: tuple[int, ...] | None, reason: str
+) -> None:
+    cluster = measuring(3, preflight, spares=spares)
+    cluster.view["slow"] = slow
+    for number in range(3):
+        cluster.say(number, measured="done")
+    cluster.decide()
+    assert [each["node_rank"] for each in cluster.named("avoid")] == list(slow)
+    if nodes is not None:
+        assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, nodes)
+        return
+    assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.FAILED)
+    assert cluster.end.failure is not None
+    assert (cluster.end.failure.kind, cluster.end.failure.message) == (FailureKind.LAUNCH, reason)
+
+
+@pytest.mark.parametrize(
+    ("measured", "seconds", "why"),
+    [("it has ended", 0.0, "it has ended"), ("", 69.0, ""), ("", 71.0, "it does not end")],
+)
+def test_measuring_process_that_fails_or_does_not_end_is_named(
+    measured: str, seconds: float, why: str
+) -> None:
+    cluster = measuring(2, join_timeout=40.0)
+    cluster.say(0, measured="done")
+    cluster.say(1, measured=measured)
+    cluster.wait(seconds)
+    if why:
+        assert cluster.end.reason.endswith(f"host gpu1: the measuring process: {why}")
+    else:
+        assert cluster.ledger.stage is Stage.MEASURE
+
+
+@pytest.mark.parametrize(
+    ("request_", "state"),
+    [
+        (Request(cancel="cancelled"), JobState.CANCELLED),
+        (Request(warning="SIGUSR1 on gpu1"), JobState.PREEMPTED),
+    ],
+)
+def test_request_during_the_preflight_ends_the_job_before_its_workers_start(
+    request_: Request, state: JobState
+) -> None:
+    cluster = measuring(2, warning=60.0)
+    cluster.say(1, request=request_)
+    assert cluster.decide() is Stage.END
+    assert cluster.end.state is state
+    assert not cluster.named("started")
+
+
+def test_node_that_is_lost_during_the_preflight_is_waited_for_again() -> None:
+    cluster = measuring(3, min_nodes=2)
+    cluster.lose(2)
+    cluster.say(0, measured="done")
+    cluster.say(1, measured="done")
+    assert cluster.decide() is Stage.WAIT
+    cluster.wait(1.0)
+    cluster.join(2)
+    assert cluster.decide() is Stage.RUN
+    assert cluster.ledger.nodes == (0, 1, 2)
+    assert len(cluster.named("measuring")) == 1
+
+
 # -- ends of a round -------------------------------------------------------------------------------
 
 
-def test_cancellation_stops_the_workers_and_one_after_their_success_does_not() -> None:
+def test_cancellation_stops_the_workers() -> None:
     cluster = running(2)
     cluster.say(1, request=Request(cancel="cancelled", interrupt=True))
     cluster.decide()
     assert (cluster.ledger.stage, cluster.orders()[0].stop) == (Stage.STOP, core.Stop(3.0, 2))
     cluster.stop()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
-    late = running(2)
-    succeed(late, 0, 1)
-    late.say(1, request=Request(cancel="cancelled"))
-    late.decide()
-    late.stop()
-    assert late.end.state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("ended", "moment", "state"),
+    [
+        ((0,), "with the last end", JobState.CANCELLED),
+        ((0, 1), "with the last end", JobState.SUCCEEDED),
+        ((0, 1), "during the stop", JobState.SUCCEEDED),
+    ],
+)
+def test_cancellation_after_the_success_of_all_workers_changes_nothing(
+    ended: tuple[int, ...], moment: str, state: JobState
+) -> None:
+    cluster = running(2)
+    succeed(cluster, *ended)
+    if moment == "during the stop":
+        assert cluster.decide() is Stage.STOP
+    cluster.say(1, request=Request(cancel="cancelled"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, state)
 
 
 def test_second_interrupt_stops_without_grace() -> None:
@@ -407,6 +530,82 @@ def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
     assert cluster.named("avoid")[0]["node_rank"] == 1
 
 
+def fail_round(cluster: Cluster, number: int, kind: FailureKind, message: str) -> None:
+    """Let a round end by a failure of a node, and the next one begin."""
+    if kind is FailureKind.NODE_LOST:
+        cluster.lose(number, message)
+    else:
+        rank = cluster.ledger.run.worlds[number].first_rank
+        lost = failure(rank, node=number, local=0, kind=kind, message=message)
+        cluster.fail(number, lost)
+    cluster.decide()
+    cluster.stop()
+    if kind is FailureKind.NODE_LOST:
+        cluster.now += 1.0
+        cluster.join(number)
+        cluster.say(number, round=cluster.ledger.round)
+    cluster.run()
+
+
+FULL, BROKEN = "[Errno 28] No space left on device", "[Errno 5] Input/output error"
+
+
+@pytest.mark.parametrize(
+    ("failures", "rounds", "avoided", "told"),
+    [
+        # A spare takes the place of a node whose disk fails; who empties a full disk may use it.
+        ([(1, FailureKind.DISK, BROKEN)], [(0, 2)], (1,), [1]),
+        ([(1, FailureKind.DISK, FULL)], [(0, 2)], (1,), []),
+        ([(1, FailureKind.DEVICE, "ECC error")], [(0, 2)], (1,), [1]),
+        ([(1, FailureKind.SIGNAL, "was killed")], [(0, 1)], (), []),
+        # A disk that fails on two nodes is a shared one: no node is at fault.
+        (
+            [(1, FailureKind.DISK, BROKEN), (2, FailureKind.DISK, BROKEN)],
+            [(0, 2), (0, 2)],
+            (),
+            [1],
+        ),
+        # The node that failed longest ago is used again, if there are not enough others.
+        (
+            [(1, FailureKind.DEVICE, "a"), (2, FailureKind.DEVICE, "b")],
+            [(0, 2), (0, 1)],
+            (1, 2),
+            [1, 2],
+        ),
+        # A lost node may return once.
+        ([(1, FailureKind.NODE_LOST, "silent")], [(0, 1)], (), [1]),
+        ([(1, FailureKind.NODE_LOST, "silent")] * 2, [(0, 1), (0, 2)], (1,), [1, 1]),
+    ],
+)
+def test_node_that_caused_a_failure_is_avoided_if_there_are_enough_others(
+    failures: list[tuple[int, FailureKind, str]],
+    rounds: list[tuple[int, ...]],
+    avoided: tuple[int, ...],
+    told: list[int],
+) -> None:
+    cluster = running(3, spares=1, max_restarts=9)
+    found = []
+    for number, kind, message in failures:
+        fail_round(cluster, number, kind, message)
+        found.append(cluster.ledger.nodes)
+    assert found == rounds
+    assert cluster.ledger.avoided == avoided
+    assert [each["node_rank"] for each in cluster.named("avoid")] == told
+
+
+def test_restart_after_a_second_disk_failure_waits() -> None:
+    cluster = running(1, max_restarts=9)
+    begins = []
+    for _ in range(4):
+        begin = cluster.now
+        fail_round(cluster, 0, FailureKind.DISK, FULL)
+        begins.append(cluster.now - begin)
+    assert begins == pytest.approx([0.25, 1.0, 2.0, 4.0], abs=0.5)
+    assert [line.partition(":")[0] for line in cluster.lines if "next" in line] == [
+        f"the next round begins in {seconds} s" for seconds in (1, 2, 4)
+    ]
+
+
 def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
     cluster = running(3, spares=1)
     cluster.lose(1, ended=True)
@@ -520,6 +719,73 @@ def test_suspected_preemption_waits_3_s_for_its_warning() -> None:
     assert never.end.failure == killed
 
 
+ABORTED = {"exit_code": 134, "signal": "SIGABRT", "message": "killed by SIGABRT"}
+
+
+@pytest.mark.parametrize(
+    ("effect", "warned_at", "state", "rank"),
+    [
+        (True, 1.0, JobState.PREEMPTED, None),
+        (True, None, JobState.FAILED, 1),  # no warning came: the worker that left is the cause
+        (False, 1.0, JobState.FAILED, 0),  # a crash of its own
+    ],
+)
+def test_abort_after_another_worker_has_left_is_its_effect(
+    effect: bool, warned_at: float | None, state: JobState, rank: int | None
+) -> None:
+    cluster = running(2, warning=60.0)
+    cluster.fail(1, failure(1, node=1, local=0, exit_code=75, message="exited with code 75"))
+    cluster.decide(0.1)
+    aborted = failure(0, effect=effect, kind=FailureKind.SIGNAL, **ABORTED)
+    cluster.fail(0, aborted)
+    for number in (0, 1):
+        cluster.say(number, ended=True, reported=True)
+    cluster.wait(1.0 if warned_at is None else warned_at)
+    if warned_at is not None:
+        warned(cluster)
+    cluster.wait(5.0)
+    cluster.stop()
+    assert cluster.end.state is state
+    assert (cluster.end.failure.rank if cluster.end.failure else None) == rank
+
+
+@pytest.mark.parametrize("warning_arrives", [False, True])
+def test_sigterm_of_the_own_stop_is_no_preemption(warning_arrives: bool) -> None:
+    cluster = running(2, warning=60.0)
+    cluster.fail(0, failure(0))
+    cluster.decide()
+    cluster.wait(2.0)  # without stacks
+    assert cluster.ledger.stage is Stage.STOP
+    stopped = failure(1, node=1, local=0, exit_code=143, kind=FailureKind.TERMINATED)
+    cluster.now += 0.5
+    cluster.fail(1, stopped)
+    if warning_arrives:
+        warned(cluster)
+    cluster.stop()
+    assert cluster.ledger.stage is Stage.END
+    assert cluster.end.failure == failure(0)
+    view = View(cluster.nodes)
+    found = core.entries(cluster.job, cluster.ledger, view)
+    assert [each.failure.rank for each in found] == [0], "it is no consequence either"
+
+
+@pytest.mark.parametrize("stage", [Stage.RUN, Stage.COLLECT, Stage.STOP])
+def test_warning_is_added_to_the_orders_of_a_round_and_changes_nothing_else(stage: Stage) -> None:
+    cluster = running(3, spares=1, warning=60.0)
+    if stage is not Stage.RUN:
+        cluster.fail(1, failure(1, node=1, local=0))
+        cluster.decide()
+    if stage is Stage.STOP:
+        cluster.wait(2.0)
+    before = cluster.orders()
+    assert not any(order.warned for order in before.values())
+    warned(cluster)
+    assert cluster.ledger.stage is stage
+    for number, order in cluster.orders().items():
+        assert order.warned
+        assert order == replace(before[number], warned=True)
+
+
 def test_node_that_is_lost_after_a_warning_preempts_the_job() -> None:
     cluster = running(2, warning=60.0)
     warned(cluster)
@@ -564,6 +830,54 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     assert cluster.end.failure == stuck
 
 
+def test_answer_is_no_cause_if_nobody_failed_because_it_gave_up() -> None:
+    cluster = running(2, 2)
+    waiting(cluster, 3, gave_up=True)  # a script may catch that error
+    stuck = failure(3, node=1, local=1, message="the others gave up waiting for it")
+    cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)), reported=True)
+    cluster.fail(0, failure(0, effect=True, kind=FailureKind.NETWORK))
+    cluster.say(0, reported=True)
+    cluster.wait(4.0)
+    assert cluster.end.failure is not None
+    assert (cluster.end.failure.rank, cluster.end.failure.kind) == (0, FailureKind.NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "missing", "asked"),
+    [
+        ((1, 4, 2), (0, 4, 5, 6), {0: (0,), 1: (4,), 2: (5, 6)}),
+        ((4, 1, 2), (3, 4, 5), {0: (3,), 1: (4,), 2: (5,)}),
+        ((2, 2, 1), (4, 5, 99), {2: (4,)}),
+        ((1, 1, 8), (2, 9), {2: (2, 9)}),
+    ],
+)
+def test_missing_ranks_belong_to_nodes_of_different_size(
+    sizes: tuple[int, ...], missing: tuple[int, ...], asked: dict[int, tuple[int, ...]]
+) -> None:
+    cluster = Cluster(3)
+    for number, nproc in enumerate(sizes):
+        cluster.join(number, nproc=nproc)
+    cluster.run()
+    waiting(cluster, *missing)
+    probes = {node: order.probe for node, order in cluster.orders().items()}
+    assert {node: probe.ranks for node, probe in probes.items() if probe is not None} == asked
+
+
+def test_missing_ranks_follow_the_places_of_a_round_with_a_spare() -> None:
+    cluster = Cluster(4, spares=1, max_restarts=1)
+    for number, nproc in enumerate((1, 4, 2, 3)):
+        cluster.join(number, nproc=nproc)
+    cluster.run()
+    fail_round(cluster, 1, FailureKind.DEVICE, "ECC error")
+    assert cluster.ledger.nodes == (0, 3, 2)
+    waiting(cluster, 3, 4)
+    probes = {node: order.probe for node, order in cluster.orders().items()}
+    assert {node: probe.ranks for node, probe in probes.items() if probe is not None} == {
+        3: (3,),
+        2: (4,),
+    }
+
+
 def test_answer_to_an_earlier_question_is_no_cause() -> None:
     cluster = running(2, 2)
     waiting(cluster, 3, gave_up=True)
@@ -577,19 +891,44 @@ def test_answer_to_an_earlier_question_is_no_cause() -> None:
     assert cluster.end.failure.rank == 0
 
 
-def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
-    cluster = running(2, 2)
-    succeed(cluster, 0)
-    cluster.say(1, succeeded=(0,))
+@pytest.mark.parametrize(
+    ("nproc", "ended", "text", "asked"),
+    [
+        (
+            2,
+            {0: (0, 1), 1: (0,)},
+            "rank 3 still runs; ranks 0-2 ended 10 s ago",
+            {1: (3,)},
+        ),
+        (
+            4,
+            {0: (0, 2), 1: (0,)},
+            "ranks 1, 3, 5-7 still run; ranks 0, 2, 4 ended 10 s ago",
+            {0: (1, 3), 1: (5, 6, 7)},
+        ),
+        (
+            16,
+            {1: (0,)},
+            "ranks 0-15, 17-31 still run; rank 16 ended 10 s ago",
+            {0: tuple(range(8)), 1: tuple(range(17, 25))},
+        ),
+    ],
+)
+def test_ranks_that_still_run_10_s_after_the_others_are_named_once_in_one_text(
+    nproc: int, ended: dict[int, tuple[int, ...]], text: str, asked: dict[int, tuple[int, ...]]
+) -> None:
+    cluster = running(2, nproc)
+    for number, local_ranks in ended.items():
+        cluster.say(number, succeeded=local_ranks)
     cluster.decide()
     cluster.wait(9.5)
     assert not cluster.named("unfinished")
     cluster.wait(30.0)
-    [event] = cluster.named("unfinished")
-    assert event["text"] == "rank 3 still runs; ranks 0-2 ended 10 s ago"
-    probe = cluster.orders()[1].probe
-    assert probe is not None
-    assert (probe.ranks, probe.note) == ((3,), event["text"])
+    assert cluster.named("unfinished") == [{"text": text}]
+    probes = {node: order.probe for node, order in cluster.orders().items()}
+    found = {node: probe for node, probe in probes.items() if probe is not None}
+    assert {node: probe.ranks for node, probe in found.items()} == asked
+    assert {probe.note for probe in found.values()} == {text}
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(4096, 48), (8, 16)])
