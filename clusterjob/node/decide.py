@@ -405,7 +405,7 @@ def choose(
     Args:
         usable: the nodes that can run workers.
         nodes: the nodes of the last round, in the order of their ranks.
-        avoided: nodes to use, in this order, only if fewer than `least` were left without them.
+        avoided: nodes to use, the first ones first, only if there are fewer than `least` others.
         wanted: the number of nodes, if there are enough.
         least: the smallest number of nodes.
     """
@@ -544,7 +544,7 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
             suspects_due = min(suspects_due, due)
         else:
             counted.append(entry)
-    if left:  # their peers' failures are effects of it
+    if left or suspects_due < math.inf:  # their peers' failures are effects of it
         counted = [entry for entry in counted if not entry.failure.effect]
     return counted, left, suspects_due
 
@@ -845,8 +845,11 @@ class _Step:
     def measure(self) -> None:
         """Wait for the measures; leave slow nodes out, if there are enough others."""
         ledger, nodes = self.ledger, self.view.nodes
-        if (cancelled := cancellation(nodes)) is not None:
-            self.finish(cancelled)
+        end = cancellation(nodes)
+        if end is None and ledger.warned is not None:
+            end = self.preempted(_NOT_STARTED)
+        if end is not None:
+            self.finish(end)
             return
         here = [node for node in ledger.measured if nodes[node].lost is None]
         due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS

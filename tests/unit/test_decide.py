@@ -358,12 +358,21 @@ def test_node_that_is_busy_after_the_measures_is_waited_for() -> None:
     assert cluster.decide() is Stage.RUN
 
 
-def test_cancellation_ends_the_measuring() -> None:
-    cluster = measuring()
-    cluster.say(2, request=Request(cancel="cancelled"))
+@pytest.mark.parametrize(
+    ("request_", "state"),
+    [
+        (Request(cancel="cancelled"), JobState.CANCELLED),
+        (Request(warning="SIGUSR1 on gpu1"), JobState.PREEMPTED),
+    ],
+)
+def test_request_during_the_preflight_ends_the_job_before_its_workers_start(
+    request_: Request, state: JobState
+) -> None:
+    cluster = measuring(2, warning=60.0)
+    cluster.say(1, request=request_)
     assert cluster.decide() is Stage.END
-    assert cluster.end.state is JobState.CANCELLED
-    assert not any(order.measure for order in cluster.orders().values())
+    assert cluster.end.state is state
+    assert not cluster.named("started")
 
 
 def test_nodes_measure_once() -> None:
@@ -1504,3 +1513,33 @@ def test_whatever_a_node_says_is_decided_without_an_error_and_without_haste(
         for order in cluster.orders().values():
             data = json.loads(messages.FROM_COORDINATOR.encode_json(order))
             assert messages.FROM_COORDINATOR.decode(data) == order
+
+
+ABORTED = {"exit_code": 134, "signal": "SIGABRT", "message": "killed by SIGABRT"}
+
+
+@pytest.mark.parametrize(
+    ("effect", "warned_at", "state", "rank"),
+    [
+        (True, 1.0, JobState.PREEMPTED, None),
+        (True, None, JobState.FAILED, 1),  # no warning came: the worker that left is the cause
+        (False, 1.0, JobState.FAILED, 0),  # a crash of its own
+    ],
+)
+def test_abort_after_another_worker_has_left_is_its_effect(
+    effect: bool, warned_at: float | None, state: JobState, rank: int | None
+) -> None:
+    cluster = running(2, warning=60.0)
+    cluster.fail(1, failure(1, node=1, local=0, exit_code=75, message="exited with code 75"))
+    cluster.decide(0.1)
+    aborted = failure(0, effect=effect, kind=FailureKind.SIGNAL, **ABORTED)
+    cluster.fail(0, aborted)
+    for number in (0, 1):
+        cluster.say(number, ended=True, reported=True)
+    cluster.wait(1.0 if warned_at is None else warned_at)
+    if warned_at is not None:
+        warned(cluster)
+    cluster.wait(5.0)
+    cluster.stop()
+    assert cluster.end.state is state
+    assert (cluster.end.failure.rank if cluster.end.failure else None) == rank
