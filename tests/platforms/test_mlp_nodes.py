@@ -161,9 +161,9 @@ def test_node_that_reads_rank_from_other_variable_is_refused(
     environs = [variables(nodes, index, 0) for index in range(3)]
     for environ, rack in zip(environs[:2], ["0", "1"], strict=True):
         environ["MLP_WORKER_RACK_RANK_INDEX"] = rack
-    ran = launch(
-        nodes, tmp_path, environs, *ENTRY, script(tmp_path, "raise SystemExit('it ran')\n")
-    )
+    program = script(tmp_path, "raise SystemExit('it ran')\n")
+    # A node that is started after the refusal finds no other.
+    ran = launch(nodes, tmp_path, environs, *ENTRY, "--join-timeout", "30", program)
     assert all(code == 1 for code, _ in ran)
     assert (
         "reads its node_rank from MLP_ROLE_INDEX, node 0 from MLP_WORKER_RACK_RANK_INDEX"
