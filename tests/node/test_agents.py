@@ -525,21 +525,19 @@ def check_root_cause(job: Job, how: str, guilty: int, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "guilty"),
-    [("raise", 3), ("kill", 0), ("exit", 1), ("kill", 2), ("raise", 0), ("kill", 3)],
+    ("how", "guilty", "start"),
+    [
+        ("raise", 3, "fork"),
+        ("kill", 0, "fork"),
+        ("exit", 1, "fork"),
+        ("raise", 0, "exec"),
+        ("kill", 2, "exec"),
+    ],
 )
-def test_root_cause_is_rank_that_failed_first(make_job: MakeJob, how: str, guilty: int) -> None:
-    check_root_cause(make_job(2), how, guilty)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["fork", "exec"])
-@pytest.mark.parametrize("how", ["raise", "kill", "exit"])
-def test_root_cause_is_rank_that_failed_first_in_ten_runs(
-    make_job: MakeJob, how: str, start: str
+def test_root_cause_is_rank_that_failed_first(
+    make_job: MakeJob, how: str, guilty: int, start: str
 ) -> None:
-    for run in range(10):
-        check_root_cause(make_job(2), how, run % 4, "--start", start)
+    check_root_cause(make_job(2), how, guilty, "--start", start)
 
 
 @pytest.mark.parametrize("launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.slow)])
