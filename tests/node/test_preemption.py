@@ -160,8 +160,7 @@ def test_callbacks_run_once_in_order_on_main_thread(make_job: MakeJob, mode: str
     assert [job.log(rank, f"rank{rank}.out") for rank in (0, 1)] == ["first\nsecond\n"] * 2
 
 
-@pytest.mark.parametrize("mode", ["fork", "exec"])
-@pytest.mark.parametrize("number", ["SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize(("mode", "number"), [("fork", "SIGUSR1"), ("exec", "SIGUSR2")])
 def test_every_end_after_warning_signal_is_preemption(
     make_job: MakeJob, mode: str, number: str
 ) -> None:
