@@ -320,7 +320,7 @@ def test_signal_to_process_group_of_a_rank_ends_that_rank_alone(
     assert "SIGTERM" in job.result["failure"]["message"]
 
 
-@pytest.mark.parametrize("code", [1, 2, 120, 255])
+@pytest.mark.parametrize("code", [2, 255])
 def test_exit_code_of_worker_becomes_exit_code_of_job(make_job: MakeJob, code: int) -> None:
     job = make_job()
     job.start(0, job.script(f"import sys; sys.exit({code})"))
@@ -372,24 +372,6 @@ def test_failure_time_is_time_of_exception_not_of_exit(make_job: MakeJob) -> Non
     ) == (0, 1, None)
     assert "the first" in job.result["failure"]["message"]
     assert [item["rank"] for item in job.result["consequences"]] == [1]
-
-
-@pytest.mark.slow
-def test_failed_worker_that_never_exits_does_not_block_end_of_job(make_job: MakeJob) -> None:
-    job = make_job(2)
-    script = job.script("""
-        import os, threading, time
-        if os.environ["RANK"] == "1":
-            threading.Thread(target=time.sleep, args=(1000,)).start()
-            raise ValueError("boom")
-        time.sleep(1000)
-    """)
-    job.start_all(script)
-    assert job.wait() == [1, 1]
-    assert (job.result["failure"]["rank"], job.result["failure"]["message"]) == (
-        1,
-        "ValueError: boom",
-    )
 
 
 def test_failure_of_forked_child_is_not_failure_of_worker(make_job: MakeJob) -> None:
@@ -463,23 +445,22 @@ def test_verdict_is_written_when_stderr_holds_binary_data(make_job: MakeJob) -> 
 
 def test_verdict_is_written_when_all_ranks_fail_at_once_with_long_stderr(make_job: MakeJob) -> None:
     """The stderr of all ranks together must fit into the messages between agents."""
-    for _ in range(3):
-        job = make_job(2)
-        script = job.script(r"""
-            import os, pathlib, time
-            os.write(2, (b"\0" * 700 + b"\n") * 40)
-            pathlib.Path(f"up{os.environ['RANK']}").touch()
-            while not os.path.exists("go"):
-                time.sleep(0.001)
-            time.sleep(max(0.0, float(pathlib.Path("go").read_text()) - time.time()))
-            os._exit(3)
-        """)
-        job.start_all("--nproc-per-node", "12", script)
-        job.wait_for(*(f"up{rank}" for rank in range(24)))
-        job.path("new").write_text(str(time.time() + 0.3))
-        job.path("new").rename(job.path("go"))
-        assert job.wait() == [3, 3]
-        assert [job.node_end(node)["state"] for node in (0, 1)] == ["FAILED", "FAILED"]
+    job = make_job(2)
+    script = job.script(r"""
+        import os, pathlib, time
+        os.write(2, (b"\0" * 700 + b"\n") * 40)
+        pathlib.Path(f"up{os.environ['RANK']}").touch()
+        while not os.path.exists("go"):
+            time.sleep(0.001)
+        time.sleep(max(0.0, float(pathlib.Path("go").read_text()) - time.time()))
+        os._exit(3)
+    """)
+    job.start_all("--nproc-per-node", "12", script)
+    job.wait_for(*(f"up{rank}" for rank in range(24)))
+    job.path("new").write_text(str(time.time() + 0.3))
+    job.path("new").rename(job.path("go"))
+    assert job.wait() == [3, 3]
+    assert [job.node_end(node)["state"] for node in (0, 1)] == ["FAILED", "FAILED"]
 
 
 # -- root cause and consequences, with a real process group ----------------------------------------
@@ -543,21 +524,19 @@ def check_root_cause(job: Job, how: str, guilty: int, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "guilty"),
-    [("raise", 3), ("kill", 0), ("exit", 1), ("kill", 2), ("raise", 0), ("kill", 3)],
+    ("how", "guilty", "start"),
+    [
+        ("raise", 3, "fork"),
+        ("kill", 0, "fork"),
+        ("exit", 1, "fork"),
+        ("raise", 0, "exec"),
+        ("kill", 2, "exec"),
+    ],
 )
-def test_root_cause_is_rank_that_failed_first(make_job: MakeJob, how: str, guilty: int) -> None:
-    check_root_cause(make_job(2), how, guilty)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["fork", "exec"])
-@pytest.mark.parametrize("how", ["raise", "kill", "exit"])
-def test_root_cause_is_rank_that_failed_first_in_ten_runs(
-    make_job: MakeJob, how: str, start: str
+def test_root_cause_is_rank_that_failed_first(
+    make_job: MakeJob, how: str, guilty: int, start: str
 ) -> None:
-    for run in range(10):
-        check_root_cause(make_job(2), how, run % 4, "--start", start)
+    check_root_cause(make_job(2), how, guilty, "--start", start)
 
 
 @pytest.mark.parametrize("launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.slow)])
@@ -642,16 +621,6 @@ def test_killed_forkserver_fails_job_and_names_node(make_job: MakeJob, node: int
     assert "SIGKILL" in failure["message"]
 
 
-def test_killed_agent_of_single_node_job_leaves_state_lost(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, "--nproc-per-node", "2", job.script(SLEEPER))
-    job.wait_for("up0", "up1")
-    job.agents[0].kill()
-    wait_for_no_processes(10)
-    assert job.wait() == [-9]
-    assert job.node_end(0)["state"] == "LOST"
-
-
 def test_agents_killed_at_once_leave_no_process_and_state_lost(make_job: MakeJob) -> None:
     job = make_job(2)
     job.start_all(
@@ -719,13 +688,6 @@ def test_agent_of_frozen_coordinator_ends_its_workers_as_lost(make_job: MakeJob)
     wait_for_no_processes(10)
     assert job.agents[0].wait(TEST_TIMEOUT) == 1
     assert job.result["state"] == "FAILED"
-
-
-@pytest.mark.slow
-def test_quiet_job_outlives_many_leases(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--heartbeat", "0.1", "--lease", "2", job.script("import time; time.sleep(6)"))
-    assert job.wait() == [0, 0]
 
 
 # -- processes that workers leave behind -----------------------------------------------------------
@@ -936,17 +898,6 @@ def test_agent_of_old_attempt_is_refused(make_job: MakeJob) -> None:
     assert job.result["attempt"] == 1
 
 
-def test_node_lost_before_start_ends_rendezvous(make_job: MakeJob) -> None:
-    job = make_job(3)
-    script = job.script(SLEEPER)
-    job.start(0, script)
-    job.start(1, script)
-    wait_until(lambda: len(job.events("joined")) == 2, TEST_TIMEOUT)
-    job.agents[1].kill()
-    assert job.wait() == [1, -9]
-    assert job.result["failure"]["node_rank"] == 1
-
-
 @pytest.mark.slow
 def test_coordinator_takes_next_port_when_port_is_in_use(make_job: MakeJob) -> None:
     from clusterjob.node.environments.topology import candidate_ports
@@ -1073,31 +1024,6 @@ def test_node_that_still_imports_torch_takes_part_in_restart(
     )
     assert job.wait() == [0, 0]
     assert job.result["restarts"] == 1
-
-
-def test_job_fails_after_last_restart(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(
-        "--max-restarts",
-        "2",
-        job.script("import os, sys; sys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))"),
-    )
-    assert job.wait() == [12, 12]
-    assert (job.result["state"], job.result["restarts"], job.result["exit_code"]) == (
-        "FAILED",
-        2,
-        12,
-    )
-    assert "FAILED after 2 restarts" in job.stderr(job.agents[0])
-
-
-def test_job_with_lost_node_is_not_restarted(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--max-restarts", "3", job.script(SLEEPER))
-    job.wait_for("up0", "up1")
-    job.agents[1].kill()
-    assert job.wait() == [1, -9]
-    assert job.result["restarts"] == 0
 
 
 def test_cancel_request_ends_restarts(make_job: MakeJob) -> None:
@@ -1288,20 +1214,6 @@ def test_job_beyond_time_limit_fails_with_exit_code_124(make_job: MakeJob, nnode
     assert job.wait() == [124] * nnodes
     assert (job.result["state"], job.result["exit_code"]) == ("FAILED", 124)
     assert "time limit of 1 s" in job.result["reason"]
-
-
-def test_time_limit_includes_restarts(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(
-        0,
-        "--time-limit",
-        "4",
-        "--max-restarts",
-        "1000",
-        job.script("import time; time.sleep(0.4); raise SystemExit(1)"),
-    )
-    assert job.wait() == [124]
-    assert job.result["restarts"] > 0
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -164,30 +164,6 @@ def test_hang_is_found_with_rank_and_place(hanging: dict[str, Job], name: str) -
     assert "stacks of 3 ranks: logs/node0/stacks.txt" in verdict
 
 
-def test_workers_restart_after_hang_on_two_nodes(make_job: MakeJob) -> None:
-    job = make_job(2)
-    script = job.script("""
-        import os, threading
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] != "2":
-            threading.Event().wait()
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            once = threading.Lock()
-            with once, once:
-                pass
-    """)
-    job.start_all("--nproc-per-node", "2", "--hang-timeout", "4", "--max-restarts", "1", script)
-    assert job.wait() == [0, 0]
-    assert job.result["restarts"] == 1
-    assert job.result["evidence"] == ""
-    restart = next(each for each in events(job) if each["event"] == "restart")
-    assert restart["why"].startswith("rank 2 (node 1, local rank 0,")
-    assert "no progress for 4s" in restart["why"]
-    data = json.loads((job.dir / "logs/node0/stacks.json").read_text())
-    assert [(each["rank"], each["node_rank"]) for each in data["ranks"]] == [
-        (0, 0), (1, 0), (2, 1), (3, 1),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("launcher", ["agent", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_heartbeats_keep_a_silent_job_alive(make_job: MakeJob, launcher: str) -> None:
     job = make_job(1)
@@ -259,12 +235,6 @@ def test_deadlock_in_destructor_of_gloo_group_is_found(tmp_path: Path) -> None:
             assert "script.py:" in job.result["reason"]
             return
     raise AssertionError(kinds)
-
-
-def test_job_without_hang_timeout_may_be_silent(make_job: MakeJob) -> None:
-    job = make_job(1)
-    job.start_all("--nproc-per-node", "2", job.script("import time; time.sleep(4)"))
-    assert job.wait() == [0]
 
 
 # -- no false alarm --------------------------------------------------------------------------------

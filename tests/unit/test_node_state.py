@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,16 @@ from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.protocol import LINE_BYTES
-from clusterjob.node.states import Failing, Missing, NodeState, Order, Probed, Request
+from clusterjob.node.states import (
+    Failing,
+    Found,
+    Missing,
+    NodeState,
+    Order,
+    Probe,
+    Probed,
+    Request,
+)
 from clusterjob.node.system import crashes
 from clusterjob.node.system.codec import MalformedMessageError, plain
 from clusterjob.node.verdict import Failure
@@ -219,9 +229,15 @@ def test_early_exits_have_the_age_of_their_end() -> None:
     assert [round(each.age) for each in report.now().exits] == [5]
 
 
-def test_node_that_fails_before_the_first_round_says_so_when_the_round_begins(
-    tmp_path: Path,
-) -> None:
+WORLD = World(
+    restart=0, master_addr="127.0.0.1", master_port=1, agent_store=True, node_rank=0, nnodes=1,
+    nproc=1, first_rank=0, world_size=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def workers(tmp_path: Path, report: StateReport) -> Iterator[NodeWorkers]:
+    """The workers of a node whose forkserver cannot start any."""
     topology = Topology(
         node_rank=0, nnodes=1, nproc_per_node=1, master_addr="127.0.0.1,fd00::1", master_port=None,
         source="test",
@@ -229,25 +245,40 @@ def test_node_that_fails_before_the_first_round_says_so_when_the_round_begins(
     options = LaunchOptions(Program("script", "x.py"))
     identity = JobIdentity("job", 0, b"token", [1], has_torch=False)
     node = NodeJob(topology, options, identity, tmp_path, print_line=print)
-    world = World(
-        restart=0, master_addr="127.0.0.1", master_port=1, agent_store=True, node_rank=0, nnodes=1,
-        nproc=1, first_rank=0, world_size=1,
-    )  # fmt: skip
     agent_end, forkserver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    workers = NodeWorkers(
-        node,
-        ForkserverClient(os.getpid(), agent_end),
-        console := Console(None, numbered=False, note=None),
-        report := StateReport(),
-    )
-    workers.fail_node("srun was killed")
-    assert not report.now().failing
-    report.begin(0)
-    workers.start(Order(0, world=world))
-    assert [each.failure.message for each in report.now().failing] == ["srun was killed"]
+    console = Console(None, numbered=False, note=None)
+    with agent_end, forkserver_end:
+        made = NodeWorkers(node, ForkserverClient(os.getpid(), agent_end), console, report)
+        made.fail_node("srun was killed")
+        yield made
     console.close()
-    agent_end.close()
-    forkserver_end.close()
+
+
+def test_node_that_fails_before_the_first_round_says_so_when_the_round_begins(
+    workers: NodeWorkers, report: StateReport
+) -> None:
+    assert not report.now().failing
+    workers.start(Order(0, world=WORLD))
+    assert [each.failure.message for each in report.now().failing] == ["srun was killed"]
+
+
+def test_order_that_is_repeated_is_answered_once(
+    workers: NodeWorkers, report: StateReport, tmp_path: Path
+) -> None:
+    log = tmp_path / "logs/node0/rank0.err"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    workers.start(Order(0, world=WORLD))
+    found = Found(1, 0, ("rank 5: it sleeps",))
+    order = Order(0, world=WORLD, report=True, probe=Probe(1, (0,)), found=found)
+    workers.answer(order, Order(0))
+    known = report.state
+    assert known.reported
+    assert known.probed is not None
+    assert "was not started" in known.probed.lines[0]
+    workers.answer(order, order)
+    assert report.state == known
+    assert log.read_text().count("it sleeps") == 1
 
 
 def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_none() -> None:
