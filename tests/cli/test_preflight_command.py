@@ -63,8 +63,8 @@ def test_unknown_mode_and_srun_are_refused(directory: Path) -> None:
     assert "--preflight needs clusterjob's agent" in refused.stderr
 
 
-def test_doctor_run_measures_hosts_and_exits_with_0(directory: Path) -> None:
-    done = run("doctor", "--run", *LOCAL, "--nodes", "2", "--preflight=warn", directory=directory)
+def test_doctor_run_measures_hosts_and_exits_with_0(tmp_path: Path) -> None:
+    done = run("doctor", "--run", *LOCAL, "--nodes", "2", "--preflight=warn", directory=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "matrix multiply" in lines[0]
@@ -74,11 +74,11 @@ def test_doctor_run_measures_hosts_and_exits_with_0(directory: Path) -> None:
     assert record.name == "preflight"
 
 
-def test_doctor_run_names_broken_host_and_exits_with_1(directory: Path) -> None:
+def test_doctor_run_names_broken_host_and_exits_with_1(tmp_path: Path) -> None:
     # The job's directory of node 1 becomes a file system without space: its measure fails.
     setup = 'if [ "$CLUSTERJOB_NODE_RANK" = 1 ]; then ulimit -f 1; fi'  # files of at most 1 block
     done = run(
-        "doctor", "--run", *LOCAL, "--nodes", "3", "--setup", setup, "--json", directory=directory
+        "doctor", "--run", *LOCAL, "--nodes", "3", "--setup", setup, "--json", directory=tmp_path
     )
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)
