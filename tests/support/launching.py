@@ -139,17 +139,11 @@ def start_manually(
     extra: Mapping[str, str] | None = None,
 ) -> list[ForkedProgram]:
     """Start workers without a launcher, so the others keep running when one fails."""
-    common = {
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    rank_environments = [
-        common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(extra or {})
+    port = free_port()
+    return [
+        preloaded.start(argv, directory, rank_variables(rank, nproc, port) | dict(extra or {}))
         for rank in range(nproc)
     ]
-    return [preloaded.start(argv, directory, ranks) for ranks in rank_environments]
 
 
 MARGIN = 15  # seconds by which a process's message may be late on a busy machine

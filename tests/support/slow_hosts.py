@@ -1,26 +1,19 @@
-"""Five hosts in network namespaces, one of them with a slow network or little CPU time.
-
-`python tests/support/slow_hosts.py 20` (as root) runs a preflight on them 20 times in each way and
-prints which host was named.
-"""
+"""Five hosts in network namespaces, one of them with a slow network or little CPU time."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from namespaces import Machine, machines
+from namespaces import Machine
 from namespaces import skip_reason as namespaces_skip_reason
 from procs import Job
 
@@ -139,26 +132,3 @@ def run(hosts: list[Machine], directory: Path, way: str) -> dict[str, Any]:
                 agent.wait()
         [event] = job.events("preflight")
         return event
-
-
-def _measure(times: int) -> None:
-    right = dict.fromkeys(WAYS, 0)
-    with machines(HOSTS) as hosts:
-        for number, way in itertools.product(range(1, times + 1), WAYS):
-            with tempfile.TemporaryDirectory() as name:
-                event = run(hosts, Path(name), way)
-            named = [text.split(":")[0] for text in event["slow"]]
-            good = named == ([] if way == "clean" else [f"host gpu{SLOW}"])
-            right[way] += good
-            print(
-                f"{way}: {right[way]} of {number} right; {event['seconds']} s, load"
-                f" {os.getloadavg()[0]:.0f}: {event['slow']} {event['findings']}",
-                flush=True,
-            )
-            if not good:
-                print(json.dumps(event["table"]), flush=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    _measure(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from commands import CLUSTERJOB, PACKAGE
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
 from slurm_cluster import SlurmCluster
+from ssh_network import python_without_torch
 
 # Seconds; several times as long as two polls of Slurm by clusterjob, which polls every 5 s.
 PROMPT = 30.0
@@ -46,12 +46,13 @@ class User:
     The jobs use an interpreter that cannot import torch and therefore starts ten times faster.
     """
 
+    cluster = "slurm"
+
     def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.slurm = slurm
         self.directory = directory
-        self.python = directory.parent / "python"
-        self.python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
-        self.python.chmod(0o755)
+        self.meeting = directory  # where the workers write files for the test
+        self.python = python_without_torch(directory.parent)
         patch.setenv("CLUSTERJOB_PYTHON", str(self.python))
         self.patch = patch
         self.home = Path(os.environ["CLUSTERJOB_HOME"])
@@ -72,7 +73,9 @@ class User:
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
         wait_until(
-            lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}"
+            lambda: all((self.meeting / name).exists() for name in names),
+            timeout,
+            f"the files {names}",
         )
 
     def command_first_on_path(self, name: str, text: str) -> Path:
@@ -149,18 +152,18 @@ class User:
     def run(
         self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        return self("run", "--cluster", "slurm", *options, self.script(text), *args, code=code)
+        return self("run", "--cluster", self.cluster, *options, self.script(text), *args, code=code)
 
     def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
         return self(
-            "submit", "--cluster", "slurm", *options, self.script(text), *args
+            "submit", "--cluster", self.cluster, *options, self.script(text), *args
         ).stdout.strip()
 
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
         """Return the error message for a refused job; fail if files or a job in Slurm remain."""
         before = self._queued()
         message = self(
-            command, "--cluster", "slurm", *options, self.script("pass"), code=code
+            command, "--cluster", self.cluster, *options, self.script("pass"), code=code
         ).stderr
         assert self._queued() <= before  # Slurm may have removed ended jobs meanwhile
         assert self.remaining_files() == []
@@ -173,7 +176,7 @@ class User:
 
     def submit_error_without_slurm(self) -> str:
         """Return the error message for a job when Slurm does not answer."""
-        message = self("submit", "--cluster", "slurm", self.script("pass"), code=1).stderr
+        message = self("submit", "--cluster", self.cluster, self.script("pass"), code=1).stderr
         assert self.remaining_files() == []
         return message
 
