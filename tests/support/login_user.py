@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 from launching import free_port
-from procs import MARKER, alive, below, command_line, wait_until
+from procs import MARKER, alive, below, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User, user_of
 from ssh_network import checked_output, start_sshd
-
-_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
 # file `leave` there.
@@ -175,14 +173,9 @@ def _toml(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _skip_reason() -> str:
-    absent = [name for name in ("sshd", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
-    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
-
-
 def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Laptop]:
-    if _skip_reason():
-        pytest.skip(_skip_reason())
+    if why := missing_programs("sshd", "ssh-keygen"):
+        pytest.skip(why)
     with user_of(slurm, tmp_path, patch, Laptop) as made:
         assert isinstance(made, Laptop)
         try:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT, below, wait_until
+from procs import TEST_TIMEOUT, below, missing_programs, wait_until
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def require_tmux() -> None:
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed: `make packages` installs it")
+    if why := missing_programs("tmux"):
+        pytest.skip(why)
 
 
 class Tmux:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from namespaces import Machine
 from namespaces import skip_reason as namespaces_skip_reason
-from procs import Job
+from procs import Job, missing_programs
 
 HOSTS = 5
 SLOW = 3  # the index of the slow host
@@ -25,15 +24,14 @@ _CPU_SHARE = 0.1  # of one core
 _TIMEOUT = 300.0  # seconds; a run needs much less
 # netem is not in every kernel; tbf limits the rate as well.
 _QDISCS = ("netem rate 200mbit delay 2ms", "tbf rate 200mbit burst 128kb latency 200ms")
-_TC = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def skip_reason() -> str:
     """Return why slow hosts cannot be simulated here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces and cgroups need root"
-    if shutil.which("tc", path=_TC) is None:
-        return "tc is missing: `make packages` installs iproute2"
+    if why := missing_programs("tc"):
+        return why
     if not (_CPU / "cpu.cfs_quota_us").exists() and _version_2() is None:
         return "no CPU controller of cgroups is mounted"
     return namespaces_skip_reason()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from procs import MARKER, alive, command_line, wait_until
+from procs import MARKER, alive, command_line, missing_programs, wait_until
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _CLONE_NEWNET = 0x40000000
@@ -75,12 +75,7 @@ def skip_reason() -> str:
     """Return why the hosts cannot be created on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [
-        name
-        for name in ("sshd", "ip", "ssh-keygen", "unshare", "nsenter")
-        if shutil.which(name, path=_PATH) is None
-    ]
-    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
+    return missing_programs("sshd", "ip", "ssh-keygen", "unshare", "nsenter")
 
 
 @dataclass
@@ -343,8 +338,7 @@ def ssh_network_in(directory: Path, *, gpus: int = 3, inner: int = 2) -> Iterato
 
 
 def require_ssh_network() -> None:
-    why = skip_reason()
-    if why:
+    if why := skip_reason():
         pytest.skip(why)
 
 

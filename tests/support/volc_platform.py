@@ -32,7 +32,7 @@ import namespaces
 import pytest
 import yaml
 from namespaces import Machine
-from procs import wait_until
+from procs import missing_programs, wait_until
 
 HERE = Path(__file__).resolve().parent
 FLAVORS = {
@@ -47,12 +47,8 @@ TEST_TIMEOUT = 60.0  # seconds; a change of state takes much less
 
 def skip_reason() -> str:
     """Return why the platform cannot run on this machine; empty if it can."""
-    why = namespaces.skip_reason()
-    if why:
+    if why := namespaces.skip_reason() or missing_programs("setpriv", "unshare", "bash"):
         return why
-    missing = [name for name in ("setpriv", "unshare", "bash") if shutil.which(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
     made = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"],
         capture_output=True,
@@ -342,8 +338,7 @@ def _main() -> None:
 @pytest.fixture(scope="session")
 def volc_machines() -> Iterator[list[Machine]]:
     """Return the machines; the platforms of all tests use them, one at a time."""
-    why = skip_reason()
-    if why:
+    if why := skip_reason():
         pytest.skip(why)
     with namespaces.machines(4) as made:
         yield made
