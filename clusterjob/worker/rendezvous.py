@@ -294,9 +294,10 @@ def forming(place: GroupStore) -> Iterator[None]:
             them.
     """
     over, begin = threading.Event(), time.monotonic()
-    threading.Thread(
+    watcher = threading.Thread(
         target=_watch_formation, args=(place, over.wait), name="clusterjob-forming", daemon=True
-    ).start()
+    )
+    watcher.start()
     try:
         yield
     except RuntimeError as error:
@@ -307,6 +308,7 @@ def forming(place: GroupStore) -> Iterator[None]:
         raise RanksMissingError(f"{text}; gave up after {waited:.0f} s") from error
     finally:
         over.set()
+        watcher.join(_OTHERS)  # it holds the store, whose port the next group needs
     # The process that serves the store may have formed the group and ended.
     with contextlib.suppress(RuntimeError):
         place.signed.offer(f"formed{place.worker.rank}")
