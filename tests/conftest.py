@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from job_variables import is_job_variable
+from launching import is_job_variable
 from login_user import laptop, laptop_of_each_cluster  # noqa: F401  fixtures
 from preloaded import COMMAND_MODULES, SCRIPT_MODULES, Preloaded, preloaded_process
 from procs import (
@@ -32,15 +32,17 @@ from procs import (
     listening_sockets,
     marked,
 )
-from slurm_fixtures import (  # noqa: F401  fixtures
+from slurm_user import (  # noqa: F401  fixtures
     _slurm_dbd,
     _slurm_either,
     _slurm_none,
     slurm,
     slurm_accounted,
     slurm_cluster,
+    user,
+    user_accounted,
+    user_of_each_cluster,
 )
-from slurm_user import user, user_accounted, user_of_each_cluster  # noqa: F401  fixtures
 from ssh_network import SshNetwork, python_without_torch, require_ssh_network, ssh_network_in
 from sshsite import full_disk, site  # noqa: F401  fixtures
 from volc_platform import volc, volc_machines  # noqa: F401  fixtures

@@ -124,6 +124,7 @@ class Context:
 
         self._group = dist.group.WORLD
         self._owned, self._store = owned, store or self._store
+        state.grouped = True
         # Such as "cpu:gloo,cuda:nccl"; get_backend() is "undefined" if torch chose the backend.
         self._devices = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         self.backend = self._devices.get(self.device.type) or next(iter(self._devices.values()))
@@ -509,6 +510,7 @@ class ProcessState:
         timeout: the timeout that `init` was given, in seconds.
         pid: pid of the process that called `init`. A forked child inherits this state.
         watched: whether `watch` has installed its hooks.
+        grouped: whether this process has had a process group.
         abandoned: whether threads of an abandoned group may still run.
     """
 
@@ -516,6 +518,7 @@ class ProcessState:
     timeout: float | None = None
     pid: int = 0
     watched: bool = False
+    grouped: bool = False
     abandoned: bool = False
 
 

@@ -175,7 +175,7 @@ def _make_group(
             f"rank {worker.rank} of {worker.world_size} could not form the process group "
             f"({backend}, store at {store_address}): {reason}"
         ) from error
-    if state.watched:
+    if state.grouped:
         # For each group torch wraps the hook to add "[rank0]:". Keep only its first wrapper.
         sys.excepthook = hook
     return place

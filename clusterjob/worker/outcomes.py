@@ -77,10 +77,8 @@ def _encode(value: Any) -> Any:
     Raises:
         _NotPlain: the value has a part that is no number, text, list, tuple or dict.
     """
-    if value is None or type(value) in (bool, str):
+    if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, int):
-        return int(value)
     if isinstance(value, float):  # also numpy's float64
         return float(value)
     if type(value) is tuple:

@@ -171,11 +171,33 @@ def join(store: SignedStore, worker: Worker, own: Facts, timeout: float, *, star
             running but has not called init(). It then serves the store too.
 
     Raises:
-        RendezvousError: a rank is missing, claimed twice, of another job, or has other versions.
-            All ranks get the same message. A wrong rank is refused at once, without waiting for
-            missing ranks.
-        RuntimeError: torch's error, if the store has ended.
+        RanksMissingError: a rank is missing, or the store has ended with the rank that serves it.
+        RendezvousError: a rank is claimed twice, of another job, or has other versions. All ranks
+            get the same message. A wrong rank is refused at once, without waiting for missing
+            ranks.
     """
+    try:
+        _enter(store, own)
+        _await_answer(store, worker, own, timeout, started=started)
+        answer = json.loads(store.read("go")[0])
+    except RuntimeError as error:  # torch's DistError is a RuntimeError
+        reason = str(error).strip().partition("\n")[0]
+        raise RanksMissingError(
+            f"{own} has joined, and the store of the rendezvous has ended: {reason}"
+        ) from error
+    if not answer["refused"]:
+        return
+    if worker.rank == 0 and not started:
+        time.sleep(_REFUSAL)  # the store ends with this process
+    kind = RanksMissingError if answer.get("late") else RendezvousError
+    raise kind(
+        sanitize(str(answer["refused"]))[:_MAX_ANSWER],
+        sanitize(str(answer["hint"]))[:_MAX_ANSWER],
+    )
+
+
+def _enter(store: SignedStore, own: Facts) -> None:
+    """Write this rank's facts, compare them with those of others, and count this rank."""
     keys = [f"rank{own.rank}", "first", *([f"gpu {own.gpu}"] if own.gpu else [])]
     others = [Facts.of(store.offer(key, own.data())) for key in keys]
     found = [disagreement(own, other) for other in others]
@@ -186,17 +208,6 @@ def join(store: SignedStore, worker: Worker, own: Facts, timeout: float, *, star
     # missing: it is written before the rank is counted.
     elif store.add(f"joined{own.rank}", 1) == 1 and store.add("count", 1) == own.world_size:
         _answer(store)
-    _await_answer(store, worker, own, timeout, started=started)
-    answer = json.loads(store.read("go")[0])
-    if not answer["refused"]:
-        return
-    if worker.rank == 0 and not started:
-        time.sleep(_REFUSAL)  # the store ends with this process
-    kind = RanksMissingError if answer.get("late") else RendezvousError
-    raise kind(
-        sanitize(str(answer["refused"]))[:_MAX_ANSWER],
-        sanitize(str(answer["hint"]))[:_MAX_ANSWER],
-    )
 
 
 def _answer(store: SignedStore, refused: str = "", hint: str = "", *, late: bool = False) -> None:
@@ -283,9 +294,10 @@ def forming(place: GroupStore) -> Iterator[None]:
             them.
     """
     over, begin = threading.Event(), time.monotonic()
-    threading.Thread(
+    watcher = threading.Thread(
         target=_watch_formation, args=(place, over.wait), name="clusterjob-forming", daemon=True
-    ).start()
+    )
+    watcher.start()
     try:
         yield
     except RuntimeError as error:
@@ -296,6 +308,7 @@ def forming(place: GroupStore) -> Iterator[None]:
         raise RanksMissingError(f"{text}; gave up after {waited:.0f} s") from error
     finally:
         over.set()
+        watcher.join(_OTHERS)  # it holds the store, whose port the next group needs
     # The process that serves the store may have formed the group and ended.
     with contextlib.suppress(RuntimeError):
         place.signed.offer(f"formed{place.worker.rank}")
@@ -339,6 +352,7 @@ def _unresponsive_at_end(place: GroupStore) -> str:
     worker = place.worker
     with contextlib.suppress(OSError, RuntimeError):
         store = place.reconnect()
+        store.offer(f"there{worker.rank}")  # its own thread may not have done so yet
         if store.claim("last probe", worker.rank):
             silent = _unresponsive(store, worker)[1]
             process.ask_agents(worker.local_rank, silent, final=True)

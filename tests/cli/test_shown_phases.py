@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tmux
 from commands import CLUSTERJOB
 from procs import TEST_TIMEOUT, wait_until
+from screens import Tmux
 from ssh_network import python_without_torch
 from terminals import Terminal
-from tmux import Tmux
 
 from clusterjob.backends.base import JobPhase, JobProgress, Status
 from clusterjob.cli import colours, watch_status
@@ -24,7 +23,6 @@ from clusterjob.core.record_index import ListRow
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 RUN = [*CLUSTERJOB, "run", "--cluster", "local"]
-needs_tmux = pytest.mark.skipif(tmux.missing(), reason="tmux is not installed")
 # Each file lets the job go on: `import` ends the import of torch, `end` the program.
 WAIT = "while not os.path.exists({!r}): time.sleep(0.01)\n"
 TORCH = f"import os, time\n{WAIT.format('import')}raise ModuleNotFoundError(name='torch')\n"
@@ -152,7 +150,6 @@ def test_terminal_keeps_reason_of_restart(work: Path) -> None:
     assert "after 1 restart" in shown.partition("clusterjob: restart 1")[2]
 
 
-@needs_tmux
 @pytest.mark.parametrize("columns", [80, 30])
 def test_live_line_stays_below_output_and_disappears(work: Path, columns: int) -> None:
     with Tmux(work, columns=columns) as screen:
@@ -174,7 +171,6 @@ def test_live_line_stays_below_output_and_disappears(work: Path, columns: int) -
     assert verdict.endswith("SUCCEEDED")
 
 
-@needs_tmux
 def test_narrower_terminal_keeps_no_part_of_wrapped_line(work: Path) -> None:
     with Tmux(work, columns=100) as screen:
         screen.start(slow(work, *RUN))
@@ -190,7 +186,6 @@ def test_narrower_terminal_keeps_no_part_of_wrapped_line(work: Path) -> None:
         assert "nodes joined" not in screen.wait_for("SUCCEEDED")
 
 
-@needs_tmux
 @pytest.mark.parametrize("key", ["C-c", "TERM"])
 def test_interrupt_or_sigterm_leaves_clean_terminal(work: Path, key: str) -> None:
     with Tmux(work) as screen:

@@ -53,33 +53,20 @@ def test_volc_fails_when_mlp_is_not_on_path(volc: Platform) -> None:
     [
         (["--version"], "No help topic for '--version'"),
         (["ml_task", "stop", "--id", "t-1"], "No help topic for 'stop'"),
-        (["ml_task", "list", "--all"], "flag provided but not defined: -all"),
         (["ml_task", "list", "--outpu", "json"], "flag provided but not defined: -outpu"),
-        (
-            ["ml_task", "cancel", "--id", "t-1", "--output", "json"],
-            "flag provided but not defined: -output",
-        ),
-        (
-            ["ml_task", "logs", "--task", "t-1", "--instance", "worker_0", "--output", "json"],
-            "flag provided but not defined: -output",
-        ),
         (["ml_task", "logs", "--task", "t-1"], 'Required flags "instance" not set'),
-        (["ml_task", "get", "--output", "json"], 'Required flags "id" not set'),
-        (["ml_task", "get", "--id"], "flag needs an argument: -id"),
+        (["ml_task", "list", "--limit", "5"], 'Required flags "output" not set'),
+        (["ml_task", "cancel", "--id"], "flag needs an argument: -id"),
         (["ml_task", "list", "--output", "Json"], "only json is supported"),
         (["ml_task", "list", "--limit", "ten", "--output", "json"], "parse error"),
         (
-            ["ml_task", "submit", "--conf", "missing.yaml"],
+            ["ml_task", "submit", "--conf", "missing.yaml", "--output", "json"],
             "load config file failed: open missing.yaml: no such file or directory",
         ),
-        (["ml_task", "get", "--id", "t-1", "--output", "json"], "task t-1 not found"),
+        (["ml_task", "cancel", "--id", "t-1"], "task t-1 not found"),
         (
             ["ml_task", "list", "--status", "Waiting", "--output", "json"],
             "status 'Waiting' is not one of",
-        ),
-        (
-            ["ml_task", "list", "--format", "Nonsense", "--output", "json"],
-            "unsupported format field 'Nonsense'",
         ),
     ],
 )
@@ -87,13 +74,6 @@ def test_undocumented_command_line_is_refused(
     idle: Platform, arguments: list[str], reason: str
 ) -> None:
     assert reason in error_of(idle.volc(*arguments))
-
-
-@pytest.mark.parametrize(
-    "arguments", [["list"], ["get", "--id", "t-1"], ["instance", "list", "--id", "t-1"]]
-)
-def test_command_without_json_output_needs_terminal(idle: Platform, arguments: list[str]) -> None:
-    assert "/dev/tty" in error_of(idle.volc("ml_task", *arguments), 255)
 
 
 def test_command_checks_keys_region_profile_and_permission(volc: Platform) -> None:
@@ -106,9 +86,9 @@ def test_command_checks_keys_region_profile_and_permission(volc: Platform) -> No
     keys = {"VOLC_AK": volc.ak, "VOLC_SK": volc.sk}
     assert "Region is empty" in error_of(volc.volc(*listing, env=keys))
     assert volc.volc(*listing, env=keys | {"VOLC_REGION": volc.region}).returncode == 0
-    assert volc.volc("configure", input=f"{volc.ak}\n{volc.sk}\n\n").returncode == 0
+    volc.login()
     assert volc.volc(*listing).returncode == 0
-    assert "is empty" in error_of(volc.volc(*listing, "--profile", "other"))
+    assert "is empty" in error_of(volc.volc(*listing, env={"VOLC_PROFILE": "other"}))
     volc.deny("CreateJob")
     assert volc.volc(*listing).returncode == 0
     volc.deny()
@@ -133,15 +113,9 @@ def test_list_shows_ten_unfinished_tasks_unless_options_say_otherwise(
     assert [row["JobId"] for row in volc.rows("list", "--name", "sk 1")] == tasks[10::-3]
     volc.volc("ml_task", "cancel", "--id", tasks[0])
     assert len(volc.rows("list", "--limit", "100")) == 11
-    (killed,) = volc.rows(
-        "list",
-        "--status",
-        "Killed,Failed",
-        "--format",
-        "Id=id,JobName,Status=status,FinishTime,LaunchTime",
-    )
-    assert killed.pop("FinishTime").endswith("Z")
-    assert killed == {"id": tasks[0], "JobName": "task 0", "status": "Killed", "LaunchTime": ""}
+    (killed,) = volc.rows("list", "--status", "Killed,Failed")
+    assert killed["End"].endswith("Z")
+    assert (killed["JobId"], killed["JobName"], killed["Start"]) == (tasks[0], "task 0", "")
 
 
 def test_task_fields_have_either_spelling_and_banner_may_come_first(
@@ -149,67 +123,35 @@ def test_task_fields_have_either_spelling_and_banner_may_come_first(
 ) -> None:
     task = volc.submit(tmp_path, "true", Description="words")
     volc.wait(task, "Success")
-    done = volc.volc("ml_task", "get", "--id", task, "--output", "json")
+    listing = ("ml_task", "list", "--status", "Success", "--output", "json")
+    done = volc.volc(*listing)
     assert done.stdout.splitlines()[0] == "A new version of volc is available: volc/1.2.58"
     (row,) = parsed(done.stdout)
-    assert (row["JobId"], row["JobName"], row["Status"], row["Description"]) == (
-        task,
-        "a task",
-        "Success",
-        "words",
-    )
+    shown = (row["JobId"], row["JobName"], row["Status"], row["Description"])
+    assert shown == (task, "a task", "Success", "words")
     assert row["TaskRoleSpecs"][0]["RoleReplicas"] == 1
     volc.set(spelling="Id", banner="", long_names=True)
-    done = volc.volc("ml_task", "get", "--id", task, "--output", "json")
-    (row,) = json.loads(done.stdout)
-    assert (row["Id"], row["Name"], row["Status"], row["ExitCode"]) == (
-        task,
-        "a task",
-        "Success",
-        0,
-    )
+    (row,) = json.loads(volc.volc(*listing).stdout)
+    shown = (row["Id"], row["Name"], row["Status"], row["ExitCode"])
+    assert shown == (task, "a task", "Success", 0)
     assert volc.rows("instance", "list", "--id", task)[0]["Name"] == f"{task}-worker-0"
 
 
-def test_logs_returns_lines_selected_by_options(volc: Platform, tmp_path: Path) -> None:
+def test_logs_returns_newest_lines(volc: Platform, tmp_path: Path) -> None:
     task = volc.submit(tmp_path, "seq 1000; echo Some error; echo last >&2")
     volc.wait(task, "Success")
     whole = [str(number) for number in range(1, 1001)] + ["Some error", "last"]
 
     def logs(*arguments: str) -> list[str]:
-        done = volc.volc("ml_task", "logs", "--task", task, "-i", "worker_0", *arguments)
+        done = volc.volc("ml_task", "logs", "--task", task, "--instance", "worker_0", *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
     assert logs() == whole[-500:]
     assert logs("--lines", "3") == ["1000", "Some error", "last"]
-    assert logs("-l", "2", "--reverse") == ["1", "2"]
-    assert logs("--content", "error") == ["Some error"]
     assert logs("--lines", "5000") == whole
-    volc.lose_lines((2, 999))
-    assert logs() == ["1", "1000", "Some error", "last"]
-    volc.cut_logs(2)
-    assert logs() == ["Some error", "last"]
-    assert "instance worker_7" in error_of(
-        volc.volc("ml_task", "logs", "-t", task, "-i", "worker_7")
-    )
-
-
-def test_logs_follow_ends_when_task_ends(volc: Platform, tmp_path: Path) -> None:
-    task = volc.submit(
-        tmp_path,
-        "echo first; while [ ! -e /root/code/go ]; do sleep 0.05; done; echo last",
-        UserCodePath="task.yaml",
-        RemoteMountCodePath="/root/code",
-    )
-    volc.wait_for_line(task, "first")
-    argv = ["volc", "ml_task", "logs", "--task", task, "--instance", "worker_0", "-f"]
-    with subprocess.Popen(argv, env=volc.variables, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
-        assert following.stdout.readline() == "first\n"
-        (volc.code(task) / "go").touch()
-        assert following.stdout.read() == "last\n"
-        assert following.wait() == 0
+    refused = volc.volc("ml_task", "logs", "--task", task, "--instance", "worker_7")
+    assert "instance worker_7" in error_of(refused)
 
 
 def test_log_lines_appear_after_configured_delay(volc: Platform, tmp_path: Path) -> None:
@@ -247,27 +189,29 @@ def test_log_lines_appear_after_configured_delay(volc: Platform, tmp_path: Path)
                     {"RoleName": "worker", "RoleReplicas": "2", "Flavor": "ml.hpcpni2l"}
                 ]
             },
-            "cannot unmarshal RoleReplicas '2' into int",
+            "cannot unmarshal RoleReplicas '2'",
         ),
         (
             {"TaskRoleSpecs": [{"RoleName": "worker", "RoleReplicas": 0, "Flavor": "ml.hpcpni2l"}]},
             "RoleReplicas must be at least 1",
         ),
-        ({"Framework": "Horovod"}, "Framework 'Horovod' is not supported"),
+        ({"Framework": "Horovod"}, "Framework 'Horovod' is not one of"),
         ({"ImageUrl": None}, "ImageUrl is required"),
         ({"Entrypoint": ""}, "Entrypoint is required"),
-        ({"Priority": 10}, "Priority 10 is out of range [1, 9]"),
-        ({"Priority": 5}, "Priority 5 is not allowed in this queue, expected one of [2, 4, 6]"),
+        ({"Priority": 5}, "Priority 5 is not one of [2, 4, 6]"),
         ({"Nodes": 2}, "field Nodes not found"),
-        ({"Envs": [{"Name": "A", "Value": 1}]}, "cannot unmarshal the Value of Envs A into string"),
-        ({"Tags": "one"}, "cannot unmarshal Tags into []string"),
-        ({"AccessType": "Nobody"}, "AccessType must be one of"),
+        ({"Envs": [{"Name": "A", "Value": 1}]}, "cannot unmarshal Value 1"),
+        ({"Tags": "one"}, "cannot unmarshal Tags 'one'"),
+        ({"AccessType": "Nobody"}, "AccessType 'Nobody' is not one of"),
         (
             {"RetryOptions": {"EnableRetry": True, "PolicySets": ["Always"]}},
-            "'Always' is not supported",
+            "PolicySets 'Always' is not one of",
         ),
-        ({"RetryOptions": {"Times": 3}}, "field not found in type RetryOptions"),
-        ({"Storages": [{"Type": "Disk", "MountPath": "/data"}]}, "Storages Type must be one of"),
+        ({"RetryOptions": {"Times": 3}}, "field Times not found in type RetryOptions"),
+        (
+            {"Storages": [{"Type": "Disk", "MountPath": "/data"}]},
+            "Storages Type 'Disk' is not one of",
+        ),
         (
             {"UserCodePath": "code", "RemoteMountCodePath": "/root/code"},
             "upload code failed: stat code: no such file or directory",
@@ -292,52 +236,8 @@ def test_invalid_task_is_refused_with_reason(
 def test_conf_file_with_invalid_yaml_is_refused(idle: Platform, tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text("TaskName: 'a\n  b: [")
     assert "load config file failed: yaml" in error_of(
-        idle.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path)
+        idle.volc("ml_task", "submit", "--conf", "task.yaml", "--output", "json", cwd=tmp_path)
     )
-
-
-def test_flags_override_conf_file(volc: Platform, tmp_path: Path) -> None:
-    volc.hold("Queue")
-    flags = [
-        "--task_name=other",
-        "-e",
-        "sleep 1",
-        "--args=--a=1",
-        "--args=b",
-        "-q",
-        "q-20260101000000-other",
-        "--priority",
-        "6",
-    ]
-    flags += ["--preemptible", "--set", "Priority=2", "--set", "Description=so"]
-    volc.submit(tmp_path, SLEEP, *flags, Priority=4, Description="as it was")
-    (task,) = volc.tasks("other")
-    made = task["conf"]
-    assert (made["Entrypoint"], made["Args"], made["ResourceQueueID"]) == (
-        "sleep 1",
-        "--a=1 b",
-        "q-20260101000000-other",
-    )
-    assert (made["Priority"], made["Preemptible"], made["Description"]) == (6, True, "so")
-    done = volc.volc(
-        "ml_task",
-        "submit",
-        "-c",
-        "task.yaml",
-        "--set",
-        "TaskRoleSpecs[0].RoleReplicas=2",
-        cwd=tmp_path,
-    )
-    assert "no such item in the config file" in error_of(done)
-    text = volc.volc(
-        "ml_task", "submit", "-c", "task.yaml", "--resource_queue_name", "other", cwd=tmp_path
-    ).stdout
-    assert f"task_id={volc.tasks('a task')[0]['id']}\n" in text
-    assert (
-        volc.volc("ml_task", "export", "--task", task["id"], "--config", cwd=tmp_path).returncode
-        == 0
-    )
-    assert yaml.safe_load((tmp_path / f"{task['id']}.yaml").read_text()) == made
 
 
 def tree(folder: Path) -> list[str]:
@@ -348,7 +248,7 @@ def tree(folder: Path) -> list[str]:
     )
 
 
-def test_upload_honors_gitignore_and_link_options(volc: Platform, tmp_path: Path) -> None:
+def test_upload_honors_gitignore_and_leaves_out_links(volc: Platform, tmp_path: Path) -> None:
     volc.hold("Queue")
     code = tmp_path / "code"
     for name in ("a.py", "skip.log", "kept/keep.log", "kept/b.tmp", "build/out", "kept/build.py"):
@@ -357,26 +257,16 @@ def test_upload_honors_gitignore_and_link_options(volc: Platform, tmp_path: Path
     (code / ".gitignore").write_text("*.log\nbuild/\n")
     (code / "kept" / ".gitignore").write_text("!keep.log\n*.tmp\n")
     (code / "link").symlink_to("a.py")
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "data").write_text("from there")
-    (code / "folder").symlink_to(tmp_path / "outside")
+    (code / "folder").symlink_to(tmp_path)
     plain = [".gitignore", "a.py", "kept/.gitignore", "kept/build.py", "kept/keep.log"]
 
-    def uploaded(path: str, *flags: str) -> Path:
-        task = volc.submit(
-            tmp_path, SLEEP, *flags, UserCodePath=path, RemoteMountCodePath="/root/code"
-        )
+    def uploaded(path: str) -> Path:
+        task = volc.submit(tmp_path, SLEEP, UserCodePath=path, RemoteMountCodePath="/root/code")
         return Path(volc.task(task)["code"])
 
     assert tree(uploaded("code/")) == tree(uploaded("./code/")) == plain
     assert tree(uploaded("code")) == tree(uploaded(str(code))) == [f"code/{name}" for name in plain]
     assert tree(uploaded("code/a.py")) == ["a.py"]
-    copied = uploaded("code/", "--copy-links")
-    assert tree(copied) == sorted([*plain, "link", "folder/data"])
-    assert not (copied / "link").is_symlink()
-    linked = uploaded("code/", "--links")
-    assert tree(linked) == sorted([*plain, "link", "folder"])
-    assert (linked / "link").readlink() == Path("a.py")
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -419,13 +309,3 @@ def test_held_task_shows_given_reason(volc: Platform, tmp_path: Path) -> None:
     )
     volc.release()
     volc.wait(task, "Success")
-
-
-def test_build_that_refuses_args_rejects_conf_file_with_args(
-    volc: Platform, tmp_path: Path
-) -> None:
-    volc.set(refuse_args=True)
-    (tmp_path / "task.yaml").write_text(yaml.safe_dump(conf(SLEEP, Args="")))
-    assert "please remove Args from config" in error_of(
-        volc.volc("ml_task", "submit", "-c", "task.yaml", cwd=tmp_path)
-    )

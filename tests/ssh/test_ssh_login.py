@@ -280,7 +280,7 @@ def test_interrupted_login_opens_nothing(
 ) -> None:
     with commands.on_terminal("login", "gpu1") as terminal:
         terminal.read_until(b"One-time password")
-        terminal.press(b"\x03")
+        terminal.type(b"\x03")
         assert terminal.finish() == 130
     assert b"Traceback" not in terminal.shown
     assert not sockets(runtime)
@@ -400,7 +400,7 @@ def test_end_of_input_and_interrupt_end_question_and_restore_terminal(
         with commands.on_terminal(*hosts_of(site, "gpu1")) as terminal:
             terminal.read_until(b"password:")
             assert not terminal.echoes()
-            terminal.press(key)
+            terminal.type(key)
             assert terminal.finish() == expected, terminal.shown
             assert terminal.echoes()
         assert b"Traceback" not in terminal.shown

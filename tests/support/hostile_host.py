@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from procs import TEST_TIMEOUT
 from ssh_network import SshHost
@@ -61,14 +62,8 @@ def hostile(host: SshHost, play: str = "") -> Iterator[Callable[[str], None]]:
         script.write_text(_FAKE_SERVER.format(play=textwrap.dedent(play)))
 
     change(play)
-    host.stop()
-    host.start(ForceCommand=f"{sys.executable} -S {script}")
-    try:
+    with _forced(host, script):
         yield change
-    finally:
-        close_connections()
-        host.stop()
-        host.start()
 
 
 @contextlib.contextmanager
@@ -76,15 +71,20 @@ def slow(host: SshHost, rate: int) -> Iterator[None]:
     """Limit a host's output to ``rate`` bytes per second inside the context."""
     script = host.directory / "slower.py"
     script.write_text(_RATE_LIMITER.format(rate=rate))
+    with _forced(host, script):
+        yield
+
+
+@contextlib.contextmanager
+def _forced(host: SshHost, script: Path) -> Iterator[None]:
+    """Let a host run a program in the place of each command."""
     close_connections()
-    host.stop()
-    host.start(ForceCommand=f"{sys.executable} -S {script}")
+    host.restart(ForceCommand=f"{sys.executable} -S {script}")
     try:
         yield
     finally:
         close_connections()
-        host.stop()
-        host.start()
+        host.restart()
 
 
 def run(site: Site, *words: str) -> tuple[int, str, str]:

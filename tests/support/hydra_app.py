@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from launching import write_tree
+
 APP = """
     import os
     import pathlib
@@ -64,13 +66,11 @@ SWEEPER = """
 
 def write_app(directory: Path) -> None:
     """Write the application into a directory."""
-    for name, text in {
+    files = {
         "app.py": APP,
         "conf/config.yaml": CONFIG,
         "conf/db/mysql.yaml": "name: mysql\n",
         "conf/db/pg.yaml": "name: pg\n",
         "hydra_plugins/mine/__init__.py": SWEEPER,
-    }.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
+    }
+    write_tree(directory, **{name: textwrap.dedent(text) for name, text in files.items()})

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from procs import wait_until
+from procs import missing_programs, wait_until
 
 REALM = "CLUSTER.TEST"
 _PORT = 8888
@@ -44,12 +44,7 @@ kdc = FILE:{directory}/kdc.log
 
 def skip_reason() -> str:
     """Return why no KDC can run on this machine; empty if one can."""
-    absent = [
-        name
-        for name in ("krb5kdc", "kdb5_util", "kadmin.local", "kinit", "klist")
-        if shutil.which(name, path=_PATH) is None
-    ]
-    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
+    return missing_programs("krb5kdc", "kdb5_util", "kadmin.local", "kinit", "klist")
 
 
 @dataclass

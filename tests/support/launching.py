@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from job_variables import is_job_variable
-
 if TYPE_CHECKING:
     from preloaded import ForkedProgram, Preloaded
 
@@ -34,6 +32,17 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "exec": (sys.executable, "-m", "clusterjob.node", "--start", "exec", "--nproc-per-node"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"),
 }
+# The variables that launchers and platforms set.
+_JOB_PREFIXES = (
+    "SLURM_", "SBATCH_", "SRUN_", "CLUSTERJOB_", "TORCHELASTIC_", "MASTER_", "PET_", "MLP_",
+    "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PALS_", "JSM_", "LSB_", "FLUX_", "PADDLE_",
+    "VC_", "VK_", "PBS_", "MA_NUM_", "SKYPILOT_", "SM_", "AZ_BATCH", "DLC_", "AIHC_",
+)  # fmt: skip
+_JOB_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME", "NPROC_PER_NODE", "RES_OPTIONS", "PYTHONUNBUFFERED",
+)  # fmt: skip
 _SHARES = 4  # the largest number of pytest processes that choose ports at the same time
 _given: set[int] = set()
 
@@ -45,6 +54,11 @@ class Run:
     code: int
     out: str
     err: str
+
+
+def is_job_variable(name: str) -> bool:
+    """Return whether a launcher or platform sets this variable; tests run without it."""
+    return name.startswith(_JOB_PREFIXES) or name in _JOB_VARIABLES
 
 
 def environment(directory: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -139,17 +153,11 @@ def start_manually(
     extra: Mapping[str, str] | None = None,
 ) -> list[ForkedProgram]:
     """Start workers without a launcher, so the others keep running when one fails."""
-    common = {
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    rank_environments = [
-        common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(extra or {})
+    port = free_port()
+    return [
+        preloaded.start(argv, directory, rank_variables(rank, nproc, port) | dict(extra or {}))
         for rank in range(nproc)
     ]
-    return [preloaded.start(argv, directory, ranks) for ranks in rank_environments]
 
 
 MARGIN = 15  # seconds by which a process's message may be late on a busy machine

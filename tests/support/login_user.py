@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 from launching import free_port
-from procs import MARKER, alive, below, command_line, wait_until
+from procs import MARKER, alive, below, command_line, missing_programs, wait_until
 from slurm_cluster import SlurmCluster
 from slurm_user import User, user_of
-from ssh_network import checked_output
-
-_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+from ssh_network import checked_output, start_sshd
 
 # Creates the file up<RANK> in $MEET, which is outside of the job's directory, then waits for the
 # file `leave` there.
@@ -76,34 +74,22 @@ class LoginHost:
         """Start the sshd."""
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)
-        pid_file = self.directory / "sshd.pid"
         settings = {
             "ListenAddress": "127.0.0.1", "Port": str(self.port),
-            "HostKey": str(self.directory / "host_key"), "UsePAM": "no", "PidFile": str(pid_file),
-            "AuthorizedKeysFile": str(self.directory / "authorized_keys"), "StrictModes": "no",
-            "PermitRootLogin": "yes", "PasswordAuthentication": "no",
-            "KbdInteractiveAuthentication": "no", "PrintMotd": "no", "LogLevel": "VERBOSE",
-            "UseDNS": "no",
+            "AuthorizedKeysFile": str(self.directory / "authorized_keys"),
             "SetEnv": " ".join(f'"{name}={value}"' for name, value in self.environment.items()),
         }  # fmt: skip
-        (self.directory / "sshd_config").write_text(
-            "".join(f"{key} {value}\n" for key, value in settings.items())
-        )
-        pid_file.unlink(missing_ok=True)
-        server = shutil.which("sshd", path=_PATH) or "sshd"  # sshd requires an absolute path
         clean = {
             name: value
             for name, value in os.environ.items()
             if name != MARKER and not name.startswith(("CLUSTERJOB", "SLURM"))
         }
-        command = [server, "-f", str(self.directory / "sshd_config"), "-E", str(self.log)]
-        subprocess.run(command, check=True, env=clean, stdin=subprocess.DEVNULL, timeout=20)
-        wait_until(
-            lambda: pid_file.exists() and pid_file.read_text().strip(),
-            10,
-            "the sshd of the login host",
-        )
-        self._pid = int(pid_file.read_text())
+
+        def run(*argv: object) -> None:
+            command = [str(word) for word in argv]
+            subprocess.run(command, check=True, env=clean, stdin=subprocess.DEVNULL, timeout=20)
+
+        self._pid = start_sshd(self.directory, settings, run)
 
     def stop(self, *, close_connections: bool = False) -> None:
         """Stop the listening sshd; its sessions continue.
@@ -134,6 +120,8 @@ class LoginHost:
 class Laptop(User):
     """A user whose machine has no SLURM_CONF; clusterjob reaches Slurm through the login host."""
 
+    cluster = "hpc"
+
     def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
         super().__init__(slurm, directory, patch)
         self.login = LoginHost(directory.parent / "login", slurm)
@@ -153,21 +141,6 @@ class Laptop(User):
         own = Path(os.environ["XDG_CONFIG_HOME"]) / "clusterjob" / "config.toml"
         own.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(f"[clusters.hpc]\n{common}[clusters.hpc.set]\n{pairs}")
-
-    def run(
-        self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0
-    ) -> subprocess.CompletedProcess[str]:
-        return self("run", "--cluster", "hpc", *options, self.script(text), *args, code=code)
-
-    def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
-        return self("submit", "--cluster", "hpc", *options, self.script(text), *args).stdout.strip()
-
-    def wait_for(self, *names: str, timeout: float = 60.0) -> None:
-        wait_until(
-            lambda: all((self.meeting / name).exists() for name in names),
-            timeout,
-            f"the files {names}",
-        )
 
     def leave(self) -> None:
         """Create the file `leave`, which ends the workers of `GUEST`."""
@@ -200,14 +173,9 @@ def _toml(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _skip_reason() -> str:
-    absent = [name for name in ("sshd", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
-    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
-
-
 def _laptop_of(slurm: SlurmCluster, tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[Laptop]:
-    if _skip_reason():
-        pytest.skip(_skip_reason())
+    if why := missing_programs("sshd", "ssh-keygen"):
+        pytest.skip(why)
     with user_of(slurm, tmp_path, patch, Laptop) as made:
         assert isinstance(made, Laptop)
         try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from procs import missing_programs
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Machine:
 
 def skip_reason() -> str:
     """Return why network namespaces cannot be created here; empty if they can."""
-    if shutil.which("ip") is None:
-        return "ip is not installed: `make packages` does that"
+    if why := missing_programs("ip"):
+        return why
     name = f"cj{secrets.token_hex(4)}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode != 0:

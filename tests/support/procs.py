@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,13 @@ def wait_until(predicate: Callable[[], T], timeout: float, what: str = "the cond
         if time.monotonic() > end:
             raise AssertionError(f"{what} did not come about within {timeout:g} s")
         time.sleep(0.02)
+
+
+def missing_programs(*names: str) -> str:
+    """Return why a test that needs these programs is skipped; empty if all are installed."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    absent = [name for name in names if shutil.which(name, path=path) is None]
+    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
 
 
 # -- processes in /proc; independent of the package's own reader, which is under test --------------

@@ -1,21 +1,69 @@
-"""A command that draws a whole screen, in tmux: keys, mouse, colours, what it leaves."""
+"""A terminal emulator with a screen: tmux, with a server of its own for each terminal."""
 
 from __future__ import annotations
 
 import re
+import secrets
+import shlex
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from procs import TEST_TIMEOUT, below, wait_until
-from tmux import Tmux, missing
+from procs import TEST_TIMEOUT, below, missing_programs, wait_until
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def require_tmux() -> None:
-    if missing():
-        pytest.skip("tmux is not installed: `make packages` installs it")
+    if why := missing_programs("tmux"):
+        pytest.skip(why)
+
+
+class Tmux:
+    """A shell on a screen of tmux; a context manager that ends the server."""
+
+    def __init__(self, cwd: Path, columns: int = 80, rows: int = 24) -> None:
+        require_tmux()
+        self._name = f"clusterjob-{secrets.token_hex(4)}"
+        size = ["-x", str(columns), "-y", str(rows)]
+        self._run("new-session", "-d", *size, "-c", str(cwd), "env PS1='$ ' sh")
+        wait_until(lambda: "$" in self.screen(), TEST_TIMEOUT, "the shell")
+
+    def _run(self, *words: str) -> str:
+        argv = ["tmux", "-L", self._name, "-f", "/dev/null", *words]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+    def start(self, argv: Sequence[str]) -> None:
+        """Type a command line into the shell."""
+        self.press(shlex.join(argv), "Enter")
+
+    def press(self, *keys: str) -> None:
+        self._run("send-keys", *keys)
+
+    def resize(self, columns: int, rows: int = 24) -> None:
+        self._run("resize-window", "-x", str(columns), "-y", str(rows))
+
+    def screen(self) -> str:
+        """Return the text on the screen, with earlier lines; wrapped lines are joined."""
+        return self._run("capture-pane", "-p", "-J", "-S", "-1000").rstrip()
+
+    def cursor(self) -> tuple[bool, int]:
+        """Return whether the cursor is visible, and its row."""
+        flag, row = self._run("display-message", "-p", "#{cursor_flag} #{cursor_y}").split()
+        return flag == "1", int(row)
+
+    def wait_for(self, text: str) -> str:
+        """Return the screen once it contains a text."""
+        wait_until(lambda: text in self.screen(), TEST_TIMEOUT, text)
+        return self.screen()
+
+    def __enter__(self) -> Tmux:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._run("kill-server")
 
 
 class Screen(Tmux):
@@ -25,7 +73,6 @@ class Screen(Tmux):
     """
 
     def __init__(self, command: str, *, columns: int, rows: int, directory: Path) -> None:
-        require_tmux()
         super().__init__(directory, columns, rows)
         self.columns, self.rows = columns, rows
         # A shell that has read a readline library may have got another size.

@@ -1,28 +1,20 @@
-"""Five hosts in network namespaces, one of them with a slow network or little CPU time.
-
-`python tests/support/slow_hosts.py 20` (as root) runs a preflight on them 20 times in each way and
-prints which host was named.
-"""
+"""Five hosts in network namespaces, one of them with a slow network or little CPU time."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from namespaces import Machine, machines
+from namespaces import Machine
 from namespaces import skip_reason as namespaces_skip_reason
-from procs import Job
+from procs import Job, missing_programs
 
 HOSTS = 5
 SLOW = 3  # the index of the slow host
@@ -32,15 +24,14 @@ _CPU_SHARE = 0.1  # of one core
 _TIMEOUT = 300.0  # seconds; a run needs much less
 # netem is not in every kernel; tbf limits the rate as well.
 _QDISCS = ("netem rate 200mbit delay 2ms", "tbf rate 200mbit burst 128kb latency 200ms")
-_TC = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def skip_reason() -> str:
     """Return why slow hosts cannot be simulated here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces and cgroups need root"
-    if shutil.which("tc", path=_TC) is None:
-        return "tc is missing: `make packages` installs iproute2"
+    if why := missing_programs("tc"):
+        return why
     if not (_CPU / "cpu.cfs_quota_us").exists() and _version_2() is None:
         return "no CPU controller of cgroups is mounted"
     return namespaces_skip_reason()
@@ -139,26 +130,3 @@ def run(hosts: list[Machine], directory: Path, way: str) -> dict[str, Any]:
                 agent.wait()
         [event] = job.events("preflight")
         return event
-
-
-def _measure(times: int) -> None:
-    right = dict.fromkeys(WAYS, 0)
-    with machines(HOSTS) as hosts:
-        for number, way in itertools.product(range(1, times + 1), WAYS):
-            with tempfile.TemporaryDirectory() as name:
-                event = run(hosts, Path(name), way)
-            named = [text.split(":")[0] for text in event["slow"]]
-            good = named == ([] if way == "clean" else [f"host gpu{SLOW}"])
-            right[way] += good
-            print(
-                f"{way}: {right[way]} of {number} right; {event['seconds']} s, load"
-                f" {os.getloadavg()[0]:.0f}: {event['slow']} {event['findings']}",
-                flush=True,
-            )
-            if not good:
-                print(json.dumps(event["table"]), flush=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    _measure(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from procs import all_pids
+from procs import alive, all_pids
 
 NODES = 4
 GPUS = 8
@@ -259,23 +259,6 @@ class SlurmCluster:
         """Kill the slurmd of node n<number>; job steps on the node keep running."""
         self._end(f"slurmd.n{number}", number_of_signal)
 
-    def start_node(self, number: int) -> None:
-        """Start the slurmd of a node again and wait until the node is up."""
-        self._daemon(["slurmd", "-N", f"n{number}"])
-
-        def node_is_up() -> bool:
-            state = self.run(
-                "sinfo",
-                "--noheader",
-                f"--nodes=n{number}",
-                "--partition=main",
-                "--format=%T",
-                check=False,
-            ).stdout.strip()
-            return state in ("idle", "mixed", "allocated")
-
-        self._wait(node_is_up, TEST_TIMEOUT, f"node n{number} to be back")
-
     def stop_controller(self, number_of_signal: int = signal.SIGTERM) -> None:
         """End slurmctld; it saves its state at SIGTERM, not at SIGKILL."""
         self._end("slurmctld", number_of_signal)
@@ -322,7 +305,7 @@ class SlurmCluster:
             ours = daemon in environ or (
                 conf in environ and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environ)
             )
-            if ours and pid != os.getpid() and _alive(pid):
+            if ours and pid != os.getpid() and alive(pid):
                 found.append(pid)
         return found
 
@@ -571,7 +554,7 @@ class SlurmCluster:
         except (OSError, ValueError):
             return None
         ours = f"{DAEMON}={self.directory}".encode() in _read(pid, "environ").split(b"\0")
-        return pid if ours and _alive(pid) else None
+        return pid if ours and alive(pid) else None
 
     def _running(self, name: str) -> int:
         pid = self._pid(name)
@@ -636,15 +619,6 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
-
-
-def _status(pid: int) -> list[bytes]:
-    return _read(pid, "stat").rpartition(b")")[2].split()
-
-
-def _alive(pid: int) -> bool:
-    status = _status(pid)
-    return bool(status) and status[0] not in b"ZX"
 
 
 def _signal(pid: int, number: int) -> None:

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,13 @@ from typing import Any
 import pytest
 from commands import CLUSTERJOB, PACKAGE
 from procs import TEST_TIMEOUT, kill_all, own_processes, wait_for_no_processes, wait_until
-from slurm_cluster import SlurmCluster
+from slurm_cluster import SlurmCluster, missing_packages
+from ssh_network import python_without_torch
 
 # Seconds; several times as long as two polls of Slurm by clusterjob, which polls every 5 s.
 PROMPT = 30.0
+COMMAND = Path(__file__).with_name("slurm_cluster.py")
+STOPPING = 60.0  # seconds
 
 # Creates the file up<RANK>, then sleeps.
 SLEEPER = """
@@ -46,12 +51,13 @@ class User:
     The jobs use an interpreter that cannot import torch and therefore starts ten times faster.
     """
 
+    cluster = "slurm"
+
     def __init__(self, slurm: SlurmCluster, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.slurm = slurm
         self.directory = directory
-        self.python = directory.parent / "python"
-        self.python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
-        self.python.chmod(0o755)
+        self.meeting = directory  # where the workers write files for the test
+        self.python = python_without_torch(directory.parent)
         patch.setenv("CLUSTERJOB_PYTHON", str(self.python))
         self.patch = patch
         self.home = Path(os.environ["CLUSTERJOB_HOME"])
@@ -72,7 +78,9 @@ class User:
 
     def wait_for(self, *names: str, timeout: float = TEST_TIMEOUT) -> None:
         wait_until(
-            lambda: all(self.path(name).exists() for name in names), timeout, f"the files {names}"
+            lambda: all((self.meeting / name).exists() for name in names),
+            timeout,
+            f"the files {names}",
         )
 
     def command_first_on_path(self, name: str, text: str) -> Path:
@@ -149,18 +157,18 @@ class User:
     def run(
         self, text: str, *options: str, args: tuple[str, ...] = (), code: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        return self("run", "--cluster", "slurm", *options, self.script(text), *args, code=code)
+        return self("run", "--cluster", self.cluster, *options, self.script(text), *args, code=code)
 
     def submit(self, text: str, *options: str, args: tuple[str, ...] = ()) -> str:
         return self(
-            "submit", "--cluster", "slurm", *options, self.script(text), *args
+            "submit", "--cluster", self.cluster, *options, self.script(text), *args
         ).stdout.strip()
 
     def refused(self, *options: str, code: int = 1, command: str = "submit") -> str:
         """Return the error message for a refused job; fail if files or a job in Slurm remain."""
         before = self._queued()
         message = self(
-            command, "--cluster", "slurm", *options, self.script("pass"), code=code
+            command, "--cluster", self.cluster, *options, self.script("pass"), code=code
         ).stderr
         assert self._queued() <= before  # Slurm may have removed ended jobs meanwhile
         assert self.remaining_files() == []
@@ -173,7 +181,7 @@ class User:
 
     def submit_error_without_slurm(self) -> str:
         """Return the error message for a job when Slurm does not answer."""
-        message = self("submit", "--cluster", "slurm", self.script("pass"), code=1).stderr
+        message = self("submit", "--cluster", self.cluster, self.script("pass"), code=1).stderr
         assert self.remaining_files() == []
         return message
 
@@ -291,3 +299,83 @@ def user_accounted(
     """Return a user of the cluster with accounting."""
     with user_of(slurm_accounted, tmp_path, monkeypatch) as made:
         yield made
+
+
+# -- fixtures of a real Slurm: each cluster starts once, for the first test that needs it ----------
+
+
+def _run_cluster(*options: str) -> Iterator[SlurmCluster]:
+    """Start a cluster in a child process, which stops it even if this process is killed."""
+    if missing := missing_packages(accounting="--accounting" in options):
+        pytest.skip(f"{', '.join(missing)} missing: `make packages` installs it")
+    # In /tmp for short paths: a socket's path has at most 107 bytes.
+    directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    keeper = subprocess.Popen(
+        [sys.executable, str(COMMAND), "--dir", str(directory / "cluster"), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    try:
+        if not keeper.stdout.readline().startswith("export SLURM_CONF="):
+            pytest.fail(f"no Slurm: {keeper.communicate()[1]}", pytrace=False)
+        yield SlurmCluster.attached(directory / "cluster")
+    finally:
+        keeper.communicate(timeout=STOPPING)  # the end of its stdin stops it
+        SlurmCluster(directory / "cluster").stop()  # in case the keeper was killed
+        shutil.rmtree(directory)
+    assert keeper.returncode == 0
+
+
+def _with_environment(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """Set the cluster's variables; afterwards cancel its jobs, and mend its daemons and nodes."""
+    for name, value in cluster.environment.items():
+        patch.setenv(name, value)
+    try:
+        yield cluster
+    finally:
+        cluster.restore()
+
+
+@pytest.fixture(scope="session")
+def _slurm_none() -> Iterator[SlurmCluster]:
+    yield from _run_cluster()
+
+
+@pytest.fixture(scope="session")
+def _slurm_dbd() -> Iterator[SlurmCluster]:
+    yield from _run_cluster("--accounting")
+
+
+@pytest.fixture(scope="session", params=["none", "slurmdbd"])
+def _slurm_either(request: pytest.FixtureRequest) -> SlurmCluster:
+    cluster: SlurmCluster = request.getfixturevalue(
+        "_slurm_none" if request.param == "none" else "_slurm_dbd"
+    )
+    return cluster
+
+
+@pytest.fixture
+def slurm(_slurm_none: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """Return the cluster without accounting."""
+    yield from _with_environment(_slurm_none, monkeypatch)
+
+
+@pytest.fixture
+def slurm_accounted(
+    _slurm_dbd: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SlurmCluster]:
+    """Return the cluster with slurmdbd and MariaDB."""
+    yield from _with_environment(_slurm_dbd, monkeypatch)
+
+
+@pytest.fixture
+def slurm_cluster(
+    _slurm_either: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SlurmCluster]:
+    """Run the test twice: without and with accounting."""
+    yield from _with_environment(_slurm_either, monkeypatch)

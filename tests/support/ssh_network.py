@@ -20,14 +20,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from procs import MARKER, alive, command_line, wait_until
+from procs import MARKER, alive, command_line, missing_programs, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 _CLONE_NEWNET = 0x40000000
 _NETNS = Path("/run/netns")
@@ -46,16 +45,37 @@ def checked_output(*argv: object) -> str:
     return done.stdout
 
 
+def start_sshd(directory: Path, settings: Mapping[str, str], run: Callable[..., object]) -> int:
+    """Start an sshd and return its pid.
+
+    Args:
+        directory: where its host key is, and its configuration, pid file and log will be.
+        settings: lines of its configuration; an empty value removes one.
+        run: runs a command on the host.
+    """
+    pid_file = directory / "sshd.pid"
+    lines = {
+        "HostKey": str(directory / "host_key"), "PidFile": str(pid_file), "UsePAM": "no",
+        "StrictModes": "no", "PermitRootLogin": "yes", "PasswordAuthentication": "no",
+        "KbdInteractiveAuthentication": "no", "PrintMotd": "no", "LogLevel": "VERBOSE",
+        "UseDNS": "no",
+    } | dict(settings)  # fmt: skip
+    text = "".join(f"{key} {value}\n" for key, value in lines.items() if value)
+    (directory / "sshd_config").write_text(text)
+    pid_file.unlink(missing_ok=True)
+    server = shutil.which("sshd", path=_PATH) or "sshd"  # sshd requires an absolute path
+    run(server, "-f", directory / "sshd_config", "-E", directory / "sshd.log")
+    wait_until(
+        lambda: pid_file.exists() and pid_file.read_text().strip(), 10, f"the sshd of {directory}"
+    )
+    return int(pid_file.read_text())
+
+
 def skip_reason() -> str:
     """Return why the hosts cannot be created on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [
-        name
-        for name in ("sshd", "ip", "ssh-keygen", "unshare", "nsenter")
-        if shutil.which(name, path=_PATH) is None
-    ]
-    return f"{', '.join(absent)} missing: `make packages` installs it" if absent else ""
+    return missing_programs("sshd", "ip", "ssh-keygen", "unshare", "nsenter")
 
 
 @dataclass
@@ -94,44 +114,16 @@ class SshHost:
     def start(self, **options: str) -> None:
         """Start the sshd; options replace lines of its configuration."""
         settings = {
-            "ListenAddress": "0.0.0.0", "Port": str(self.port),
-            "HostKey": str(self.directory / "host_key"), "UsePAM": "no",
-            "PidFile": str(self.directory / "sshd.pid"),
+            "ListenAddress": "0.0.0.0", "Port": str(self.port), "AcceptEnv": "none",
             "AuthorizedKeysFile": str(self.ssh_network.directory / "authorized_keys"),
-            "StrictModes": "no", "PermitRootLogin": "yes", "PasswordAuthentication": "no",
-            "KbdInteractiveAuthentication": "no", "SetEnv": f"HOME={self.home}", "PrintMotd": "no",
-            "LogLevel": "VERBOSE", "AcceptEnv": "none", "UseDNS": "no",
+            "SetEnv": f"HOME={self.home}",
         } | options  # fmt: skip
-        text = "".join(f"{key} {value}\n" for key, value in settings.items() if value)
-        (self.directory / "sshd_config").write_text(text)
-        (self.directory / "sshd.pid").unlink(missing_ok=True)
-        server = shutil.which("sshd", path=_PATH) or "sshd"  # sshd requires an absolute path
         mounts = "".join(f"mount --bind '{file}' '{at}'; " for at, file in self.mounts.items())
-        with_hostname = (
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-ec",
-            f'{mounts}hostname "$1"; shift; exec "$@"',
-            "sh",
-            self.name,
+        enter = f'{mounts}hostname "$1"; shift; exec "$@"'
+        with_hostname = ("unshare", "--uts", "--mount", "sh", "-ec", enter, "sh", self.name)
+        self.sshd = start_sshd(
+            self.directory, settings, lambda *argv: self.run(*with_hostname, *argv)
         )
-        self.run(
-            *with_hostname,
-            server,
-            "-f",
-            self.directory / "sshd_config",
-            "-E",
-            self.directory / "sshd.log",
-        )
-        pid_file = self.directory / "sshd.pid"
-        wait_until(
-            lambda: pid_file.exists() and pid_file.read_text().strip(),
-            10,
-            f"the sshd of {self.name}",
-        )
-        self.sshd = int(pid_file.read_text())
 
     def run(self, *argv: object) -> str:
         """Run a command in the host's network namespace."""
@@ -267,18 +259,8 @@ class SshNetwork:
     def _add(self, name: str, network: str, address: str) -> None:
         host = SshHost(self, name, address)
         host.home.mkdir(parents=True)
-        checked_output(
-            "ssh-keygen",
-            "-q",
-            "-t",
-            "ed25519",
-            "-N",
-            "",
-            "-C",
-            name,
-            "-f",
-            host.directory / "host_key",
-        )
+        key = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name)
+        checked_output(*key, "-f", host.directory / "host_key")
         self._join(name, network, address, "eth0")
         self.hosts[name] = host
 
@@ -356,8 +338,7 @@ def ssh_network_in(directory: Path, *, gpus: int = 3, inner: int = 2) -> Iterato
 
 
 def require_ssh_network() -> None:
-    why = skip_reason()
-    if why:
+    if why := skip_reason():
         pytest.skip(why)
 
 

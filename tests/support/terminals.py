@@ -65,6 +65,7 @@ class Terminal:
         return termios.tcgetattr(self._master)
 
     def type(self, keys: bytes) -> None:
+        """Send keys, such as Ctrl-C."""
         os.write(self._master, keys)
 
     def __enter__(self) -> Terminal:
@@ -88,11 +89,7 @@ class Terminal:
         """Type a line after a question; later questions are searched after it."""
         self.read_until(question)
         self.shown = self.shown.partition(question)[2]
-        os.write(self._master, f"{text}\n".encode())
-
-    def press(self, key: bytes) -> None:
-        """Send a key, such as Ctrl-C."""
-        os.write(self._master, key)
+        self.type(f"{text}\n".encode())
 
     def echoes(self) -> bool:
         """Return whether the terminal shows what is typed."""

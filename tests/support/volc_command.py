@@ -16,61 +16,20 @@ import time
 from pathlib import Path
 
 VERSION = "volc/1.2.57"
-ON, TEXT, LIST = "a switch", "takes a value", "may be given several times"
-_OUTPUT = {"output": (TEXT,), "format": (TEXT,), "helpformat": (ON,), "profile": (TEXT, "p")}
-# Long names with their kinds and short forms. Go's flag library accepts one hyphen or two.
+# The flags that clusterjob uses, each with a value; the real command has more. --limit and --offset
+# are from users' notes of `list --help`.
 FLAGS = {
-    "submit": {
-        "conf": (TEXT, "c"),
-        "task_name": (TEXT, "n"),
-        "description": (TEXT, "d"),
-        "user_code_path": (TEXT, "cp"),
-        "entrypoint": (TEXT, "e"),
-        "args": (LIST, "a"),
-        "image": (TEXT, "i"),
-        "resource_group_id": (TEXT, "g"),
-        "resource_queue_id": (TEXT, "q"),
-        "resource_queue_name": (TEXT, "queue_name"),
-        "framework": (TEXT, "f"),
-        "local_diff": (TEXT,),
-        "copy-links": (ON, "L"),
-        "links": (ON,),
-        "access_type": (TEXT,),
-        "access_users": (LIST,),
-        "preemptible": (ON,),
-        "priority": (TEXT,),
-        "output": (TEXT,),
-        "set": (LIST,),
-    },
-    # --limit and --offset are from users' notes of `list --help`. Without them, --output json
-    # prints 10 rows.
-    "list": {
-        "status": (TEXT, "s"),
-        "name": (TEXT, "n"),
-        "limit": (TEXT,),
-        "offset": (TEXT,),
-        **_OUTPUT,
-    },
-    "get": {"id": (TEXT, "i"), **_OUTPUT},
-    "instance_list": {"id": (TEXT, "i"), **_OUTPUT},
-    "cancel": {"id": (TEXT, "i")},
-    "logs": {
-        "task": (TEXT, "t"),
-        "instance": (TEXT, "i"),
-        "content": (TEXT, "c"),
-        "reverse": (ON, "r"),
-        "lines": (TEXT, "l"),
-        "f": (ON,),
-        "profile": (TEXT, "p"),
-    },
-    "export": {"task": (TEXT, "t"), "config": (ON,), "code": (ON,)},
+    "submit": ["conf", "output"],
+    "list": ["status", "name", "limit", "offset", "output"],
+    "instance_list": ["id", "output"],
+    "cancel": ["id"],
+    "logs": ["task", "instance", "lines"],
 }
-REQUIRED = {
-    "submit": ["conf"], "get": ["id"], "instance_list": ["id"], "cancel": ["id"],
-    "logs": ["task", "instance"], "export": ["task"],
-}  # fmt: skip
 # "with --output the answer is no longer interactive"
-WITH_TERMINAL = ("list", "get", "instance_list")
+REQUIRED = {
+    "submit": ["conf", "output"], "list": ["output"], "instance_list": ["id", "output"],
+    "cancel": ["id"], "logs": ["task", "instance"],
+}  # fmt: skip
 
 
 class Usage(Exception):
@@ -90,8 +49,6 @@ def _run(directory: Path, args: list[str]) -> int:
     if args == ["version"]:
         print(VERSION)
         return 0
-    if args == ["configure"]:
-        return _configure()
     if not args or args[0] != "ml_task":
         raise Usage(f"No help topic for '{args[0] if args else ''}'")
     operation, rest = (args[1] if len(args) > 1 else ""), args[2:]
@@ -102,7 +59,7 @@ def _run(directory: Path, args: list[str]) -> int:
     if rest[:1] in (["--help"], ["-h"]):
         return _help(operation)
     flags = _parse(FLAGS[operation], rest)
-    missing = [name for name in REQUIRED.get(operation, []) if name not in flags]
+    missing = [name for name in REQUIRED[operation] if name not in flags]
     if missing:
         raise Usage(f'Required flags "{", ".join(missing)}" not set')
     if flags.get("output", "json") != "json":
@@ -114,71 +71,48 @@ def _run(directory: Path, args: list[str]) -> int:
         "operation": operation,
         "flags": flags,
         "cwd": os.getcwd(),
-        **_identity(flags.get("profile")),
+        **_identity(),
     }
     if operation == "submit":
-        if flags.get("local_diff", "on") not in ("on", "off"):
-            raise Usage("invalid value for flag local_diff: on or off")
         try:
             request["conf"] = Path(flags["conf"]).read_text()
         except OSError as error:
             raise Usage(
                 f"load config file failed: open {flags['conf']}: {error.strerror.lower()}"
             ) from None
-    if operation in WITH_TERMINAL and "output" not in flags:
-        print("open /dev/tty: no such device or address", file=sys.stderr)
-        return 255  # the exit code without a terminal, from users' notes
     return _ask(directory, request)
 
 
 def _help(operation: str) -> int:
     """List the flags in the format of Go's command line library, which `volc` uses."""
     print(f"NAME:\n   volc ml_task {operation.replace('_', ' ')}\n\nOPTIONS:")
-    for name, (kind, *shorts) in FLAGS[operation].items():
-        flags = ", ".join(f"-{flag}" if len(flag) == 1 else f"--{flag}" for flag in (name, *shorts))
-        print(f"   {flags}{'' if kind == ON else ' value'}")
+    for name in FLAGS[operation]:
+        print(f"   --{name} value")
     print("   --help, -h  show help")
     return 0
 
 
-def _parse(known: dict, args: list[str]) -> dict:
-    """Return the values of the flags by their long names."""
-    names = {short: name for name, (_, *shorts) in known.items() for short in shorts} | {
-        name: name for name in known
-    }
+def _parse(known: list, args: list[str]) -> dict:
+    """Return the values of the flags by their names."""
     flags: dict = {}
     args = list(args)
     while args:
-        arg = args.pop(0)
-        if not arg.startswith("-") or arg in ("-", "--"):
-            raise Usage(f"unexpected argument {arg!r}")
-        name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")
-        if name not in names:
+        name = args.pop(0).removeprefix("--")
+        if name not in known:
             raise Usage(f"Incorrect Usage: flag provided but not defined: -{name}")
-        kind = known[names[name]][0]
-        if kind == ON:
-            if value not in ("", "true", "false"):
-                raise Usage(f"invalid boolean value {value!r} for -{name}: parse error")
-            flags[names[name]] = value != "false"
-            continue
-        if not equals:
-            if not args:
-                raise Usage(f"Incorrect Usage: flag needs an argument: -{name}")
-            value = args.pop(0)
-        if kind == LIST:
-            flags.setdefault(names[name], []).append(value)
-        else:
-            flags[names[name]] = value
+        if not args:
+            raise Usage(f"Incorrect Usage: flag needs an argument: -{name}")
+        flags[name] = args.pop(0)
     return flags
 
 
-def _identity(profile: str | None) -> dict[str, str]:
+def _identity() -> dict[str, str]:
     """Return keys and region.
 
     The sources are VOLC_AK, VOLC_SK and VOLC_REGION, then a section of ~/.volc/credentials and
     ~/.volc/config.
     """
-    section = profile or os.environ.get("VOLC_PROFILE") or "default"
+    section = os.environ.get("VOLC_PROFILE") or "default"
     home = Path(os.environ.get("HOME", "/")) / ".volc"
     found = configparser.ConfigParser(interpolation=None)
     found.read([home / "credentials", home / "config"])
@@ -191,32 +125,6 @@ def _identity(profile: str | None) -> dict[str, str]:
     if not region:
         raise Usage("Region is empty, please run `volc configure` first")
     return {"ak": ak, "sk": sk, "region": region}
-
-
-def _configure() -> int:
-    """Ask for keys and region, and write them to ~/.volc."""
-    answers = []
-    for prompt in (
-        "volc access key []: ",
-        "volc secret access key []: ",
-        "volc region [cn-beijing]: ",
-    ):
-        print(prompt, end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            raise Usage("\nEOF")
-        answers.append(line.strip())
-    home = Path(os.environ["HOME"]) / ".volc"
-    home.mkdir(exist_ok=True)
-    texts = {
-        "credentials": f"[default]\naccess_key_id = {answers[0]}\n"
-        f"secret_access_key = {answers[1]}\n",
-        "config": f"[default]\nregion = {answers[2] or 'cn-beijing'}\n",
-    }
-    for name, text in texts.items():
-        (home / name).write_text(text)
-        (home / name).chmod(0o600)
-    return 0
 
 
 def _ask(directory: Path, request: dict) -> int:

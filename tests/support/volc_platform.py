@@ -32,10 +32,9 @@ import namespaces
 import pytest
 import yaml
 from namespaces import Machine
-from procs import wait_until
+from procs import missing_programs, wait_until
 
 HERE = Path(__file__).resolve().parent
-ENDED = ("Success", "Failed", "Killed", "Exception")
 FLAVORS = {
     "ml.c1e.xlarge": 0,
     "ml.pni3ln.4xlarge": 1,
@@ -48,12 +47,8 @@ TEST_TIMEOUT = 60.0  # seconds; a change of state takes much less
 
 def skip_reason() -> str:
     """Return why the platform cannot run on this machine; empty if it can."""
-    why = namespaces.skip_reason()
-    if why:
+    if why := namespaces.skip_reason() or missing_programs("setpriv", "unshare", "bash"):
         return why
-    missing = [name for name in ("setpriv", "unshare", "bash") if shutil.which(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
     made = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"],
         capture_output=True,
@@ -93,10 +88,9 @@ class Platform:
             "machines": [asdict(machine) for machine in machines], "visible": sorted(visible),
             "ak": self.ak, "sk": self.sk, "region": self.region, "creator": "someone",
             "queues": QUEUES, "flavors": FLAVORS, "priorities": [2, 4, 6], "failure_grace": 15.0,
-            "kill_grace": 5.0, "deadline_status": "Killed", "quoted_hosts": False, "racks": None,
-            "keep_modes": True, "refuse_args": False, "spelling": "JobId", "long_names": False,
+            "kill_grace": 5.0, "spelling": "JobId", "long_names": False,
             "banner": "A new version of volc is available: volc/1.2.58", "held": {}, "denied": [],
-            "breaks": {}, "log_lag": 0.0, "log_cap": None, "lost_lines": [],
+            "breaks": {}, "log_lag": 0.0,
         }  # fmt: skip
         assert not settings.keys() - given.keys(), settings.keys() - given.keys()
         (self._state / "settings.json").write_text(json.dumps(given | settings))
@@ -174,16 +168,16 @@ class Platform:
         )
 
     def rows(self, *words: str) -> list[dict[str, Any]]:
-        """Return the rows that `volc ml_task list`, `get` or `instance list` prints."""
+        """Return the rows that `volc ml_task list` or `instance list` prints."""
         done = self.volc("ml_task", *words, "--output", "json")
         assert done.returncode == 0, done.stderr
         return parsed(done.stdout)
 
-    def submit(self, directory: Path, entrypoint: str, *flags: str, **fields: Any) -> str:
+    def submit(self, directory: Path, entrypoint: str, **fields: Any) -> str:
         """Submit a task with the fields of `conf` from a directory; return its id."""
         (directory / "task.yaml").write_text(yaml.safe_dump(conf(entrypoint, **fields)))
         done = self.volc(
-            "ml_task", "submit", "--conf", "task.yaml", "--output", "json", *flags, cwd=directory
+            "ml_task", "submit", "--conf", "task.yaml", "--output", "json", cwd=directory
         )
         assert done.returncode == 0, done.stderr
         return parsed(done.stdout)["Id"]
@@ -242,10 +236,9 @@ class Platform:
         """Change settings of the service.
 
         failure_grace (seconds from a worker's failure until the other workers are killed),
-        kill_grace (seconds between SIGTERM and SIGKILL), deadline_status (Killed or Failed),
-        quoted_hosts, racks (MLP_WORKER_RACK_RANK_INDEX by worker), keep_modes (of uploaded files),
-        refuse_args, spelling (JobId or Id), long_names (t-...-worker-0 for worker_0), banner,
-        queues (id to name), flavors (name to GPUs), priorities.
+        kill_grace (seconds between SIGTERM and SIGKILL), spelling (JobId or Id), long_names
+        (t-...-worker-0 for worker_0), banner, queues (id to name), flavors (name to GPUs),
+        priorities.
         """
         self._ask("set", **settings)
 
@@ -259,7 +252,7 @@ class Platform:
     def deny(self, *actions: str) -> None:
         """Deny the account some actions, or all actions without an argument.
 
-        The actions are CreateJob, ListJobs, GetJob, StopJob, GetJobLog and ListJobInstances.
+        The actions are CreateJob, ListJobs, StopJob, GetJobLog and ListJobInstances.
         """
         self.set(denied=list(actions) or ["*"])
 
@@ -279,18 +272,6 @@ class Platform:
 
     def lag_logs(self, seconds: float) -> None:
         self.set(log_lag=seconds)
-
-    def lose_lines(self, *ranges: tuple[int, int]) -> None:
-        """Hide ranges of log lines: first and last line number, counted from 1."""
-        self.set(lost_lines=[list(each) for each in ranges])
-
-    def cut_logs(self, count: int | None) -> None:
-        """Limit the output of `logs` to the last ``count`` lines; None removes the limit."""
-        self.set(log_cap=count)
-
-    def vanish(self, task_id: str, worker: int) -> None:
-        """Cut the machine of a worker off the network; no connection is closed."""
-        self._ask("vanish", task=task_id, worker=worker)
 
     def reclaim(self, task_id: str) -> None:
         """Preempt a task."""
@@ -357,8 +338,7 @@ def _main() -> None:
 @pytest.fixture(scope="session")
 def volc_machines() -> Iterator[list[Machine]]:
     """Return the machines; the platforms of all tests use them, one at a time."""
-    why = skip_reason()
-    if why:
+    if why := skip_reason():
         pytest.skip(why)
     with namespaces.machines(4) as made:
         yield made

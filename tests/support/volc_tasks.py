@@ -6,7 +6,6 @@ tool). The variables of a worker follow the page "环境变量列表" (list of e
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import json
 import os
@@ -114,7 +113,6 @@ class Scheduler:
         self.lock = threading.RLock()
         self.tasks: dict[str, Task] = {}
         self.free: list[dict[str, str]] = list(settings["machines"])
-        self.cut: list[dict[str, str]] = []
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -152,21 +150,6 @@ class Scheduler:
             instance.diag = "InstanceReclaimed: the idle resources of this queue were reclaimed"
         self._kill(task, "Killed", "InstanceReclaimed")
 
-    def vanish(self, task: Task, index: int) -> None:
-        """Cut a worker's machine off the network; its connections stay open but carry no data."""
-        instance = task.instances[index]
-        assert instance.process is not None
-        assert instance.machine is not None
-        _link(instance.machine, up=False)
-        self.cut.append(instance.machine)
-        instance.state, instance.diag = (
-            "Exception",
-            "NodeNotReady: the node of this instance is lost",
-        )
-        instance.process.send_signal(signal.SIGUSR1)
-        instance.process.wait()
-        self._fail(task, "Exception", "MachineFailure")
-
     # -- state changes -----------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -201,7 +184,6 @@ class Scheduler:
             return
         for instance in task.instances:
             instance.machine = self.free.pop(0)
-        self._reconnect_machines()
         task.enter("Staging")
 
     def _start(self, task: Task) -> None:
@@ -209,8 +191,6 @@ class Scheduler:
         port = random.randint(20000, 30000)  # the machines' network has no other users
         for instance in task.instances:
             instance.launched = task.launched
-            if task.conf["Framework"] == "MPI" and instance.index > 0:
-                continue  # "only worker 0 runs the entry command"; it reaches the others by ssh
             self._launch(task, instance, port)
         task.enter("Running")
 
@@ -244,8 +224,6 @@ class Scheduler:
             mounts.append((str(shared), storage["MountPath"].rstrip("/")))
         conf = task.conf
         environ = self._environ(task, instance, port, hostname)
-        if (folder / "mpi").exists():
-            mounts.append((str(folder / "mpi"), f"{HOME}/mpi"))
         container = {
             "network": instance.machine["name"],
             "hostname": hostname,
@@ -287,7 +265,6 @@ class Scheduler:
     def _environ(self, task: Task, instance: Instance, port: int, hostname: str) -> dict[str, str]:
         addresses = [each.machine["address"] for each in task.instances]
         own = addresses[instance.index]
-        quote = "'" if self.settings["quoted_hosts"] else ""
         variables: dict[str, object] = {
             "PATH": PATH,
             "HOME": HOME,
@@ -313,25 +290,9 @@ class Scheduler:
         }
         for index, address in enumerate(addresses):
             variables |= {
-                f"MLP_WORKER_{index}_HOST": f"{quote}{address}{quote}",
-                f"MLP_WORKER_{index}_PRIMARY_HOST": f"{quote}{address}{quote}",
+                f"MLP_WORKER_{index}_HOST": address,
+                f"MLP_WORKER_{index}_PRIMARY_HOST": address,
                 f"MLP_WORKER_{index}_PORT": port + index,
-            }
-        racks = self.settings["racks"]  # in the order by racks, worker 0 is always first
-        if racks:
-            variables["MLP_WORKER_RACK_RANK_INDEX"] = racks[instance.index]
-        if task.conf["Framework"] == "MPI":
-            slots = max(1, task.gpus)
-            lists = task.directory / instance.name / "mpi"
-            lists.mkdir()
-            (lists / "hostfile").write_text(
-                "".join(f"{address} slots={slots}\n" for address in addresses)
-            )
-            hostfile = f"{HOME}/mpi/hostfile"
-            variables |= {
-                "MLP_MPI_HOSTS": ",".join(addresses),
-                "MLP_MPI_HOSTFILE": hostfile,
-                "MLP_MPI_NP": len(addresses) * slots,
             }
         user_variables = {env["Name"]: env["Value"] for env in task.conf.get("Envs") or []}
         return {name: str(value) for name, value in variables.items()} | user_variables
@@ -358,11 +319,7 @@ class Scheduler:
         if task.status == "Running" and limit and now > task.launched + limit and not task.ends_as:
             for instance in task.instances:
                 instance.diag = f"DeadlineExceeded: the task was active longer than {limit} seconds"
-            self._kill(
-                task,
-                self.settings["deadline_status"],
-                "Failed" if self.settings["deadline_status"] == "Failed" else "",
-            )
+            self._kill(task, "Killed")
         if task.kill_at is not None and now > task.kill_at:
             self._signal(task, signal.SIGUSR1 if task.status == "Killing" else signal.SIGTERM)
             if task.status != "Killing":
@@ -380,8 +337,6 @@ class Scheduler:
         instance.reader.join()
         instance.finished = time.time()
         error = task.directory / instance.name / "error"
-        if instance.state == "Exception":
-            return  # set by `vanish`
         if error.exists():
             instance.state, instance.diag = "Exception", f"ContainerCannotRun: {error.read_text()}"
             self._fail(task, "Exception", "MachineFailure")
@@ -460,29 +415,3 @@ class Scheduler:
                 instance.process.kill()
                 instance.process.wait()
             instance.reader.join(timeout=10)
-        self._reconnect_machines()
-
-    def _reconnect_machines(self) -> None:
-        while self.cut:
-            _link(self.cut.pop(), up=True)
-
-
-def _link(machine: dict[str, str], *, up: bool) -> None:
-    """Set a machine's network interface up or down."""
-    words = ["ip", "-n", machine["name"]]
-    subprocess.run(
-        [*words, "link", "set", "eth0", "up" if up else "down"], check=True, capture_output=True
-    )
-    if up:  # the kernel removes IPv6 addresses when the link goes down
-        argv = [
-            *words,
-            "-6",
-            "address",
-            "replace",
-            f"{machine['address6']}/64",
-            "dev",
-            "eth0",
-            "nodad",
-        ]
-        with contextlib.suppress(subprocess.CalledProcessError):
-            subprocess.run(argv, check=True, capture_output=True)

@@ -1,14 +1,8 @@
-"""Write the files of a job that looks as if it ran here: a record, logs, phases and metrics.
-
-As a program, it writes such a job into CLUSTERJOB_HOME, and lets it grow until Ctrl-C:
-``python tests/support/written_job.py --nodes 32 --ranks 8``.
-"""
+"""Write the files of a job that looks as if it ran here: a record, logs, phases and metrics."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import socket
 import time
 from pathlib import Path
@@ -164,22 +158,3 @@ class WrittenJob:
             for rank in self.ranks_of(node):
                 if rank % every == 0:
                     self.print(rank, f"epoch 3 step {self._step} loss {2 / self._step:.4f}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--id", default="train-22aabb")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--gpus", type=int, default=0)
-    given = parser.parse_args()
-    job = WrittenJob(given.id, nodes=given.nodes, ranks=given.ranks, gpus=given.gpus)
-    job.past(60)
-    print(f"job {given.id} in {os.environ.get('CLUSTERJOB_HOME')}", flush=True)
-    while True:
-        job.grow()
-        time.sleep(5)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +74,9 @@ def test_plain_value_comes_back_exactly_without_pickle(folder: Path, value: Any)
         ([b"x"], "bytes"),
         (10**5000, "int"),
         (Pair(1, 2), "Pair"),
+        (HTTPStatus.OK, "HTTPStatus"),
     ],
-    ids=["set", "dict", "bytes", "int", "named tuple"],
+    ids=["set", "dict", "bytes", "int", "named tuple", "number of another type"],
 )
 def test_other_value_is_pickled_and_named(tmp_path: Path, value: Any, kind: str) -> None:
     outcomes.write_value(tmp_path, 3, attempt=1, value=value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from job_variables import is_job_variable
+from launching import is_job_variable
 
 from clusterjob.errors import PlacementError
 from clusterjob.node.environments import families, this_node

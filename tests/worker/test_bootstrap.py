@@ -27,6 +27,7 @@ from launching import (
     free_port,
     launch,
     rank_reports,
+    rank_variables,
     run,
     script,
     start_manually,
@@ -508,19 +509,13 @@ def test_init_refuses_invalid_arguments(options: dict[str, Any], message: str) -
 
 def test_init_without_rank_0_fails_after_timeout(tmp_path: Path, preloaded: Preloaded) -> None:
     text = "from clusterjob import bootstrap\nbootstrap.init(timeout=1)\n"
-    variables = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    ran = preloaded.run([script(tmp_path, text)], tmp_path, variables)
+    port = free_port()
+    ran = preloaded.run([script(tmp_path, text)], tmp_path, rank_variables(1, 2, port))
     assert ran.code == 1
     last = next(line for line in reversed(ran.err.splitlines()) if "RendezvousError: " in line)
     assert "Connection refused; gave up after " in last
     assert 1 <= timeout_seconds(last) <= 1 + MARGIN
-    assert f"cannot reach rank 0 at 127.0.0.1:{variables['MASTER_PORT']}: " in last
+    assert f"cannot reach rank 0 at 127.0.0.1:{port}: " in last
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -676,6 +671,20 @@ def test_exception_ends_process_at_once_with_code_1(
     assert other.code == 1
     assert failure_texts.is_effect(failure_texts.meanings(other.err.splitlines()))
     assert other.out == "atexit ran\n"
+
+
+def test_traceback_has_rank_once_if_group_is_not_first_init(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    text = """
+        from clusterjob import bootstrap
+        for process_group in (False, True, True):
+            bootstrap.init(process_group=process_group)
+            bootstrap.shutdown()
+        raise ValueError("boom")
+    """
+    [process] = start_manually(preloaded, 1, [script(tmp_path, text)], tmp_path)
+    assert finish(process).err.splitlines()[-1] == "[rank0]: ValueError: boom"
 
 
 def test_exit_code_of_sys_exit_in_with_block_is_kept(tmp_path: Path, preloaded: Preloaded) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import finish, last_message, script, start
+from launching import HOST, finish, last_message, rank_variables, script, start
 from namespaces import machines, skip_reason
 from procs import WITH_TORCH, Job
 
 pytestmark = pytest.mark.slow
 
 MakeJob = Callable[..., Job]
-HOST = socket.gethostname()
 # Rank 1 stops itself when it calls init_process_group.
 INIT = """
     import os, pathlib, signal, time
@@ -33,16 +31,6 @@ INIT = """
     with bootstrap.init(timeout=9) as ctx:
         print("met", ctx.rank, flush=True)
 """
-
-
-def variables_of_rank(
-    rank: int, address: str, port: int, local_rank: int, local_world_size: int
-) -> dict[str, str]:
-    """Return the environment variables of one of three processes."""
-    return {
-        "RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port),
-    }  # fmt: skip
 
 
 def test_rank_stopped_in_init_process_group_is_root_cause(make_job: MakeJob) -> None:
@@ -74,8 +62,8 @@ def test_rank_stopped_in_init_process_group_is_root_cause(make_job: MakeJob) -> 
 
 def test_two_machines_that_cannot_connect_are_named(tmp_path: Path) -> None:
     """Ranks 1 and 2 reach rank 0, but packets between them are lost, like in a firewall."""
-    if skip_reason():
-        pytest.skip(skip_reason())
+    if why := skip_reason():
+        pytest.skip(why)
     text = INIT.replace('os.environ["RANK"] == "1"', "False").replace(
         "flush=True)", "flush=True); time.sleep(12 if ctx.rank == 0 else 0)"
     )
@@ -90,7 +78,7 @@ def test_two_machines_that_cannot_connect_are_named(tmp_path: Path) -> None:
             start(
                 machine.command(sys.executable, path),
                 tmp_path,
-                variables_of_rank(rank, three[0].address, 29500, 0, 1),
+                rank_variables(rank, 3, 29500, 1) | {"MASTER_ADDR": three[0].address},
             )
             for rank, machine in enumerate(three)
         ]

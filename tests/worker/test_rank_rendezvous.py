@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +33,9 @@ from namespaces import Machine, machines, skip_reason
 from preloaded import ForkedProgram, Preloaded
 from procs import wait_until
 
-from clusterjob.worker.rendezvous import Facts, disagreement
-from clusterjob.worker.store import notice_time
+from clusterjob.errors import RanksMissingError
+from clusterjob.worker.rendezvous import Facts, disagreement, join
+from clusterjob.worker.store import SignedStore, notice_time
 
 INIT = """
     import os, time
@@ -411,6 +413,20 @@ FIRST = Facts(
     gpu="GPU-0",
 )
 OWN = replace(FIRST, rank=3, host="h1", pid=4, gpu="GPU-3")
+
+
+def test_rank_whose_store_ends_blames_other_ranks() -> None:
+    class Ended:
+        def compare_set(self, *_: object) -> bytes:
+            raise RuntimeError("Connection reset by peer\nException raised from recvBytes")
+
+    worker: Any = SimpleNamespace(rank=3)
+    with pytest.raises(RanksMissingError) as failed:
+        join(SignedStore(Ended(), 0), worker, own=OWN, timeout=1, started=False)
+    assert str(failed.value) == (
+        "rank 3 on h1 (pid 4) has joined, and the store of the rendezvous has ended: "
+        "Connection reset by peer"
+    )
 
 
 def test_disagreement_of_matching_facts_is_empty() -> None:
