@@ -17,7 +17,6 @@ from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.report import ReportPipe, report_alive
 
 MakeJob = Callable[..., Job]
 FALSE_WORKERS = {
@@ -51,14 +50,14 @@ def test_false_table_of_worker_hides_no_hang(make_job: MakeJob, table: str) -> N
 
 
 def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
-    pipe = ReportPipe()
+    pipe = forkserver_messages.ReportPipe()
     rest, write_end = len(pipe._rest), pipe.ends[1]
 
     def write() -> None:
         for _ in range(256):
             os.write(write_end, b"x" * (1 << 16))
         os.write(write_end, b"\n")
-        report_alive(write_end, 3, 7)
+        forkserver_messages.report(write_end, forkserver_messages.WorkerAlive(3, 7))
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()

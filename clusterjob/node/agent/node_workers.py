@@ -352,7 +352,7 @@ class NodeWorkers:
             code=message.exit_code,
             signal_name=None,
             message=message.message,
-            kind=forkserver_messages.failure_kind(message),
+            kind=next((each for each in FailureKind if each.value == message.kind), None),
             where=message.where,
         )
         self._report.fail(failure, message.monotonic, exited=not message.started)

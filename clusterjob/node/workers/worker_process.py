@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from clusterjob.node.contract import World
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import offer
 from clusterjob.node.system import processes
+from clusterjob.node.verdict import FailureKind
+from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import hook, preload, snapshot_imports, torch_patches
-from clusterjob.node.workers.report import report
 
 _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
 NO_TORCH = 3  # exit code of a store process that could not import torch
@@ -130,13 +132,7 @@ def start(
         os.set_inheritable(report_pipe[1], True)
         _exec(worker.argv, report_pipe[1], local_rank=worker.local_rank)
     except BaseException as error:
-        report(
-            report_pipe[1],
-            worker.local_rank,
-            message=f"cannot start: {error}",
-            exit_code=_NOT_STARTED,
-            kind="launch",
-        )
+        _report_no_start(report_pipe[1], worker.local_rank, f"cannot start: {error}")
     os._exit(_NOT_STARTED)
 
 
@@ -242,7 +238,14 @@ def _exec(argv: list[str], report_fd: int, local_rank: int) -> None:
     except OSError as error:
         message = f"cannot start {argv[0]}: {error.strerror}"
         print(f"clusterjob: {message}", file=sys.stderr, flush=True)
-        report(report_fd, local_rank, message=message, exit_code=_NOT_STARTED, kind="launch")
+        _report_no_start(report_fd, local_rank, message)
+
+
+def _report_no_start(report_fd: int, local_rank: int, message: str) -> None:
+    failing = messages.WorkerFailing(
+        local_rank, time.monotonic(), message, _NOT_STARTED, FailureKind.LAUNCH.value
+    )
+    messages.report(report_fd, failing)
 
 
 def _open_log(path: Path) -> int:
