@@ -147,7 +147,7 @@ class Agent:
         self._workers.stop_ordered = True
         self._stop_measuring()
         await self._forkserver.quit()
-        self._workers.close()
+        self._workers.flight_recorder.close()
         # Background processes of the setup lines.
         processes.kill_descendants(*self._workers.spared)
         self._workers.phases.flush()
