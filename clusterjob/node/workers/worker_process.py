@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -130,9 +131,16 @@ def start(
             # Python ignores these signals, and exec keeps ignored signals ignored.
             signal.signal(number, signal.SIG_DFL)
         os.set_inheritable(report_pipe[1], True)
-        _exec(worker.argv, report_pipe[1], local_rank=worker.local_rank)
+        os.execvp(worker.argv[0], worker.argv)
     except BaseException as error:
-        _report_no_start(report_pipe[1], worker.local_rank, f"cannot start: {error}")
+        what = f"cannot start {worker.argv[0]}" if worker.argv else "cannot start"
+        message = f"{what}: {getattr(error, 'strerror', None) or error}"
+        failing = messages.WorkerFailing(
+            worker.local_rank, time.monotonic(), message, _NOT_STARTED, FailureKind.LAUNCH.value
+        )
+        with contextlib.suppress(OSError):
+            os.write(2, f"clusterjob: {message}\n".encode(errors="replace"))
+        messages.report(report_pipe[1], failing)
     os._exit(_NOT_STARTED)
 
 
@@ -230,22 +238,6 @@ def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
         world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
         "--max-restarts", "0", *flags, target, *program.args,
     ]  # fmt: skip
-
-
-def _exec(argv: list[str], report_fd: int, local_rank: int) -> None:
-    try:
-        os.execvp(argv[0], argv)
-    except OSError as error:
-        message = f"cannot start {argv[0]}: {error.strerror}"
-        print(f"clusterjob: {message}", file=sys.stderr, flush=True)
-        _report_no_start(report_fd, local_rank, message)
-
-
-def _report_no_start(report_fd: int, local_rank: int, message: str) -> None:
-    failing = messages.WorkerFailing(
-        local_rank, time.monotonic(), message, _NOT_STARTED, FailureKind.LAUNCH.value
-    )
-    messages.report(report_fd, failing)
 
 
 def _open_log(path: Path) -> int:
