@@ -200,7 +200,7 @@ class Forkserver:
         options = self._options
         is_python = options.program.is_python
         self._no_gpus = preload.missing_gpus(options.require_gpus or 0, is_python=is_python)
-        self._hook = worker_process.write_hook(self._job_dir)
+        self._hook = worker_process.write_hook(self._job_dir, os.environ)
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))
         while not (self._quit and self._stop is None):
@@ -330,7 +330,7 @@ class Forkserver:
             self._store = worker_process.start_store(
                 world, descriptors[0], log=directory / STORE_LOG, close=close
             )
-        variables |= worker_process.hook_variables(os.environ, self._hook)
+        variables |= self._hook
         if self._options.warning is not None:
             self._warning = WarningPipe()
             if self._warned:

@@ -192,10 +192,14 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
     os._exit(1)
 
 
-def write_hook(job_dir: Path) -> Path | None:
-    """Write the directory on the workers' PYTHONPATH that loads `hook`, and return it.
+def write_hook(job_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Write the directory that loads `hook`; return the variables by which Python finds it.
 
-    Return None if that fails; the job then runs without the hook.
+    If that fails, there are none: the job runs without the hook.
+
+    Args:
+        job_dir: the job's directory.
+        environ: the environment that the processes inherit.
     """
     directory = job_dir / "python"
     try:
@@ -205,22 +209,9 @@ def write_hook(job_dir: Path) -> Path | None:
             own.write_text(mod.__loader__.get_source(mod.__name__))  # type: ignore[union-attr]
             own.replace(directory / name)  # nodes that share the directory write the same content
     except OSError:
-        return None
-    return directory
-
-
-def hook_variables(environ: Mapping[str, str], directory: Path | None) -> dict[str, str]:
-    """Return the variables with which Python processes find the directory.
-
-    Args:
-        environ: the environment that the processes inherit.
-        directory: the result of `write_hook`.
-    """
-    if directory is None:
         return {}
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(directory), environ.get("PYTHONPATH"))))
-    }
+    path = (str(directory), environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
