@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
         os.close(descriptor)
     assert found == [forkserver_messages.WorkerAlive(3, 7)]
     assert rest <= 1 << 16
+
+
+def test_failure_that_is_too_long_for_one_write_is_cut() -> None:
+    pipe = forkserver_messages.ReportPipe()
+    failing = forkserver_messages.WorkerFailing(3, 1.0, "x" * 9000, 1, where="y" * 9000)
+    forkserver_messages.report(pipe.ends[1], failing)
+    assert list(pipe.read()) == [replace(failing, message="x" * 300, where="y" * 300)]
+    for descriptor in pipe.ends:
+        os.close(descriptor)
 
 
 def test_pipe_in_place_of_stacks_file_does_not_block(tmp_path: Path) -> None:

@@ -270,9 +270,10 @@ FROM_FORKSERVER = Codec(
 
 
 def report(report_fd: int, message: Any) -> None:
-    """Write a message of this worker as one line, at once: lines of several workers must not mix.
+    """Write a message of this worker into the report pipe.
 
-    A failure that is too long is cut.
+    It is one line in one write: lines of several workers must not mix. A failure that is too long
+    for that is cut.
 
     Args:
         report_fd: the write end of the forkserver's report pipe.
