@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,8 @@ from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.system import devices, private_dirs, processes, signals
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
-from clusterjob.node.workers import preload, snapshot_imports
+from clusterjob.node.workers import forkserver_messages, preload
 from clusterjob.node.workers.forkserver import Forkserver
-from clusterjob.node.workers.report import report
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
@@ -359,16 +359,11 @@ def _serve_as_forkserver(forkserver: Forkserver) -> NoReturn:
 
     def on_failure(message: str, exit_code: int, kind: str, where: str) -> None:
         if os.getpid() == own_pid:  # a child that the program forked returns to this code too
-            report(
-                report_fd,
-                local_rank,
-                message=message,
-                exit_code=exit_code,
-                kind=kind,
-                where=where,
+            failing = forkserver_messages.WorkerFailing(
+                local_rank, time.monotonic(), message, exit_code, kind, where=where
             )
+            forkserver_messages.report(report_fd, failing)
 
-    snapshot_imports.install(os.environ)
     run_as_main(program, on_failure)
 
 

@@ -23,7 +23,8 @@ from clusterjob.node import contract, program
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs import job_dir, log_files
 from clusterjob.node.verdict import PREEMPTED_EXIT_CODE
-from clusterjob.node.workers import report, torch_patches
+from clusterjob.node.workers import forkserver_messages as messages
+from clusterjob.node.workers import torch_patches
 from clusterjob.worker import preemption, process
 from clusterjob.worker.checkpoint import Checkpoint
 from clusterjob.worker.store import GroupStore
@@ -348,13 +349,14 @@ class Context:
         """
         descriptor = process.report_pipe()
         if descriptor is not None:  # report first: peers may fail as soon as this process leaves
-            report.report(
-                descriptor,
+            leaving = messages.WorkerFailing(
                 self.local_rank,
+                time.monotonic(),
                 message="left to be queued again",
                 exit_code=PREEMPTED_EXIT_CODE,
                 kind="preempted",
             )
+            messages.report(descriptor, leaving)
         if not process.call_within(_ABANDON_TIMEOUT, lambda: leave(failed=False), self.device):
             atexit.register(process.end_process, PREEMPTED_EXIT_CODE)  # the group is stuck
         raise SystemExit(PREEMPTED_EXIT_CODE)
@@ -375,7 +377,7 @@ class Context:
         descriptor = process.report_pipe()
         if descriptor is not None:
             number = -1 if step is None else min(max(int(step), 0), _MAX_STEP)
-            report.report_alive(descriptor, self.local_rank, number)
+            messages.report(descriptor, messages.WorkerAlive(self.local_rank, number))
         elif os.environ.get(contract.JOB_DIR):  # the agent has started torchrun, and that this
             directory = log_files.node_directory(Path(os.environ[contract.JOB_DIR]), self.node_rank)
             with contextlib.suppress(OSError):
@@ -555,14 +557,15 @@ def watch(local_rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         own = os.getpid() == state.pid and threading.current_thread() is threading.main_thread()
         if own and report_fd is not None:
-            report.report(
-                report_fd,
+            failing = messages.WorkerFailing(
                 local_rank,
+                time.monotonic(),
                 message=program.summary(error),
                 exit_code=130 if kind is KeyboardInterrupt else 1,
                 kind=program.failure_kind(error),
                 where=program.place(error),
             )
+            messages.report(report_fd, failing)
         previous(kind, error, trace)
         if own and not (sys.flags.interactive or hasattr(sys, "ps1")):
             leave(failed=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clusterjob.node import contract
-from clusterjob.node.workers import report
+from clusterjob.node.workers import forkserver_messages as messages
 
 
 def report_pipe() -> int | None:
@@ -41,7 +41,8 @@ def ask_agents(local_rank: int, missing: list[int], *, final: bool) -> None:
     """
     descriptor = report_pipe()
     if descriptor is not None and missing:
-        report.report_missing(descriptor, local_rank, missing=missing, final=final)
+        ranks = tuple(missing[: messages.MAX_NAMED])
+        messages.report(descriptor, messages.WorkerWaiting(local_rank, ranks, final))
 
 
 def end_process(exit_code: int) -> None:

@@ -101,17 +101,14 @@ def test_hook_is_installed_only_in_supported_python_versions(
 
 def test_hook_of_job_inside_another_job_is_installed_once(path: str, tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    inner = worker_process.hook_variables(
-        {"PYTHONPATH": path}, worker_process.write_hook(tmp_path / "inner")
-    )["PYTHONPATH"]
+    inner = worker_process.write_hook(tmp_path / "inner", {"PYTHONPATH": path})["PYTHONPATH"]
     completed = python(inner, f"{LOADED}; print(sys.from_site)")
     assert (completed.stdout, completed.stderr) == ("1 False\nTrue\n", "")
 
 
 def test_missing_hook_directory_is_no_error(tmp_path: Path) -> None:
     assert python(str(tmp_path / "gone"), LOADED).stdout == "0 False\n"
-    assert worker_process.write_hook(tmp_path / "gone") is None
-    assert worker_process.hook_variables({"PYTHONPATH": "/mine"}, None) == {}
+    assert worker_process.write_hook(tmp_path / "gone", {"PYTHONPATH": "/mine"}) == {}
 
 
 def test_process_outside_job_keeps_behaviour_of_torch(path: str) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launching import ROOT
@@ -80,6 +84,23 @@ def test_cuda_that_a_fork_would_break_is_found(monkeypatch: pytest.MonkeyPatch) 
         # A function of torch for CUDA.
         monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda broken=broken: broken, False)
         assert preload._fork_breaks_cuda(torch) is broken
+
+
+def test_driver_that_keeps_a_killed_process_does_not_keep_the_forkserver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[int] = []
+    cuda = SimpleNamespace(is_available=lambda: time.sleep(1000))
+    torch = SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="12.8"), _C=None)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", torch)
+        patch.setattr(preload, "_GPU_TIMEOUT", 0.1)
+        patch.setattr(os, "kill", lambda pid, _: kept.append(pid))
+        missing = preload.missing_gpus(1, is_python=True)
+    os.kill(kept[0], signal.SIGKILL)
+    os.waitpid(kept[0], 0)
+    assert missing.startswith("torch sees 0 of the 1 GPUs")
+    assert "(torch has not answered in 0.1 s, driver" in missing
 
 
 def test_worker_frees_objects_of_nanobind_at_its_end_as_plain_python_does(

@@ -29,12 +29,15 @@ class Tree:
         (self.kept / "data").rmdir()
         (self.kept / "data").symlink_to(self.current / "data")
         self.write("new")
-        hooks = worker_process.write_hook(tmp_path)
-        self.environ = os.environ | {
-            "PYTHONPATH": f"{hooks}:{self.current}/src",
-            "CLUSTERJOB_CODE_ORIGIN": str(self.current),
-            "CLUSTERJOB_CODE_TREE": str(self.kept),
-        }
+        own = {"PYTHONPATH": f"{self.current}/src"}
+        self.environ = (
+            os.environ
+            | worker_process.write_hook(tmp_path, own)
+            | {
+                "CLUSTERJOB_CODE_ORIGIN": str(self.current),
+                "CLUSTERJOB_CODE_TREE": str(self.kept),
+            }
+        )
 
     def write(self, version: str) -> None:
         write_tree(

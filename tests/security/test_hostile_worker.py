@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from clusterjob.node.stacks import collect, grouping
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.progress import Progress
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.report import ReportPipe, report_alive
 
 MakeJob = Callable[..., Job]
 FALSE_WORKERS = {
@@ -51,14 +51,14 @@ def test_false_table_of_worker_hides_no_hang(make_job: MakeJob, table: str) -> N
 
 
 def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
-    pipe = ReportPipe()
+    pipe = forkserver_messages.ReportPipe()
     rest, write_end = len(pipe._rest), pipe.ends[1]
 
     def write() -> None:
         for _ in range(256):
             os.write(write_end, b"x" * (1 << 16))
         os.write(write_end, b"\n")
-        report_alive(write_end, 3, 7)
+        forkserver_messages.report(write_end, forkserver_messages.WorkerAlive(3, 7))
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
@@ -71,6 +71,15 @@ def test_endless_line_of_worker_fills_no_memory_and_hides_no_report() -> None:
         os.close(descriptor)
     assert found == [forkserver_messages.WorkerAlive(3, 7)]
     assert rest <= 1 << 16
+
+
+def test_failure_that_is_too_long_for_one_write_is_cut() -> None:
+    pipe = forkserver_messages.ReportPipe()
+    failing = forkserver_messages.WorkerFailing(3, 1.0, "x" * 9000, 1, where="y" * 9000)
+    forkserver_messages.report(pipe.ends[1], failing)
+    assert list(pipe.read()) == [replace(failing, message="x" * 300, where="y" * 300)]
+    for descriptor in pipe.ends:
+        os.close(descriptor)
 
 
 def test_pipe_in_place_of_stacks_file_does_not_block(tmp_path: Path) -> None:

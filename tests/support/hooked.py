@@ -30,8 +30,7 @@ def hooked_path(directory: Path) -> str:
     own.mkdir()
     (own / "sitecustomize.py").write_text("import sys; sys.from_site = True\n")
     (own / "usercustomize.py").write_text("import sys; sys.from_user = True\n")
-    hook = worker_process.write_hook(directory)
-    return worker_process.hook_variables({"PYTHONPATH": str(own)}, hook)["PYTHONPATH"]
+    return worker_process.write_hook(directory, {"PYTHONPATH": str(own)})["PYTHONPATH"]
 
 
 def python(

@@ -29,7 +29,7 @@ from clusterjob.node.workers.flight_recorder import (
     OLD_DUMP_FILE,
     OLD_SIZE,
     PIPE_FILE,
-    Dumps,
+    FlightRecorder,
 )
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -248,11 +248,10 @@ def test_stack_of_another_node_is_refused_and_a_huge_one_fits_a_message() -> Non
 
 
 def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
-    dumps = Dumps(tmp_path, tmp_path, 0, attempt=0, restart=1)
-    variables = dumps.variables({})
-    assert dumps.variables({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/own"}) == {}
-    assert Dumps(tmp_path, None, 0, attempt=0, restart=1).variables({}) == {}
-    assert dumps.request([3], 5.0) == ()  # no process reads the pipe
+    recorder = FlightRecorder(tmp_path, 0, attempt=0)
+    variables = recorder.variables({}, 1)
+    assert recorder.variables({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/own"}, 1) == {}
+    assert recorder.request(1, [3], 5.0) == ()  # no process reads the pipe
     # As ProcessGroupNCCL does: <prefix><rank>.pipe, and a dump in <prefix><rank>.
     pipe = f"{variables[PIPE_FILE]}3.pipe"
     os.mkfifo(pipe, 0o600)
@@ -266,22 +265,36 @@ def test_flight_recorder_is_asked_through_a_pipe(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=dump)
     thread.start()
-    assert dumps.request([3], 10.0) == ("logs/node0/flight_recorder.restart1.rank3",)
+    assert recorder.request(1, [3], 10.0) == ("logs/node0/flight_recorder.restart1.rank3",)
     thread.join()
     assert target.read_bytes()
     os.close(reader)
+    recorder.close()
+    assert not Path(pipe).parent.exists()
+
+
+def test_flight_recorder_without_pipes_sets_no_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.mkfifo", refuse)
+    assert FlightRecorder(tmp_path, 0, attempt=0).variables({}, 0) == {}
 
 
 def test_variables_of_the_flight_recorder_have_the_names_of_the_installed_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dumps = Dumps(tmp_path, tmp_path, 0, attempt=0, restart=0)
-    assert OLD_DUMP_FILE not in dumps.variables({})  # torch would warn on each rank
+    recorder = FlightRecorder(tmp_path, 0, attempt=0)
+    new = recorder.variables({}, 0)
+    assert OLD_DUMP_FILE not in new  # torch would warn on each rank
     monkeypatch.setattr("clusterjob.node.logs.events.versions", lambda: {"torch": "2.4.1"})
-    old = dumps.variables({})
-    assert (old[OLD_DUMP_FILE], old[OLD_SIZE]) == (dumps.variables({})[OLD_DUMP_FILE], "2000")
+    old = recorder.variables({}, 0)
+    assert (old[OLD_DUMP_FILE], old[OLD_SIZE]) == (new[DUMP_FILE], "2000")
     assert DUMP_FILE not in old
-    assert dumps.variables({OLD_SIZE: "0"})[OLD_SIZE] == "0"
+    assert recorder.variables({OLD_SIZE: "0"}, 0)[OLD_SIZE] == "0"
+    recorder.close()
 
 
 @pytest.mark.parametrize(("quiet", "shown"), [(599.0, False), (660.0, True)])

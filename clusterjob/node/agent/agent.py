@@ -147,7 +147,7 @@ class Agent:
         self._workers.stop_ordered = True
         self._stop_measuring()
         await self._forkserver.quit()
-        self._workers.close()
+        self._workers.flight_recorder.close()
         # Background processes of the setup lines.
         processes.kill_descendants(*self._workers.spared)
         self._workers.phases.flush()
@@ -330,7 +330,7 @@ class Agent:
         seconds = wanted.start_seconds + preflight.SECONDS + _MEASURED_SECONDS
         begin = json.dumps(vars(wanted) | {"seconds": seconds}).encode()
         with own:
-            self._forkserver.start_measuring(forkserver_messages.StartMeasuring(variables), other)
+            self._forkserver.send(forkserver_messages.StartMeasuring(variables), other)
             socket.send_fds(own, [begin], [store.fileno()] if store is not None else [])
             if store is not None:
                 store.close()

@@ -36,7 +36,7 @@ from clusterjob.node.system import devices, files, processes
 from clusterjob.node.system.crashes import Crashes
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages
-from clusterjob.node.workers.flight_recorder import Dumps, Pipes
+from clusterjob.node.workers.flight_recorder import FlightRecorder
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 from clusterjob.node.workers.worker_failures import Failures, WorkerStatus, how
 
@@ -72,6 +72,7 @@ class NodeWorkers:
         phases: records the phases of the node and its ranks.
         gone: set while no worker runs.
         waits: keeps how long the workers wait in collectives.
+        flight_recorder: asks the workers for torch's last collectives.
     """
 
     def __init__(
@@ -91,7 +92,6 @@ class NodeWorkers:
         self._report = report
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
-        self._pipes: Pipes | None = None
         self._probe = 0  # the number of the newest question about missing ranks
         self.stop_ordered = False
         self.gone = asyncio.Event()
@@ -105,6 +105,7 @@ class NodeWorkers:
         self.timeline = log_files.Timeline(directory)
         self.phases = PhaseRecorder(job_dir, topology.node_rank, attempt=job.attempt, report=report)
         self.waits = NodeWaits()
+        self.flight_recorder = FlightRecorder(job_dir, topology.node_rank, job.attempt)
         self.failures = Failures(
             topology.node_rank,
             this_node.node_name(),
@@ -145,32 +146,13 @@ class NodeWorkers:
                 self._job.token, self._job.job_id, attempt=self._job.attempt, restart=world.restart
             ),
         }
-        if self._pipes is None:
-            with contextlib.suppress(OSError):  # no dumps
-                self._pipes = Pipes()
-        variables |= self.dumps(world.restart).variables(os.environ)
+        variables |= self.flight_recorder.variables(os.environ, world.restart)
         if self._options.metrics:
             variables[contract.WAITS] = "1"
         self.waits.begin_round(world)
         store = order.store if isinstance(order, OrderWithStore) else None
         if self._forkserver.start_round(forkserver_messages.StartRound(world, variables), store):
             self._on_started()
-
-    def dumps(self, restart: int) -> Dumps:
-        """Return the dumps of torch's flight recorder in a round."""
-        return Dumps(
-            self._job_dir,
-            self._pipes.path if self._pipes else None,
-            node_rank=self._topology.node_rank,
-            attempt=self._job.attempt,
-            restart=restart,
-        )
-
-    def close(self) -> None:
-        """Remove the files of this machine; the workers have ended."""
-        if self._pipes is not None:
-            self._pipes.close()
-            self._pipes = None
 
     def stop(self, grace: float, number: int = signal.SIGTERM, *, early: bool = False) -> None:
         """Stop the workers: a signal, then SIGKILL after `grace` seconds.
@@ -352,7 +334,7 @@ class NodeWorkers:
             code=message.exit_code,
             signal_name=None,
             message=message.message,
-            kind=forkserver_messages.failure_kind(message),
+            kind=next((each for each in FailureKind if each.value == message.kind), None),
             where=message.where,
         )
         self._report.fail(failure, message.monotonic, exited=not message.started)
@@ -665,8 +647,8 @@ class StackReports:
         with contextlib.suppress(asyncio.TimeoutError, *_ERRORS):
             found = await asyncio.wait_for(asyncio.to_thread(self._stacks), _SAVE_SECONDS)
             if found:
-                dumps = self._workers.dumps(round_.restart).request(
-                    [each.rank for each in found], 0.0
+                dumps = self._workers.flight_recorder.request(
+                    round_.restart, [each.rank for each in found], 0.0
                 )
                 write = functools.partial(grouping.write_evidence, why=why, dumps=dumps)
                 loop = asyncio.get_running_loop()
@@ -681,7 +663,8 @@ class StackReports:
             for stack in found:
                 self._connection.send(messages.StackFound(order.round, bounded(stack)))
             dumps = await asyncio.to_thread(
-                self._workers.dumps(order.round).request,
+                self._workers.flight_recorder.request,
+                order.round,
                 [each.rank for each in found],
                 _DUMP_SECONDS if order.dumps else 0.0,
             )

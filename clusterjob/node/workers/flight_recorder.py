@@ -30,77 +30,81 @@ _POLL = 0.01
 _MEMORY = "/dev/shm"  # noqa: S108 - mkdtemp makes a private directory
 
 
-class Pipes:
-    """A private directory of this machine for the pipes of a node's workers.
+class FlightRecorder:
+    """torch's flight recorders of a node's workers.
 
-    That of a killed agent stays, with the pipes, until this machine restarts.
-
-    Raises:
-        OSError: no pipe can be made there; torch's NCCL group would fail.
-    """
-
-    def __init__(self) -> None:
-        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
-        self.path = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
-        try:
-            os.mkfifo(self.path / "try", 0o600)
-        except OSError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-class Dumps:
-    """The dumps of one round of a node's workers.
+    The pipes are in a private directory of this machine. That of a killed agent stays, with the
+    pipes, until this machine restarts.
 
     Args:
         job_dir: the job's directory.
-        pipes: the directory of the pipes; None without pipes.
         node_rank: the node.
-        attempt, restart: the round.
+        attempt: the job's attempt.
     """
 
-    def __init__(
-        self, job_dir: Path, pipes: Path | None, node_rank: int, attempt: int, restart: int
-    ) -> None:
+    def __init__(self, job_dir: Path, node_rank: int, attempt: int) -> None:
         self._job_dir = job_dir
-        self._pipes = pipes
-        suffix = log_files.round_suffix(attempt, restart)
-        self._pipe = f"{pipes}/node{node_rank}{suffix}.rank"
-        directory = log_files.node_directory(job_dir, node_rank)
-        self._dump = str(directory / f"flight_recorder{suffix}.rank")
+        self._node_rank = node_rank
+        self._attempt = attempt
+        self._pipes: Path | None = None
 
-    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the workers' variables; empty if the user has set them, or without pipes."""
-        own = any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE))
-        if own or self._pipes is None:
+    def variables(self, environ: Mapping[str, str], restart: int) -> dict[str, str]:
+        """Return the workers' variables of a round.
+
+        They are empty if the user has set them, or if no pipe can be made here: torch's NCCL group
+        would fail then.
+        """
+        if any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE)):
             return {}
+        if self._pipes is None and not self._make_pipes():
+            return {}
+        pipe, dump = self._paths(restart)
         if _has_new_names():
-            return {PIPE_FILE: self._pipe, DUMP_FILE: self._dump}
-        size = environ.get(OLD_SIZE, _ENTRIES)
-        return {PIPE_FILE: self._pipe, OLD_DUMP_FILE: self._dump, OLD_SIZE: size}
+            return {PIPE_FILE: pipe, DUMP_FILE: dump}
+        return {PIPE_FILE: pipe, OLD_DUMP_FILE: dump, OLD_SIZE: environ.get(OLD_SIZE, _ENTRIES)}
 
-    def request(self, ranks: Iterable[int], seconds: float) -> tuple[str, ...]:
+    def request(self, restart: int, ranks: Iterable[int], seconds: float) -> tuple[str, ...]:
         """Ask ranks for their dumps; return the paths of the files, relative to the job directory.
 
         Args:
+            restart: the round.
             ranks: the ranks; one without a process group has no pipe.
             seconds: maximum time to wait for the files.
         """
+        prefix, target = self._paths(restart)
         wanted = []
         for rank in ranks:
             for pipe, dump in (("pipe", ""), ("json.pipe", ".json")):
-                if _write(f"{self._pipe}{rank}.{pipe}"):
-                    wanted.append(Path(f"{self._dump}{rank}{dump}"))
+                if _write(f"{prefix}{rank}.{pipe}"):
+                    wanted.append(Path(f"{target}{rank}{dump}"))
         until = time.monotonic() + seconds
         while not all(path.exists() for path in wanted) and time.monotonic() < until:
             time.sleep(_POLL)
         # Without a wait, the files follow in some milliseconds.
         found = [path for path in wanted if path.exists() or not seconds]
         return tuple(str(path.relative_to(self._job_dir)) for path in found)
+
+    def close(self) -> None:
+        """Remove the pipes; the workers have ended."""
+        if self._pipes is not None:
+            shutil.rmtree(self._pipes, ignore_errors=True)
+            self._pipes = None
+
+    def _make_pipes(self) -> bool:
+        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
+        try:
+            self._pipes = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
+            os.mkfifo(self._pipes / "try", 0o600)
+        except OSError:
+            self.close()
+        return self._pipes is not None
+
+    def _paths(self, restart: int) -> tuple[str, str]:
+        """Return the paths of the pipes and of the dumps of a round, without the rank."""
+        suffix = log_files.round_suffix(self._attempt, restart)
+        directory = log_files.node_directory(self._job_dir, self._node_rank)
+        pipe = f"{self._pipes}/node{self._node_rank}{suffix}.rank"
+        return pipe, str(directory / f"flight_recorder{suffix}.rank")
 
 
 def _has_new_names() -> bool:

@@ -37,8 +37,6 @@ from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import output_drain, preload, snapshot_imports, worker_process
-from clusterjob.node.workers.forkserver_messages import MESSAGE_BYTES
-from clusterjob.node.workers.report import ReportPipe
 from clusterjob.node.workers.worker_process import RunningWorker, WorkerStart
 
 # Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
@@ -202,7 +200,7 @@ class Forkserver:
         options = self._options
         is_python = options.program.is_python
         self._no_gpus = preload.missing_gpus(options.require_gpus or 0, is_python=is_python)
-        self._hook = worker_process.write_hook(self._job_dir)
+        self._hook = worker_process.write_hook(self._job_dir, os.environ)
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))
         while not (self._quit and self._stop is None):
@@ -253,7 +251,7 @@ class Forkserver:
     def _open(self) -> None:
         signal.set_wakeup_fd(-1)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._reports = ReportPipe()
+        self._reports = messages.ReportPipe()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         # Not epoll: its descriptor would be shared with every forked worker.
@@ -273,7 +271,7 @@ class Forkserver:
 
     def _handle_message(self) -> Program | None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._control, messages.MESSAGE_BYTES, 1)
         except ConnectionError:
             data, descriptors = b"", []
         if not data:
@@ -281,7 +279,7 @@ class Forkserver:
             self._selector.unregister(self._control.fileno())
             self._begin_stop(_ORPHANED_GRACE)
             return None
-        message = messages.decode(messages.FROM_AGENT, data)
+        message = messages.FROM_AGENT.decode(json.loads(data))
         match message:
             case messages.StartRound():
                 return self._start(message.world, message.variables, descriptors)
@@ -332,7 +330,7 @@ class Forkserver:
             self._store = worker_process.start_store(
                 world, descriptors[0], log=directory / STORE_LOG, close=close
             )
-        variables |= worker_process.hook_variables(os.environ, self._hook)
+        variables |= self._hook
         if self._options.warning is not None:
             self._warning = WarningPipe()
             if self._warned:
@@ -641,7 +639,7 @@ class Forkserver:
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the agent has ended; the loop also sees EOF
-            self._control.send(messages.encode(messages.FROM_FORKSERVER, message))
+            self._control.send(messages.FROM_FORKSERVER.encode_json(message))
 
     def _end_node(self) -> None:
         """Record the loss of the agent, unless its parent starts it again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,6 @@ from typing import Any
 
 from clusterjob.node.system import processes
 from clusterjob.node.workers import forkserver_messages as messages
-from clusterjob.node.workers.forkserver_messages import MESSAGE_BYTES
 
 _QUIT_TIMEOUT = 3.0  # seconds for the forkserver to exit
 
@@ -60,10 +60,7 @@ class ForkserverClient:
         if self.pending is None:
             return False
         (message, store), self.pending = self.pending, None
-        if store is None:
-            self.send(message)
-        else:
-            self._send_socket(message, store)
+        self.send(message, store)
         return True
 
     def drop_round(self) -> None:
@@ -72,32 +69,28 @@ class ForkserverClient:
             self.pending[1].close()
         self.pending = None
 
-    def send(self, message: Any) -> None:
-        """Send a message; ignore an error, because the agent also sees EOF on the socket."""
-        with contextlib.suppress(OSError):
-            self.control.send(messages.encode(messages.FROM_AGENT, message))
+    def send(self, message: Any, sent: socket.socket | None = None) -> None:
+        """Send a message; ignore an error, because the agent also sees EOF on the socket.
 
-    def start_measuring(self, message: messages.StartMeasuring, control: socket.socket) -> None:
-        """Start the measuring process; until the forkserver is ready, the kernel keeps the message.
+        Until the forkserver is ready, the kernel keeps the message.
 
         Args:
-            message: the settings of the process.
-            control: the process's end of a socket pair; it is closed here.
+            message: the message.
+            sent: a socket for the forkserver, which is closed here; None without one.
         """
-        self._send_socket(message, control)
-
-    def _send_socket(self, message: Any, sent: socket.socket) -> None:
-        with contextlib.suppress(OSError), sent:
-            data = messages.encode(messages.FROM_AGENT, message)
-            socket.send_fds(self.control, [data], [sent.fileno()])
+        with contextlib.suppress(OSError):
+            descriptors = [] if sent is None else [sent.fileno()]
+            socket.send_fds(self.control, [messages.FROM_AGENT.encode_json(message)], descriptors)
+        if sent is not None:
+            sent.close()
 
     def receive(self) -> Any:
         """Return one message of the forkserver when the socket is readable; None at EOF."""
         try:
-            data = self.control.recv(MESSAGE_BYTES)
+            data = self.control.recv(messages.MESSAGE_BYTES)
         except OSError:
             return None
-        return messages.decode(messages.FROM_FORKSERVER, data) if data else None
+        return messages.FROM_FORKSERVER.decode(json.loads(data)) if data else None
 
     def reap(self) -> tuple[int, str | None]:
         """Reap the ended forkserver; return its exit code and the name of its signal or None."""

@@ -6,16 +6,26 @@ forkserver's report pipe, one message per line.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from clusterjob.node.contract import World
 from clusterjob.node.system.codec import Codec, Limit
-from clusterjob.node.verdict import FailureKind
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
+# Maximum bytes of an atomic write to a pipe (pipe(7): 4096 on Linux).
+_ATOMIC_WRITE = 4096
+_SHORT = 300  # characters of a message that does not fit
+_MAX_MESSAGE = 4096  # characters of a worker's message
+# Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
+_MAX_READ = 1 << 20
+_MAX_REST = 1 << 16  # bytes of a line without an end
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
 _ExitCode = Annotated[int, Limit(255)]
 
@@ -256,24 +266,65 @@ FROM_FORKSERVER = Codec(
 )
 
 
-def encode(codec: Codec, message: Any) -> bytes:
-    """Return a message as one line of JSON, without a newline."""
-    return json.dumps(codec.encode(message)).encode()
+# -- the report pipe of the workers ----------------------------------------------------------------
 
 
-def decode(codec: Codec, data: bytes) -> Any:
-    """Return the message in a line of JSON.
+def report(report_fd: int, message: Any) -> None:
+    """Write a message of this worker into the report pipe.
 
-    Raises:
-        ValueError: the line is not JSON, or not a message of the codec.
-        RecursionError: the JSON is nested too deeply.
+    It is one line in one write: lines of several workers must not mix. A failure that is too long
+    for that is cut.
+
+    Args:
+        report_fd: the write end of the forkserver's report pipe.
+        message: a message of `FROM_WORKER`.
     """
-    return codec.decode(json.loads(data))
+    line = _line(message)
+    if len(line) > _ATOMIC_WRITE and isinstance(message, WorkerFailing):
+        short = replace(message, message=message.message[:_SHORT], where=message.where[:_SHORT])
+        line = _line(short)
+    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
+        os.write(report_fd, line)
 
 
-def failure_kind(message: WorkerFailing) -> FailureKind | None:
-    """Return the kind that a worker reports; None if it reports no known kind."""
-    try:
-        return FailureKind(message.kind)
-    except ValueError:
-        return None
+def _line(message: Any) -> bytes:
+    # Not `encode_json`: several threads of a worker report.
+    return json.dumps(FROM_WORKER.encode(message)).encode() + b"\n"
+
+
+class ReportPipe:
+    """The forkserver's side of the report pipe; every worker inherits the write end.
+
+    Attributes:
+        read_end: the descriptor that is readable when there is a report.
+        ends: both descriptors.
+    """
+
+    def __init__(self) -> None:
+        self.ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.read_end = self.ends[0]
+        os.set_blocking(self.ends[1], True)
+        self._rest = b""
+
+    def read(self) -> Iterator[Any]:
+        """Yield the reports that have arrived; skip lines that are no report."""
+        data = self._rest
+        with contextlib.suppress(BlockingIOError):
+            while len(data) < _MAX_READ and (chunk := os.read(self.read_end, 65536)):
+                data += chunk
+        *lines, rest = data.split(b"\n")
+        self._rest = rest if len(rest) <= _MAX_REST else b""
+        for line in lines:
+            try:
+                message = FROM_WORKER.decode(json.loads(line))
+            except (ValueError, RecursionError):
+                continue  # user code can write anything into the pipe
+            if isinstance(message, WorkerFailing):
+                message = replace(
+                    message,
+                    monotonic=min(message.monotonic, time.monotonic()),
+                    message=message.message[:_MAX_MESSAGE],
+                    where=message.where[:_SHORT],
+                    started=True,
+                )
+            yield message

@@ -277,6 +277,5 @@ def _ask_torch() -> str:
         if select.select([answer], [], [], _GPU_TIMEOUT)[0]:
             os.waitpid(child, 0)
             return answer.read().decode()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    os.kill(child, signal.SIGKILL)  # not waitpid: the driver may keep even a killed process
     return f"0 torch has not answered in {_GPU_TIMEOUT:g} s"

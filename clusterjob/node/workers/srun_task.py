@@ -33,8 +33,8 @@ def main(argv: Sequence[str], gpus: int = 0) -> NoReturn:
     if error := preload.missing_gpus(gpus, is_python=is_python):
         sys.exit(f"clusterjob: {this_node.node_name()}: {error}")
     if os.environ.get(contract.CODE_TREE):
-        directory = worker_process.write_hook(Path(os.environ[contract.JOB_DIR]))
-        os.environ.update(worker_process.hook_variables(os.environ, directory))
+        job_dir = Path(os.environ[contract.JOB_DIR])
+        os.environ.update(worker_process.write_hook(job_dir, os.environ))
     try:
         os.environ.update(_torch_variables(os.environ))
     except ClusterJobError as no_ranks:

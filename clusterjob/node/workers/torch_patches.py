@@ -345,7 +345,10 @@ def _is_of_this_machine(address: str) -> bool:
 
 def patch_stores(module: Any) -> None:
     """Patch torch.distributed.rendezvous to use the agents' store only at the agents' address."""
-    create, asks_agents = module._create_c10d_store, module._torchelastic_use_agent_store
+    create = getattr(module, "_create_c10d_store", None)
+    asks_agents = getattr(module, "_torchelastic_use_agent_store", None)
+    if create is None or asks_agents is None:
+        return  # another torch
     this_thread = threading.local()
 
     @functools.wraps(asks_agents)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,9 @@ from clusterjob.node.contract import World
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import offer
 from clusterjob.node.system import processes
+from clusterjob.node.verdict import FailureKind
+from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import hook, preload, snapshot_imports, torch_patches
-from clusterjob.node.workers.report import report
 
 _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
 NO_TORCH = 3  # exit code of a store process that could not import torch
@@ -128,15 +131,16 @@ def start(
             # Python ignores these signals, and exec keeps ignored signals ignored.
             signal.signal(number, signal.SIG_DFL)
         os.set_inheritable(report_pipe[1], True)
-        _exec(worker.argv, report_pipe[1], local_rank=worker.local_rank)
+        os.execvp(worker.argv[0], worker.argv)
     except BaseException as error:
-        report(
-            report_pipe[1],
-            worker.local_rank,
-            message=f"cannot start: {error}",
-            exit_code=_NOT_STARTED,
-            kind="launch",
+        what = f"cannot start {worker.argv[0]}" if worker.argv else "cannot start"
+        message = f"{what}: {getattr(error, 'strerror', None) or error}"
+        failing = messages.WorkerFailing(
+            worker.local_rank, time.monotonic(), message, _NOT_STARTED, FailureKind.LAUNCH.value
         )
+        with contextlib.suppress(OSError):
+            os.write(2, f"clusterjob: {message}\n".encode(errors="replace"))
+        messages.report(report_pipe[1], failing)
     os._exit(_NOT_STARTED)
 
 
@@ -188,10 +192,14 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
     os._exit(1)
 
 
-def write_hook(job_dir: Path) -> Path | None:
-    """Write the directory on the workers' PYTHONPATH that loads `hook`, and return it.
+def write_hook(job_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Write the directory that loads `hook`; return the variables by which Python finds it.
 
-    Return None if that fails; the job then runs without the hook.
+    If that fails, there are none: the job runs without the hook.
+
+    Args:
+        job_dir: the job's directory.
+        environ: the environment that the processes inherit.
     """
     directory = job_dir / "python"
     try:
@@ -201,22 +209,9 @@ def write_hook(job_dir: Path) -> Path | None:
             own.write_text(mod.__loader__.get_source(mod.__name__))  # type: ignore[union-attr]
             own.replace(directory / name)  # nodes that share the directory write the same content
     except OSError:
-        return None
-    return directory
-
-
-def hook_variables(environ: Mapping[str, str], directory: Path | None) -> dict[str, str]:
-    """Return the variables with which Python processes find the directory.
-
-    Args:
-        environ: the environment that the processes inherit.
-        directory: the result of `write_hook`.
-    """
-    if directory is None:
         return {}
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(directory), environ.get("PYTHONPATH"))))
-    }
+    path = (str(directory), environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
@@ -234,15 +229,6 @@ def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
         world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
         "--max-restarts", "0", *flags, target, *program.args,
     ]  # fmt: skip
-
-
-def _exec(argv: list[str], report_fd: int, local_rank: int) -> None:
-    try:
-        os.execvp(argv[0], argv)
-    except OSError as error:
-        message = f"cannot start {argv[0]}: {error.strerror}"
-        print(f"clusterjob: {message}", file=sys.stderr, flush=True)
-        report(report_fd, local_rank, message=message, exit_code=_NOT_STARTED, kind="launch")
 
 
 def _open_log(path: Path) -> int:
