@@ -20,6 +20,7 @@ from typing import Any
 
 from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.host_server import requests
+from clusterjob.node.system import processes
 
 MAX_OUTPUT = 32 << 20  # bytes of output of one command
 _LOGIN_SHELL_TIMEOUT = 20.0  # seconds for a login shell to start
@@ -154,20 +155,5 @@ def _environment(name: str) -> dict[str, str]:
 @functools.cache
 def _login_shell() -> dict[str, str]:
     script = f"printf '%s\\0' {_MARK[:-1].decode()}; exec env -0"
-    try:
-        asked = subprocess.run(
-            ["bash", "-lc", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_LOGIN_SHELL_TIMEOUT,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    pairs = (
-        os.fsdecode(entry).partition("=")
-        for entry in asked.stdout.partition(_MARK)[2].split(b"\0")
-        if entry
-    )
-    return {name: value for name, _, value in pairs}
+    shown = processes.output_of(["bash", "-lc", script], os.environ, _LOGIN_SHELL_TIMEOUT)
+    return processes.parse_environment(os.fsencode(shown).partition(_MARK)[2])

@@ -479,10 +479,10 @@ def _enter_container(place: WorkerPlace) -> list[str] | None:
         The words; empty if the worker runs in no container; None if this user cannot enter it.
     """
     pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched[0]
-    if _namespace(pid, "mnt") in ("", _namespace(os.getpid(), "mnt")):
+    if processes.namespace(pid, "mnt") in ("", processes.namespace(os.getpid(), "mnt")):
         return []
     words = ["nsenter", f"--target={pid}", "--mount"]
-    if _namespace(pid, "user") != _namespace(os.getpid(), "user"):
+    if processes.namespace(pid, "user") != processes.namespace(os.getpid(), "user"):
         words += ["--user", "--preserve-credentials"]
     try:
         can = subprocess.run(
@@ -494,13 +494,6 @@ def _enter_container(place: WorkerPlace) -> list[str] | None:
     except OSError:  # this machine has no nsenter
         return None
     return words if can.returncode == 0 else None
-
-
-def _namespace(pid: int, kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/{kind}")
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":
