@@ -27,6 +27,7 @@ from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
+from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import devices, private_dirs, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
@@ -301,7 +302,7 @@ def _stdin_of_workers(
             stdin = os.open(job_dir / STDIN_SCRIPT, os.O_RDONLY)
     elif found := options.program.read_stream():
         options = replace(options, program=found[0])
-        stdin = os.memfd_create("script")
+        stdin = anonymous_file("script")
         Path(f"/dev/fd/{stdin}").write_bytes(found[1])
     return options, stdin
 

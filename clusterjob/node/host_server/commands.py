@@ -20,6 +20,7 @@ from typing import Any
 
 from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.host_server import requests
+from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import processes
 
 MAX_OUTPUT = 32 << 20  # bytes of output of one command
@@ -35,7 +36,10 @@ class _Command:
     out: int
     err: int
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Kill the command, if it runs, and close its files."""
+        self.process.kill()
+        self.process.wait()
         os.close(self.out)
         os.close(self.err)
 
@@ -60,7 +64,7 @@ def run(home: Path, request: requests.RunCommand) -> tuple[dict[str, Any], bytes
         return {"absent": f"Slurm's configuration {conf} does not exist"}, b""
     path = shutil.which(name, path=environ.get("PATH"))
     directory = home / "jobs" / request.job if request.job else None
-    out, err = os.memfd_create("out"), os.memfd_create("err")
+    out, err = anonymous_file("out"), anonymous_file("err")
     try:
         process = subprocess.Popen(
             argv,
@@ -90,9 +94,7 @@ def drop(_home: Path, request: requests.DropCommand) -> dict[str, Any]:
     """Kill a command, if it runs."""
     command = _running.pop(request.number, None)
     if command is not None:
-        command.process.kill()
-        command.process.wait()
-        command.close()
+        command.end()
     return {}
 
 
@@ -118,16 +120,10 @@ def _reap(number: int, timeout: float) -> tuple[dict[str, Any], bytes]:
     end, pause = time.monotonic() + timeout, _PAUSE
     while (code := command.process.poll()) is None:
         if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
-            command.process.kill()
-            command.process.wait()
-            code = -9
-            os.ftruncate(command.out, 0)
-            os.pwrite(
-                command.err,
-                f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n".encode(),
-                0,
-            )
-            break
+            del _running[number]
+            command.end()
+            why = f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n"
+            return {"code": -signal.SIGKILL, "out": 0}, why.encode()
         if time.monotonic() >= end:
             return {"number": number}, b""
         time.sleep(pause)
@@ -136,7 +132,7 @@ def _reap(number: int, timeout: float) -> tuple[dict[str, Any], bytes]:
     try:
         out, err = (os.pread(handle, MAX_OUTPUT, 0) for handle in (command.out, command.err))
     finally:
-        command.close()
+        command.end()
     return {"code": code, "out": len(out)}, out + err
 
 

@@ -345,7 +345,7 @@ class _Command:
         shell = next(usable, _SHELLS[-1])
         environ["SHELL"] = shell
         environ["PS1"] = f"({title}) \\w\\$ " if shell.endswith("bash") else f"({title}) $ "
-        if os.path.basename(shell) != "bash" or not hasattr(os, "memfd_create"):
+        if os.path.basename(shell) != "bash":
             return [shell, "-i"]
         # The user's .bashrc may activate another environment: set the worker's again afterwards.
         exports = "".join(
@@ -357,9 +357,8 @@ class _Command:
             "[ -r ~/.bashrc ] && . ~/.bashrc\n"
             f"{exports}PS1={shlex.quote(f'({title}) ')}${{PS1:-'\\w\\$ '}}\nunset PROMPT_COMMAND\n"
         )
-        self._rcfile = os.memfd_create("bashrc", 0)
+        self._rcfile = anonymous_file("bashrc")
         os.write(self._rcfile, text.encode(errors="surrogateescape"))
-        os.lseek(self._rcfile, 0, os.SEEK_SET)
         return [shell, "--rcfile", f"/dev/fd/{self._rcfile}", "-i"]
 
     def _start(
