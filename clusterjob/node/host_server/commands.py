@@ -6,6 +6,7 @@ its request, such as one of sbatch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -26,7 +27,7 @@ from clusterjob.node.system import processes
 MAX_OUTPUT = 32 << 20  # bytes of output of one command
 _LOGIN_SHELL_TIMEOUT = 20.0  # seconds for a login shell to start
 _MARK = b"clusterjob-environment\0"
-_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+_TICK = 0.05  # seconds between two checks of the size of the output
 
 
 @dataclass
@@ -82,12 +83,29 @@ def run(home: Path, request: requests.RunCommand) -> tuple[dict[str, Any], bytes
         return {"absent": error.strerror or str(error)}, b""
     number = next(_numbers)
     _running[number] = _Command(process, name, out=out, err=err)
-    return _reap(number, request.wait)
+    return reap(home, requests.ReapCommand(number, wait=request.wait))
 
 
 def reap(_home: Path, request: requests.ReapCommand) -> tuple[dict[str, Any], bytes]:
     """Return the output of a command if it has ended; see `run`."""
-    return _reap(request.number, request.wait)
+    number, command = request.number, _running[request.number]
+    end = time.monotonic() + request.wait
+    while (code := command.process.poll()) is None:
+        if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
+            del _running[number]
+            command.end()
+            why = f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n"
+            return {"code": -signal.SIGKILL, "out": 0}, why.encode()
+        if (left := end - time.monotonic()) <= 0:
+            return {"number": number}, b""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.process.wait(min(left, _TICK))
+    del _running[number]
+    try:
+        out, err = (os.pread(handle, MAX_OUTPUT, 0) for handle in (command.out, command.err))
+    finally:
+        command.end()
+    return {"code": code, "out": len(out)}, out + err
 
 
 def drop(_home: Path, request: requests.DropCommand) -> dict[str, Any]:
@@ -113,27 +131,6 @@ def replace_process(request: requests.ExecCommand) -> None:
         )
     except OSError as error:
         print(f"{name} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def _reap(number: int, timeout: float) -> tuple[dict[str, Any], bytes]:
-    command = _running[number]
-    end, pause = time.monotonic() + timeout, _PAUSE
-    while (code := command.process.poll()) is None:
-        if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
-            del _running[number]
-            command.end()
-            why = f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n"
-            return {"code": -signal.SIGKILL, "out": 0}, why.encode()
-        if time.monotonic() >= end:
-            return {"number": number}, b""
-        time.sleep(pause)
-        pause = min(_LONGEST_PAUSE, pause * 1.5)
-    del _running[number]
-    try:
-        out, err = (os.pread(handle, MAX_OUTPUT, 0) for handle in (command.out, command.err))
-    finally:
-        command.end()
-    return {"code": code, "out": len(out)}, out + err
 
 
 def _environment(name: str) -> dict[str, str]:
