@@ -94,9 +94,9 @@ def parse_signal(text: str) -> str:
     Raises:
         SpecError: there is no such signal.
     """
-    from clusterjob.node.system import signals  # only for --warn-signal
+    from clusterjob.node.system import processes  # only for --warn-signal
 
     try:
-        return signal.Signals(signals.number_of(str(text))).name
+        return signal.Signals(processes.signal_number(str(text))).name
     except ValueError as error:
         raise SpecError(str(error), "name one, such as SIGUSR1 or SIGTERM") from error

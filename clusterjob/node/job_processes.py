@@ -102,7 +102,6 @@ def of_forkserver(pid: int) -> NodeProcesses:
 
 def _of_job(job_id: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the user's processes that were started for the job, with their environments."""
-    wanted = f"{contract.JOB_ID}={job_id}".encode()
     user = os.geteuid()
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == os.getpid():
@@ -110,13 +109,12 @@ def _of_job(job_id: str) -> Iterator[tuple[int, dict[str, str]]]:
         try:
             if os.stat(f"/proc/{name}").st_uid != user:
                 continue
-            entries = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if wanted not in entries or any(entry.startswith(MARK.encode()) for entry in entries):
-            continue
-        if not _is_set_user_id(int(name)):
-            yield int(name), _parsed(entries)
+        environ = processes.environment_of(int(name))
+        wanted = environ.get(contract.JOB_ID) == job_id and MARK not in environ
+        if wanted and not _is_set_user_id(int(name)):
+            yield int(name), environ
 
 
 def _is_set_user_id(pid: int) -> bool:
@@ -130,11 +128,6 @@ def _is_set_user_id(pid: int) -> bool:
         return False
     words = struct.unpack(f"{len(data) // struct.calcsize('L')}L", data)
     return bool(dict(zip(words[::2], words[1::2], strict=False)).get(_AT_SECURE))
-
-
-def _parsed(entries: list[bytes]) -> dict[str, str]:
-    pairs = (os.fsdecode(entry).partition("=") for entry in entries)
-    return {name: value for name, equals, value in pairs if equals}
 
 
 def table_of(pid: int) -> dict[str, Any] | None:
@@ -167,7 +160,7 @@ def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
         below = [
             (child, environ)
             for child in processes.descendants(workers[0]["pid"])
-            if "RANK" in (environ := _environment_of(child)) and MARK not in environ
+            if "RANK" in (environ := processes.environment_of(child)) and MARK not in environ
         ]
         if below:
             return _among_tasks(below, forkserver=pid)
@@ -185,13 +178,6 @@ def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
         parent=pid,
         started=True,
     )
-
-
-def _environment_of(pid: int) -> dict[str, str]:
-    try:
-        return _parsed(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    except OSError:
-        return {}
 
 
 def _among_tasks(

@@ -28,7 +28,8 @@ from clusterjob.node.logs.log_files import LogReader
 from clusterjob.node.options import LaunchOptions, parse
 from clusterjob.node.program import run_as_main
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
-from clusterjob.node.system import devices, private_dirs, processes, signals
+from clusterjob.node.stacks.offer import anonymous_file
+from clusterjob.node.system import devices, private_dirs, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import JobState, Verdict
 from clusterjob.node.workers import forkserver_messages, preload
@@ -92,7 +93,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     numbered = os.environ.pop(contract.STREAM, "") == "1"
 
     options, stdin = _stdin_of_workers(options, topology, job_dir)
-    early = signals.collect_early(preemptible=options.warning is not None)
+    early = processes.collect_signals(preemptible=options.warning is not None)
     parent = None
     if options.restarts:
         parent = AgentParent(topology, options, job_dir=job_dir, attempt=job.attempt)
@@ -301,7 +302,7 @@ def _stdin_of_workers(
             stdin = os.open(job_dir / STDIN_SCRIPT, os.O_RDONLY)
     elif found := options.program.read_stream():
         options = replace(options, program=found[0])
-        stdin = os.memfd_create("script")
+        stdin = anonymous_file("script")
         Path(f"/dev/fd/{stdin}").write_bytes(found[1])
     return options, stdin
 

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from clusterjob.errors import SpecError, UsageError, did_you_mean
 from clusterjob.node.program import NO_EFFECT, STDIN, WORKER_WORDS, Program
-from clusterjob.node.system import signals
 from clusterjob.node.verdict import FailureKind
 
 START_MODES = ("auto", "fork", "exec")
@@ -115,8 +114,10 @@ def _retries(text: str) -> tuple[str, ...]:
 
 
 def _signal_name(text: str) -> str:
+    from clusterjob.node.system import processes  # large, and only --warn-signal needs it
+
     try:  # argparse also converts the default, an empty text
-        return signal.Signals(signals.number_of(text)).name if text else ""
+        return signal.Signals(processes.signal_number(text)).name if text else ""
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -141,6 +141,17 @@ def test_code_that_was_just_received_is_kept_for_its_job(tmp_path: Path) -> None
     assert stored(tmp_path) == {b"1"}
 
 
+def test_file_of_a_killed_transfer_is_removed_after_an_hour(tmp_path: Path) -> None:
+    put_job(tmp_path, "one-a", code={"own.py": b"1"})
+    part = tmp_path / "store" / ".part"
+    part.touch()
+    jobs.clean(tmp_path, requests.Clean((), remove=True))
+    assert part.exists()
+    os.utime(part, (time.time() - 7200,) * 2)
+    jobs.clean(tmp_path, requests.Clean((), remove=True))
+    assert not part.exists()
+
+
 def test_archive_is_kept_until_no_job_needs_it(tmp_path: Path) -> None:
     for name in ("one-a", "two-b"):
         job_dir = put_job(tmp_path, name, code={"env.tar": b"archive"})

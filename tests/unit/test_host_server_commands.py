@@ -66,6 +66,13 @@ def test_command_with_too_much_output_is_killed(
     assert data == b"yes: it printed more than 100000 bytes\n"
 
 
+def test_command_runs_under_python_that_was_built_without_memfd_create(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert run(tmp_path, "echo", "out") == ({"code": 0, "out": 4}, b"out\n")
+
+
 def test_missing_command_is_reported_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

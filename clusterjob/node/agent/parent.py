@@ -18,7 +18,7 @@ from clusterjob.node.environments import this_node
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.system import processes, signals
+from clusterjob.node.system import processes
 from clusterjob.node.system.shared_note import SharedNote
 
 # Seconds for the forkserver of a killed agent to stop its workers; then they are killed.
@@ -56,7 +56,10 @@ class AgentParent:
         self._most += node_rank == 0
         self._job_dir = job_dir
         self._attempt = attempt
-        self._signals = {*signals.handled(preemptible=options.warning is not None), signal.SIGCHLD}
+        self._signals = {
+            *processes.handled_signals(preemptible=options.warning is not None),
+            signal.SIGCHLD,
+        }
         self._pid = os.getpid()
         # Processes that outlive an agent: background processes of the setup lines.
         self._spared: list[int] = []

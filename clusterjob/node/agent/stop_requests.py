@@ -19,7 +19,7 @@ from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
-from clusterjob.node.system import files, processes, signals
+from clusterjob.node.system import files, processes
 
 # Seconds in which a second SIGINT belongs to the same Ctrl-C: a command between the terminal and
 # this agent may forward it.
@@ -61,7 +61,7 @@ class StopRequests:
             early: signals that arrived before the event loop ran.
         """
         loop = asyncio.get_running_loop()
-        for number in signals.handled(preemptible=self._options.warning is not None):
+        for number in processes.handled_signals(preemptible=self._options.warning is not None):
             loop.add_signal_handler(number, self._on_signal, number)
         for number in early:
             self._on_signal(number)

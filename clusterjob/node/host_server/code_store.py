@@ -203,25 +203,26 @@ def clean(home: Path, gone: Collection[str], *, remove: bool) -> int:
         remove: whether to remove the files.
 
     Raises:
-        OSError: the jobs or the store cannot be listed.
+        OSError: the jobs cannot be listed.
     """
     try:
         jobs = [path for path in (home / "jobs").iterdir() if path.name not in gone]
-        folders = [path for path in (home / "store").iterdir() if path.is_dir()]
     except FileNotFoundError:  # nothing was sent to this host
         return 0
     used = {digest for job in jobs for digest in _digests(job / CODE_LIST)}
     used |= {_archive_of(job) for job in jobs}
     size = 0
-    for blob in (blob for folder in folders for blob in folder.iterdir()):
-        try:
-            status = blob.lstat()
-            if blob.name not in used and time.time() - status.st_mtime > _FRESH:
-                if remove:
-                    blob.unlink()
-                size += status.st_blocks * 512
-        except OSError:
-            continue  # another process removes it
+    for folder, _, names in os.walk(home / "store"):  # also files of an `add` that was killed
+        for name in names:
+            blob = Path(folder, name)
+            try:
+                status = blob.lstat()
+                if name not in used and time.time() - status.st_mtime > _FRESH:
+                    if remove:
+                        blob.unlink()
+                    size += status.st_blocks * 512
+            except OSError:
+                continue  # another process removes it
     return size
 
 

@@ -6,6 +6,7 @@ its request, such as one of sbatch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -20,11 +21,13 @@ from typing import Any
 
 from clusterjob.node.environments.slurm_env import slurm_environment
 from clusterjob.node.host_server import requests
+from clusterjob.node.stacks.offer import anonymous_file
+from clusterjob.node.system import processes
 
 MAX_OUTPUT = 32 << 20  # bytes of output of one command
 _LOGIN_SHELL_TIMEOUT = 20.0  # seconds for a login shell to start
 _MARK = b"clusterjob-environment\0"
-_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+_TICK = 0.05  # seconds between two checks of the size of the output
 
 
 @dataclass
@@ -34,7 +37,10 @@ class _Command:
     out: int
     err: int
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Kill the command, if it runs, and close its files."""
+        self.process.kill()
+        self.process.wait()
         os.close(self.out)
         os.close(self.err)
 
@@ -59,7 +65,7 @@ def run(home: Path, request: requests.RunCommand) -> tuple[dict[str, Any], bytes
         return {"absent": f"Slurm's configuration {conf} does not exist"}, b""
     path = shutil.which(name, path=environ.get("PATH"))
     directory = home / "jobs" / request.job if request.job else None
-    out, err = os.memfd_create("out"), os.memfd_create("err")
+    out, err = anonymous_file("out"), anonymous_file("err")
     try:
         process = subprocess.Popen(
             argv,
@@ -77,21 +83,36 @@ def run(home: Path, request: requests.RunCommand) -> tuple[dict[str, Any], bytes
         return {"absent": error.strerror or str(error)}, b""
     number = next(_numbers)
     _running[number] = _Command(process, name, out=out, err=err)
-    return _reap(number, request.wait)
+    return reap(home, requests.ReapCommand(number, wait=request.wait))
 
 
 def reap(_home: Path, request: requests.ReapCommand) -> tuple[dict[str, Any], bytes]:
     """Return the output of a command if it has ended; see `run`."""
-    return _reap(request.number, request.wait)
+    number, command = request.number, _running[request.number]
+    end = time.monotonic() + request.wait
+    while (code := command.process.poll()) is None:
+        if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
+            del _running[number]
+            command.end()
+            why = f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n"
+            return {"code": -signal.SIGKILL, "out": 0}, why.encode()
+        if (left := end - time.monotonic()) <= 0:
+            return {"number": number}, b""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.process.wait(min(left, _TICK))
+    del _running[number]
+    try:
+        out, err = (os.pread(handle, MAX_OUTPUT, 0) for handle in (command.out, command.err))
+    finally:
+        command.end()
+    return {"code": code, "out": len(out)}, out + err
 
 
 def drop(_home: Path, request: requests.DropCommand) -> dict[str, Any]:
     """Kill a command, if it runs."""
     command = _running.pop(request.number, None)
     if command is not None:
-        command.process.kill()
-        command.process.wait()
-        command.close()
+        command.end()
     return {}
 
 
@@ -112,33 +133,6 @@ def replace_process(request: requests.ExecCommand) -> None:
         print(f"{name} cannot be run: {error.strerror}", file=sys.stderr, flush=True)
 
 
-def _reap(number: int, timeout: float) -> tuple[dict[str, Any], bytes]:
-    command = _running[number]
-    end, pause = time.monotonic() + timeout, _PAUSE
-    while (code := command.process.poll()) is None:
-        if os.fstat(command.out).st_size + os.fstat(command.err).st_size > MAX_OUTPUT:
-            command.process.kill()
-            command.process.wait()
-            code = -9
-            os.ftruncate(command.out, 0)
-            os.pwrite(
-                command.err,
-                f"{command.name}: it printed more than {MAX_OUTPUT} bytes\n".encode(),
-                0,
-            )
-            break
-        if time.monotonic() >= end:
-            return {"number": number}, b""
-        time.sleep(pause)
-        pause = min(_LONGEST_PAUSE, pause * 1.5)
-    del _running[number]
-    try:
-        out, err = (os.pread(handle, MAX_OUTPUT, 0) for handle in (command.out, command.err))
-    finally:
-        command.close()
-    return {"code": code, "out": len(out)}, out + err
-
-
 def _environment(name: str) -> dict[str, str]:
     """Return the environment for a command: a login shell's, which is asked once.
 
@@ -154,20 +148,5 @@ def _environment(name: str) -> dict[str, str]:
 @functools.cache
 def _login_shell() -> dict[str, str]:
     script = f"printf '%s\\0' {_MARK[:-1].decode()}; exec env -0"
-    try:
-        asked = subprocess.run(
-            ["bash", "-lc", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_LOGIN_SHELL_TIMEOUT,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    pairs = (
-        os.fsdecode(entry).partition("=")
-        for entry in asked.stdout.partition(_MARK)[2].split(b"\0")
-        if entry
-    )
-    return {name: value for name, _, value in pairs}
+    shown = processes.output_of(["bash", "-lc", script], os.environ, _LOGIN_SHELL_TIMEOUT)
+    return processes.parse_environment(os.fsencode(shown).partition(_MARK)[2])

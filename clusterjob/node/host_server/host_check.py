@@ -249,10 +249,6 @@ def _identity() -> str:
     Containers on one kernel have different identities, because their network and PID namespaces
     differ.
     """
-    spaces = []
-    for name in ("net", "pid"):
-        try:
-            spaces.append(os.readlink(f"/proc/self/ns/{name}"))
-        except OSError:
-            spaces.append("")
+    own = os.getpid()
+    spaces = (processes.namespace(own, name) for name in ("net", "pid"))
     return ":".join([processes.boot_id(), *spaces])

@@ -378,7 +378,7 @@ def clean(home: Path, request: requests.Clean) -> dict[str, Any]:
 
     Raises:
         ValueError: a name is not that of a job.
-        OSError: the code store cannot be read.
+        OSError: the jobs cannot be listed.
     """
     answers = []
     until = time.monotonic() + _ENDING

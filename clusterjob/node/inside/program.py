@@ -345,7 +345,7 @@ class _Command:
         shell = next(usable, _SHELLS[-1])
         environ["SHELL"] = shell
         environ["PS1"] = f"({title}) \\w\\$ " if shell.endswith("bash") else f"({title}) $ "
-        if os.path.basename(shell) != "bash" or not hasattr(os, "memfd_create"):
+        if os.path.basename(shell) != "bash":
             return [shell, "-i"]
         # The user's .bashrc may activate another environment: set the worker's again afterwards.
         exports = "".join(
@@ -357,9 +357,8 @@ class _Command:
             "[ -r ~/.bashrc ] && . ~/.bashrc\n"
             f"{exports}PS1={shlex.quote(f'({title}) ')}${{PS1:-'\\w\\$ '}}\nunset PROMPT_COMMAND\n"
         )
-        self._rcfile = os.memfd_create("bashrc", 0)
+        self._rcfile = anonymous_file("bashrc")
         os.write(self._rcfile, text.encode(errors="surrogateescape"))
-        os.lseek(self._rcfile, 0, os.SEEK_SET)
         return [shell, "--rcfile", f"/dev/fd/{self._rcfile}", "-i"]
 
     def _start(
@@ -479,10 +478,10 @@ def _enter_container(place: WorkerPlace) -> list[str] | None:
         The words; empty if the worker runs in no container; None if this user cannot enter it.
     """
     pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched[0]
-    if _namespace(pid, "mnt") in ("", _namespace(os.getpid(), "mnt")):
+    if processes.namespace(pid, "mnt") in ("", processes.namespace(os.getpid(), "mnt")):
         return []
     words = ["nsenter", f"--target={pid}", "--mount"]
-    if _namespace(pid, "user") != _namespace(os.getpid(), "user"):
+    if processes.namespace(pid, "user") != processes.namespace(os.getpid(), "user"):
         words += ["--user", "--preserve-credentials"]
     try:
         can = subprocess.run(
@@ -494,13 +493,6 @@ def _enter_container(place: WorkerPlace) -> list[str] | None:
     except OSError:  # this machine has no nsenter
         return None
     return words if can.returncode == 0 else None
-
-
-def _namespace(pid: int, kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/{kind}")
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

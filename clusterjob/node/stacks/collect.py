@@ -28,7 +28,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from clusterjob.node.job_processes import NodeProcesses
@@ -492,13 +491,12 @@ def _py_spy_dump(pid: int, end: float, options: Sequence[str]) -> dict[int, Thre
 
 def _py_spy_path(pid: int) -> str | None:
     """Return the path of py-spy: on the PATH of the process, or on this process's."""
-    entries: list[bytes] = []
+    own = ""
     with contextlib.suppress(OSError):
         # A worker that has become another user may have changed its environment.
         if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    own = (os.fsdecode(entry[5:]) for entry in entries if entry.startswith(b"PATH="))
-    return shutil.which("py-spy", path=next(own, "")) or shutil.which("py-spy")
+            own = processes.environment_of(pid).get("PATH", "")
+    return shutil.which("py-spy", path=own) or shutil.which("py-spy")
 
 
 def _no_native_frames(pids: Iterable[int]) -> str:

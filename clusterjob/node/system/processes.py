@@ -1,8 +1,8 @@
-"""Query and control processes through /proc and prctl: state, descendants, OOM kills.
+"""Query and control processes: state, environment, descendants, signals, OOM kills.
 
 Linux only, except `ProcessIdentity` and `StderrTail`, which a submitter needs too. Sources:
-prctl(2), proc(5). PR_SET_PDEATHSIG fires when the
-THREAD that forked exits, so long-lived processes are started from main threads only.
+prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
+processes are started from main threads only.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def output_of(argv: Sequence[str], environ: Mapping[str, str], timeout: float) -
             argv,
             env=dict(environ),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             timeout=timeout,
             check=False,
         )
@@ -174,17 +175,39 @@ def boot_id() -> str:
 
 def identity(pid: int) -> str:
     """Return a text that identifies a process of this machine for `has_ended`."""
-    return f"{_pid_namespace()} {pid} {start_ticks(pid)}"
+    return f"{_machine()} {pid} {start_ticks(pid)}"
 
 
 def has_ended(identity: str) -> bool:
     """Return whether a process has certainly ended; False if it was of another machine."""
     place, pid, ticks = identity.rsplit(" ", 2)
-    return place == _pid_namespace() and str(start_ticks(int(pid))) != ticks
+    return place == _machine() and str(start_ticks(int(pid))) != ticks
 
 
-def _pid_namespace() -> str:
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+def _machine() -> str:
+    return f"{boot_id()} {namespace(os.getpid(), 'pid')}"
+
+
+def namespace(pid: int, kind: str) -> str:
+    """Return the identity of a process's namespace, such as ``mnt``; empty if it is unknown."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment with which a process was started; empty if it cannot be read."""
+    try:
+        return parse_environment(Path(f"/proc/{pid}/environ").read_bytes())
+    except OSError:
+        return {}
+
+
+def parse_environment(data: bytes) -> dict[str, str]:
+    """Return the variables of ``NAME=value`` entries that end with a zero byte, as of env -0."""
+    pairs = (os.fsdecode(entry).partition("=") for entry in data.split(b"\0"))
+    return {name: value for name, equals, value in pairs if equals}
 
 
 def descendants(pid: int) -> list[int]:
@@ -337,6 +360,47 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"SIG{number}"
+
+
+def signal_number(name: str) -> int:
+    """Return the number of a signal that a process can handle, such as SIGUSR1, usr1 or 10.
+
+    Raises:
+        ValueError: there is no such signal, or no process can handle it.
+    """
+    found = signal.Signals.__members__.get(f"SIG{name.upper().removeprefix('SIG')}")
+    if found is None and name.isascii() and name.isdigit():
+        found = next((each for each in signal.Signals if each == int(name[:4])), None)
+    if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"{name[:40]!r} is not a signal that a script can handle")
+    return found
+
+
+def handled_signals(*, preemptible: bool) -> list[int]:
+    """Return the numbers of the signals that request a stop or warn of a preemption.
+
+    Args:
+        preemptible: whether the job may be preempted; SIGUSR1 then warns of it.
+    """
+    numbers: list[int] = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    # nohup and background jobs of a shell ignore some signals on purpose: keep these ignored. The
+    # job script ignores SIGUSR1 only for its shell: this process handles it.
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN] + [
+        signal.SIGUSR1
+    ] * preemptible
+
+
+def collect_signals(*, preemptible: bool) -> list[int]:
+    """Install handlers that collect these signals, and return the list that they append to.
+
+    Without a handler such a signal would end this process, as if the agent had been killed. A
+    forkserver that is forked later inherits the handlers and survives: if a scheduler signals every
+    process of a job, only the agent reacts.
+    """
+    early: list[int] = []
+    for number in handled_signals(preemptible=preemptible):
+        signal.signal(number, lambda number, _: early.append(number))
+    return early
 
 
 def raise_open_files() -> None:

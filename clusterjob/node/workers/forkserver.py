@@ -32,7 +32,7 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import collect, grouping, offer
 from clusterjob.node.stacks.collect import StackRequest, catches
-from clusterjob.node.system import processes, signals
+from clusterjob.node.system import processes
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
@@ -296,7 +296,9 @@ class Forkserver:
                 if self._warning is not None:
                     self._warning.warn()
                 if self._options.warn_signal:
-                    self._signal([*self._running], signals.number_of(self._options.warn_signal))
+                    self._signal(
+                        [*self._running], processes.signal_number(self._options.warn_signal)
+                    )
             case messages.ProbeWorkers():
                 self._begin_probe(message)
             case messages.ReportEnds():
