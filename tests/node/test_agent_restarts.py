@@ -152,20 +152,6 @@ def test_fourth_kill_ends_job_and_names_the_last(make_job: MakeJob) -> None:
     assert not own_processes()
 
 
-def test_same_part_can_be_killed_as_often_as_restarts_are_left(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--max-restarts", "2", job.script(ROUNDS))
-    for restart in range(3):
-        job.wait_for(*up(restart))
-        os.kill(job.agent_of(1), signal.SIGKILL)
-    assert job.agents[0].wait(TEST_TIMEOUT) == 1
-    assert job.agents[1].wait(TEST_TIMEOUT) == -signal.SIGKILL
-    assert (job.result["state"], job.result["restarts"]) == ("FAILED", 2)
-    assert job.result["failure"]["node_rank"] == 1
-    assert job.node_end(1)["state"] == "LOST"
-    assert not own_processes()
-
-
 def test_each_kill_of_the_coordinator_costs_one_restart(make_job: MakeJob) -> None:
     job = make_job()
     job.start(0, *RESTARTS, job.script(ROUNDS))
@@ -245,19 +231,6 @@ def test_killed_parent_ends_its_node(make_job: MakeJob, nodes: int) -> None:
     if nodes == 2:
         assert (job.result["state"], job.result["restarts"]) == ("FAILED", 0)
         assert job.result["failure"]["node_rank"] == 1
-
-
-def test_cancel_request_ends_wait_for_lost_node(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*RESTARTS, job.script(ROUNDS))
-    job.wait_for(*up(0))
-    job.agents[1].kill()
-    wait_until(lambda: job.events("stop"), TEST_TIMEOUT)
-    begin = time.monotonic()
-    job.agents[0].terminate()
-    assert job.wait() == [143, -signal.SIGKILL]
-    assert time.monotonic() - begin < 10, "the wait for the node lasts 15 s"
-    assert job.result["state"] == "CANCELLED"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

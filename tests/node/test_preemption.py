@@ -211,15 +211,6 @@ def test_preemptible_job_is_cancelled_at_once_without_warning(
     assert job.log(0, "rank0.out") == ""
 
 
-def test_sigterm_cancels_job_without_warning_option(make_job: MakeJob) -> None:
-    job = make_job()
-    job.start(0, write_scripts(job, POLLS_WARNING))
-    up(job, 1)
-    job.agents[0].terminate()
-    assert job.wait() == [143]
-    assert job.result["state"] == "CANCELLED"
-
-
 def test_warning_before_agents_listen_preempts_job(make_job: MakeJob) -> None:
     job = make_job(2)
     (job.dir / "ends").mkdir()
@@ -336,58 +327,6 @@ def test_job_that_completes_after_warning_has_succeeded(make_job: MakeJob) -> No
     assert job.result["state"] == "SUCCEEDED"
 
 
-def test_worker_that_exits_early_does_not_stop_other_workers(make_job: MakeJob) -> None:
-    job = make_job(2)
-    script = write_scripts(
-        job,
-        """
-        import atexit
-        from place import *
-        tell("up")
-        while not ctx.preempted:
-            time.sleep(0.01)
-        if rank == "1":
-            time.sleep(1.5)
-            print("saved at last")
-        if rank == "2":
-            while not pathlib.Path("left0").exists():
-                time.sleep(0.01)
-            sys.exit("RuntimeError: Connection closed by peer")
-        if rank == "0":
-            atexit.register(lambda: tell("left"))
-        ctx.requeue()
-    """,
-    )
-    job.start_all(*WARNING, "--nproc-per-node", "2", script)
-    up(job, 4)
-    job.agents[0].send_signal(signal.SIGUSR1)
-    assert job.wait() == [75, 75]
-    check_preempted(job, f"SIGUSR1 on {HOST}")
-    assert job.log(0, "rank1.out") == "saved at last\n"
-
-
-def test_worker_failure_after_warning_fails_job(make_job: MakeJob) -> None:
-    job = make_job(2)
-    script = write_scripts(
-        job,
-        """
-        from place import *
-        tell("up")
-        while not ctx.preempted:
-            time.sleep(0.01)
-        if rank == "1":
-            raise ValueError("the checkpoint cannot be written")
-        ctx.requeue()
-    """,
-    )
-    job.start_all(*WARNING, script)
-    up(job, 2)
-    job.agents[0].send_signal(signal.SIGUSR1)
-    assert job.wait() == [1, 1]
-    assert (job.result["state"], job.result["failure"]["rank"]) == ("FAILED", 1)
-    assert "the checkpoint cannot be written" in job.result["reason"]
-
-
 def test_exception_in_callback_ends_script(make_job: MakeJob) -> None:
     job = make_job()
     script = write_scripts(
@@ -414,16 +353,6 @@ def test_exception_in_callback_ends_script(make_job: MakeJob) -> None:
     assert not job.path("second0").exists()
 
 
-@pytest.mark.parametrize("warning", [(), WARNING])
-def test_exit_code_75_without_warning_fails_job(
-    make_job: MakeJob, warning: tuple[str, ...]
-) -> None:
-    job = make_job()
-    job.start(0, *warning, job.script("import sys; sys.exit(75)"))
-    assert job.wait() == [75]
-    assert (job.result["state"], job.result["failure"]["rank"]) == ("FAILED", 0)
-
-
 def test_workers_killed_by_sigterm_before_warning_are_preempted(make_job: MakeJob) -> None:
     """The signal reaches the workers first; the warning that explains it comes later."""
     job = make_job(2)
@@ -436,32 +365,6 @@ def test_workers_killed_by_sigterm_before_warning_are_preempted(make_job: MakeJo
     job.agents[1].terminate()
     assert job.wait() == [75, 75]
     check_preempted(job, f"SIGTERM on {HOST}")
-
-
-def test_worker_killed_by_sigterm_without_warning_fails_job(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
-    up(job, 2)
-    (worker,) = job.workers_of(job.agents[1])
-    os.kill(worker, signal.SIGTERM)
-    assert job.wait() == [143, 143]
-    assert (
-        job.result["state"],
-        job.result["failure"]["rank"],
-        job.result["failure"]["signal"],
-    ) == ("FAILED", 1, "SIGTERM")
-
-
-def test_agent_lost_after_warning_preempts_job(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all(*WARNING, write_scripts(job, IGNORES_WARNING))
-    up(job, 2)
-    job.agents[0].send_signal(signal.SIGUSR1)
-    wait_until(lambda: job.events("warned"), TEST_TIMEOUT)
-    job.agents[1].kill()
-    assert job.wait()[0] == 75
-    assert job.result["state"] == "PREEMPTED"
-    assert "was lost" in job.result["reason"]
 
 
 def test_worker_sees_warning_again_after_restart(make_job: MakeJob) -> None:

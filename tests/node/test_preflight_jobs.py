@@ -104,14 +104,6 @@ def test_killed_measuring_process_is_named_and_the_job_is_refused(make_job: Make
     assert not job.events("started")
 
 
-def test_killed_measuring_process_is_only_named_with_warn(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--preflight=warn", job.script('print("up")'), python=WITH_TORCH)
-    os.kill(wait_for_measuring(job)[1], signal.SIGKILL)
-    assert job.wait() == [0, 0]
-    assert "the measuring process: it has ended" in job.events("preflight")[0]["slow"][0]
-
-
 def test_measuring_processes_end_before_the_workers_and_leave_no_file(make_job: MakeJob) -> None:
     job = make_job(1)
     before = set(os.listdir(job.dir))

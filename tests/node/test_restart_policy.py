@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, Job, wait_until
+from procs import Job
 
 MakeJob = Callable[..., Job]
 
@@ -64,53 +61,6 @@ def test_certain_failure_ends_the_job_at_once(
     assert (job.result["restarts"], why in job.result["reason"]) == (0, True)
 
 
-def test_retry_restarts_its_kind_without_max_restarts(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--retry", "code:2", "--retry", "signal:0", job.script(BOOM))
-    assert job.wait() == [1, 1]
-    assert job.result["restarts"] == 2
-    assert "restart 2 of 2: rank 1" in job.stderr(job.agents[0])
-
-
-def test_unknown_kind_of_retry_is_refused(make_job: MakeJob) -> None:
-    job = make_job(1)
-    job.start(0, "--retry", "devise", job.script("pass"))
-    assert job.wait() == [2]
-    assert "--retry 'devise': there is no kind 'devise'" in job.stderr(job.agents[0])
-    assert "did you mean device?" in job.stderr(job.agents[0])
-
-
-def test_attempts_of_requeued_job_are_numbered_on_and_same_error_ends_it(
-    make_job: MakeJob,
-) -> None:
-    job = make_job(1)
-    script = job.script("""
-        import os, pathlib, time
-        if os.environ["CLUSTERJOB_ATTEMPT"] == "0":
-            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-                pathlib.Path("up").touch()
-                time.sleep(1000)
-        raise ValueError("boom")
-    """)
-    options = ("--max-restarts", "3", "--warning", "10", "--grace", "0.1")
-    first = job.start(0, *options, script)
-    job.wait_for("up")
-    first.send_signal(signal.SIGTERM)  # the scheduler preempts the job
-    assert job.wait() == [75]
-    assert attempts(job, "attempt", "restart", "kind") == [(0, 0, "code"), (0, 1, "preempted")]
-    job.start(0, *options, script, env={"CLUSTERJOB_ATTEMPT": "1"})
-    assert job.wait() == [75, 1]
-    assert attempts(job, "attempt", "restart", "kind") == [
-        (0, 0, "code"),
-        (0, 1, "preempted"),
-        (1, 0, "code"),
-    ]
-    assert job.result["restarts"] == 0
-    assert "the same error at script.py:7 in two attempts" in job.result["reason"]
-    older = json.loads((job.dir / "ends" / "result.attempt0.json").read_text())
-    assert [each["kind"] for each in older["attempts"]] == ["code", "preempted"]
-
-
 def test_round_of_killed_node_0_is_listed_after_requeue(make_job: MakeJob) -> None:
     job = make_job(1)
     script = job.script("""
@@ -127,25 +77,3 @@ def test_round_of_killed_node_0_is_listed_after_requeue(make_job: MakeJob) -> No
     assert job.wait() == [-9, 0]
     assert attempts(job, "attempt", "kind", "node") == [(0, "node_lost", 0), (1, "", None)]
     assert job.result["attempts"][0]["ended_at"] is None
-
-
-def test_attempt_that_starts_no_workers_is_listed(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start(0, "--join-timeout", "0.5", job.script("pass"))
-    assert job.wait() == [1]
-    assert attempts(job, "kind", "node", "started_at") == [("node_lost", 1, None)]
-
-
-def test_cancelled_and_timed_out_rounds_are_no_failures(make_job: MakeJob) -> None:
-    job = make_job(1)
-    script = job.script("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)")
-    job.start(0, "--time-limit", "0.5", "--max-restarts", "3", script)
-    assert job.wait() == [124]
-    assert attempts(job, "kind", "rank") == [("time_limit", None)]
-    other = make_job(1)
-    agent = other.start(0, "--max-restarts", "3", script)
-    wait_until(lambda: other.events("running"), TEST_TIMEOUT, "the worker")
-    time.sleep(0.1)
-    agent.terminate()
-    assert other.wait() == [143]
-    assert attempts(other, "kind", "rank") == [("cancelled", None)]

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Collection
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from procs import TEST_TIMEOUT, Job, alive, below, kill_all, wait_until
@@ -89,26 +88,6 @@ def test_replacement_waits_for_a_lease_when_nothing_is_known_of_a_lost_node(
     assert 4 <= started["monotonic"] - lost["monotonic"] < 8
 
 
-@pytest.mark.parametrize(("error", "marked"), [("ENOSPC", []), ("EIO", [1])])
-def test_disk_that_fails_on_two_nodes_is_a_shared_one_and_a_full_one_marks_no_host(
-    make_job: MakeJob, error: str, marked: list[int]
-) -> None:
-    job = make_job(3)
-    script = job.script(f"""
-        import errno, os
-        if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 3:
-            raise OSError(errno.{error}, os.strerror(errno.{error}))
-    """)
-    job.start_all("--spares", "1", "--max-restarts", "3", script)
-    assert job.wait() == [0, 0, 0]
-    started, ended = job.events("started"), job.events("round_ended")
-    assert [event["nodes"] for event in started] == [[0, 1], [0, 2], [0, 2], [0, 2]]
-    assert [event["kind"] for event in ended] == ["disk", "disk", "disk", ""]
-    assert not job.events("waiting")  # for a node that is not avoided
-    assert started[2]["monotonic"] - ended[1]["monotonic"] > 0.99
-    assert [event["node_rank"] for event in job.events("avoid")] == marked
-
-
 def test_coordinator_that_has_moved_knows_the_disk_failures_before(make_job: MakeJob) -> None:
     job = make_job(5)
     script = job.script("""
@@ -131,18 +110,6 @@ def test_coordinator_that_has_moved_knows_the_disk_failures_before(make_job: Mak
     assert marked == [1]  # then it is a shared disk
 
 
-def test_loss_of_idle_spare_does_not_disturb_the_workers(make_job: MakeJob) -> None:
-    job = make_job(3)
-    job.start_all("--spares", "1", "--max-restarts", "1", job.script(PLACES))
-    job.wait_for("0.0", "0.1")
-    job.agents[2].send_signal(signal.SIGKILL)
-    wait_until(lambda: job.events("lost"), TEST_TIMEOUT)
-    job.path("enough").touch()
-    assert job.wait() == [0, 0, -signal.SIGKILL]
-    assert job.result["restarts"] == 0
-    assert "node 2" in job.stderr(job.agents[0]) + job.stdout(job.agents[0])
-
-
 def test_elastic_job_shrinks_and_grows_when_the_node_returns(make_job: MakeJob) -> None:
     job = make_job(3)
     arguments = ("--min-nodes", "2", "--max-restarts", "2", job.script(PLACES))
@@ -158,29 +125,6 @@ def test_elastic_job_shrinks_and_grows_when_the_node_returns(make_job: MakeJob) 
     job.path("enough").touch()
     assert job.wait() == [0, -signal.SIGKILL, 0, 0]
     assert [event["nodes"] for event in job.events("started")] == [[0, 1, 2], [0, 2], [0, 2, 1]]
-
-
-def test_elastic_job_starts_without_a_node_that_does_not_come(make_job: MakeJob) -> None:
-    job = make_job(3)
-    for node in (0, 2):
-        job.start(node, "--min-nodes", "2", job.script(PLACES))
-    job.wait_for("0.0", "0.1")
-    job.path("enough").touch()
-    assert job.wait() == [0, 0]
-    assert place(job, 0, 1) == (2, 1, 2)
-    assert job.log(2, "rank1.out") == "restart 0.1\n"
-
-
-@pytest.mark.slow
-def test_job_ends_when_too_few_nodes_are_left(make_job: MakeJob) -> None:
-    job = make_job(2)
-    job.start_all("--max-restarts", "3", job.script(PLACES))
-    job.wait_for("0.0", "0.1")
-    job.agents[1].send_signal(signal.SIGKILL)
-    assert job.wait() == [1, -signal.SIGKILL]
-    failure = job.result["failure"]
-    assert (failure["kind"], failure["node_rank"]) == ("node_lost", 1)
-    assert "was lost: its connection was closed; 1 of 2 nodes are left" in failure["message"]
 
 
 NODES = st.integers(0, 7)

@@ -127,39 +127,6 @@ def test_rank_that_exits_without_joining_is_root_cause(make_job: MakeJob) -> Non
     assert "it exited with code 0 and never joined the rendezvous" in job.result["reason"]
 
 
-def test_failure_of_missing_rank_ends_job_at_once(make_job: MakeJob) -> None:
-    job = make_job(1)
-    begin = time.monotonic()
-    job.start_all("--nproc-per-node", "2", late(job, 1, "os._exit(7)"), python=WITH_TORCH)
-    assert job.wait() == [7]
-    assert time.monotonic() - begin < 30
-    assert job.result["reason"].endswith("exited with code 7")
-
-
-@pytest.mark.slow
-def test_script_that_handles_rendezvous_timeout_succeeds(make_job: MakeJob) -> None:
-    job = make_job(1)
-    script = job.script("""
-        import os, time
-        from clusterjob import bootstrap
-        from clusterjob.errors import RendezvousError
-        if os.environ["RANK"] == "1":
-            while not os.path.exists("alone"):
-                time.sleep(0.05)
-            time.sleep(3)
-        else:
-            try:
-                bootstrap.init(timeout=2)
-            except RendezvousError:
-                print("alone", flush=True)
-                open("alone", "w").close()
-    """)
-    job.start_all("--nproc-per-node", "2", script, python=WITH_TORCH)
-    assert job.wait() == [0]
-    assert job.log(0, "rank0.out") == "alone\n"
-    assert "gave up waiting for this process" in job.log(0, "rank1.err")
-
-
 @pytest.mark.slow
 def test_signal_handler_of_script_is_not_called(make_job: MakeJob) -> None:
     job = make_job(1)

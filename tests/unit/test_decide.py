@@ -209,14 +209,16 @@ def test_missing_node_is_named_every_5_s_and_ends_the_job_after_the_timeout() ->
     cluster.wait(10.0)
     assert cluster.ledger.stage is Stage.END
     assert "node 2 of 3 never joined within 20 s" in cluster.end.reason
+    [only] = cluster.ledger.rounds
+    assert (only.kind, only.node, only.started_at) == ("node_lost", 2, None)
 
 
 def test_elastic_round_waits_5_s_for_more_nodes() -> None:
     cluster = Cluster(3, min_nodes=2)
-    del cluster.nodes[2]
+    del cluster.nodes[1]
     assert cluster.wait(4.9) is Stage.WAIT
     cluster.wait(0.3)
-    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 1))
+    assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
 
 
 def test_node_that_is_refused_or_lost_before_the_first_round_ends_the_job() -> None:
@@ -342,13 +344,14 @@ def test_node_that_is_lost_during_the_preflight_is_waited_for_again() -> None:
 # -- ends of a round -------------------------------------------------------------------------------
 
 
-def test_cancellation_stops_the_workers() -> None:
-    cluster = running(2)
+def test_cancellation_stops_the_workers_and_is_no_failure() -> None:
+    cluster = running(2, max_restarts=3)
     cluster.say(1, request=Request(cancel="cancelled", interrupt=True))
     cluster.decide()
     assert (cluster.ledger.stage, cluster.orders()[0].stop) == (Stage.STOP, core.Stop(3.0, 2))
     cluster.stop()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
+    assert [(each.kind, each.rank) for each in cluster.ledger.rounds] == [("cancelled", None)]
 
 
 @pytest.mark.parametrize(
@@ -393,8 +396,19 @@ def test_cancellation_during_the_stop_of_a_failed_round_ends_the_job() -> None:
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
 
 
+def test_cancellation_during_the_wait_for_a_lost_node_ends_the_job() -> None:
+    cluster = running(2, max_restarts=3)
+    cluster.lose(1)
+    cluster.decide()
+    cluster.stop()
+    assert cluster.wait(5.0) is Stage.WAIT
+    cluster.say(0, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.END
+    assert cluster.end.state is JobState.CANCELLED
+
+
 def test_time_limit_counts_from_when_all_workers_run() -> None:
-    cluster = Cluster(2, time_limit=10.0, join_timeout=30.0)
+    cluster = Cluster(2, time_limit=10.0, join_timeout=30.0, max_restarts=3)
     cluster.decide()
     cluster.wait(25.0)
     assert cluster.ledger.stage is Stage.RUN
@@ -403,17 +417,37 @@ def test_time_limit_counts_from_when_all_workers_run() -> None:
     cluster.decide()
     assert cluster.wait(9.0) is Stage.RUN
     cluster.wait(1.5)
-    assert cluster.end.exit_code == 124
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.end.exit_code) == (Stage.END, 124)
     assert cluster.end.reason == "the time limit of 10 s was reached"
+    assert [(each.kind, each.rank) for each in cluster.ledger.rounds] == [("time_limit", None)]
 
 
-def test_failure_that_has_exited_stops_the_round_and_is_the_cause() -> None:
+def test_time_limit_includes_restarts() -> None:
+    cluster = running(1, time_limit=10.0, max_restarts=9)
+    cluster.wait(6.0)
+    cluster.fail(0, failure(0, kind=FailureKind.SIGNAL))
+    cluster.decide()
+    cluster.stop()
+    cluster.run()
+    assert cluster.ledger.restarts == 1
+    assert cluster.wait(3.0) is Stage.RUN
+    cluster.wait(1.5)
+    assert cluster.end.exit_code == 124
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_failure_stops_the_round_when_the_worker_has_exited_or_does_not(exits: bool) -> None:
     cluster = running(2)
     cluster.fail(1, failure(1, node=1, local=0), exited=False)
     cluster.decide()
     assert cluster.due == pytest.approx(cluster.now + EXIT_TIMEOUT)
-    cluster.fail(1, failure(1, node=1, local=0))
-    cluster.decide()
+    if not exits:
+        assert cluster.wait(EXIT_TIMEOUT - 0.1) is Stage.RUN
+        cluster.wait(0.2)
+    else:
+        cluster.fail(1, failure(1, node=1, local=0))
+        cluster.decide()
     assert cluster.ledger.stage is Stage.COLLECT
     assert cluster.orders()[0].collect
     cluster.stop()
@@ -444,10 +478,13 @@ def test_silent_node_delays_the_verdict_on_an_effect_for_its_lease() -> None:
     assert cluster.wait(0.5) is Stage.COLLECT
 
 
-def test_early_exit_explains_effects() -> None:
+@pytest.mark.parametrize(
+    ("effect", "cause"), [(True, (1, FailureKind.EARLY_EXIT)), (False, (0, FailureKind.CODE))]
+)
+def test_early_exit_explains_effects_alone(effect: bool, cause: tuple[int, FailureKind]) -> None:
     cluster = running(2)
     lines = ('  File "/venv/torch/distributed/distributed_c10d.py", line 1, in all_reduce', "x")
-    cluster.fail(0, failure(0, effect=True, last_lines=lines), age=0.0)
+    cluster.fail(0, failure(0, effect=effect, last_lines=lines), age=0.0)
     succeed(cluster, 1)
     left = failure(1, node=1, local=0, exit_code=0, message="")
     cluster.say(0, reported=True)
@@ -455,7 +492,7 @@ def test_early_exit_explains_effects() -> None:
     cluster.wait(1.0)
     cluster.stop()
     assert cluster.end.failure is not None
-    assert (cluster.end.failure.rank, cluster.end.failure.kind) == (1, "early_exit")
+    assert (cluster.end.failure.rank, cluster.end.failure.kind) == cause
 
 
 def test_report_that_arrives_during_the_stop_may_be_the_cause() -> None:
@@ -503,17 +540,42 @@ def test_after_failure_of_large_job_some_nodes_are_asked_for_stacks(
 # -- restarts --------------------------------------------------------------------------------------
 
 
-def test_restarts_are_charged_and_end_with_the_budget() -> None:
-    cluster = running(2, max_restarts=1)
-    for _ in range(2):
+@pytest.mark.parametrize(
+    ("options", "most"), [({"max_restarts": 1}, 1), ({"retry": ("code:0", "signal:2")}, 2)]
+)
+def test_restarts_are_charged_and_end_with_the_budget(options: dict[str, Any], most: int) -> None:
+    cluster = running(2, **options)
+    for _ in range(most + 1):
         cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
         cluster.decide()
         cluster.stop()
         if cluster.ledger.stage is not Stage.END:
             cluster.run()
     assert cluster.ledger.stage is Stage.END
-    assert (cluster.ledger.restarts, len(cluster.ledger.rounds)) == (1, 2)
-    assert [each["restart"] for each in cluster.named("restart")] == [1]
+    assert (cluster.ledger.restarts, len(cluster.ledger.rounds)) == (most, most + 1)
+    why = "rank 1 (node 1, local rank 0, host gpu1): ValueError: boom"
+    restarts = list(range(1, most + 1))
+    assert [each["restart"] for each in cluster.named("restart")] == restarts
+    assert cluster.lines == [f"restart {number} of {most}: {why}" for number in restarts]
+
+
+def test_error_of_an_earlier_attempt_ends_the_job_and_its_rounds_stay_listed() -> None:
+    cluster = Cluster(2, max_restarts=3)
+    earlier = (
+        RoundEnd(0, 0, kind="code", message="ValueError: boom", where="train.py:7"),
+        RoundEnd(0, 1, kind="preempted"),
+    )
+    cluster.job = replace(cluster.job, attempt=1)
+    cluster.ledger = replace(cluster.ledger, rounds=earlier)
+    cluster.run()
+    cluster.fail(1, failure(1, node=1, local=0, where="train.py:7"))
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 0)
+    assert "the same error at train.py:7 in two attempts" in cluster.end.reason
+    assert [(each.attempt, each.restart, each.kind) for each in cluster.ledger.rounds] == [
+        (0, 0, "code"), (0, 1, "preempted"), (1, 0, "code"),
+    ]  # fmt: skip
 
 
 def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
@@ -617,14 +679,32 @@ def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
     assert not cluster.named("avoid"), "only the agent was killed"
 
 
-def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
-    cluster = running(2, min_nodes=2, max_restarts=1, join_timeout=30.0)
+def test_loss_of_an_idle_spare_is_only_named() -> None:
+    cluster = running(3, spares=1, max_restarts=1)
+    cluster.lose(2)
+    assert cluster.decide() is Stage.RUN
+    assert cluster.lines[-1].startswith("node 2 (host gpu2): the agent on gpu2 (pid 1) was lost")
+    succeed(cluster, 0, 1)
+    cluster.decide()
+    cluster.stop()
+    assert (cluster.end.state, cluster.ledger.restarts) == (JobState.SUCCEEDED, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [({"min_nodes": 2, "join_timeout": 30.0}, 30.0), ({}, 15.0)],
+)
+def test_job_ends_when_too_few_nodes_are_left(options: dict[str, Any], seconds: float) -> None:
+    cluster = running(2, max_restarts=1, **options)
     cluster.lose(1)
     cluster.decide()
     cluster.stop()
-    cluster.wait(31.0)
+    assert cluster.wait(seconds - 0.5) is Stage.WAIT
+    cluster.wait(1.0)
     assert cluster.ledger.stage is Stage.END
-    assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
+    assert cluster.end.failure is not None
+    assert (cluster.end.failure.node_rank, cluster.end.failure.kind) == (1, FailureKind.NODE_LOST)
+    assert f"1 of 2 nodes are left, and none came within {seconds:g} s" in cluster.end.reason
 
 
 def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() -> None:
@@ -685,6 +765,7 @@ def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() 
     cluster.decide()
     assert cluster.ledger.stage is Stage.RUN
     cluster.fail(1, failure(1, node=1, local=0, exit_code=75, kind=FailureKind.PREEMPTED))
+    assert cluster.wait(5.0) is Stage.RUN, "node 0 still saves"
     for number in (0, 1):
         cluster.say(number, ended=True)
     cluster.decide()
@@ -700,9 +781,12 @@ def test_other_failure_after_a_warning_is_a_failure() -> None:
     assert cluster.end.state is JobState.FAILED
 
 
-def test_suspected_preemption_waits_3_s_for_its_warning() -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"), [(143, FailureKind.TERMINATED), (75, FailureKind.EXIT_CODE)]
+)
+def test_suspected_preemption_waits_3_s_for_its_warning(code: int, kind: FailureKind) -> None:
     cluster = running(2, warning=60.0)
-    killed = failure(1, node=1, local=0, exit_code=143, kind=FailureKind.TERMINATED)
+    killed = failure(1, node=1, local=0, exit_code=code, kind=kind)
     cluster.fail(1, killed)
     cluster.decide()
     assert cluster.wait(2.9) is Stage.RUN
@@ -816,6 +900,15 @@ def test_nodes_of_missing_ranks_are_asked_and_the_answer_goes_to_who_waits() -> 
     assert cluster.named("missing") == [{"node_rank": 2, "workers": ["rank 5: it sleeps"]}]
 
 
+def test_failure_of_a_missing_rank_ends_the_round_at_once() -> None:
+    cluster = running(2, 2)
+    waiting(cluster, 3)
+    left = failure(3, node=1, local=1, exit_code=7, kind=FailureKind.EXIT_CODE)
+    cluster.fail(1, left)
+    assert cluster.decide() is Stage.COLLECT
+    assert cluster.end.failure == left
+
+
 def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> None:
     cluster = running(2, 2)
     gave_up = failure(0, effect=True, kind=FailureKind.RENDEZVOUS)
@@ -830,16 +923,21 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     assert cluster.end.failure == stuck
 
 
-def test_answer_is_no_cause_if_nobody_failed_because_it_gave_up() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_answer_is_no_cause_if_nobody_failed_because_it_gave_up(fails: bool) -> None:
     cluster = running(2, 2)
     waiting(cluster, 3, gave_up=True)  # a script may catch that error
     stuck = failure(3, node=1, local=1, message="the others gave up waiting for it")
     cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)), reported=True)
-    cluster.fail(0, failure(0, effect=True, kind=FailureKind.NETWORK))
-    cluster.say(0, reported=True)
-    cluster.wait(4.0)
-    assert cluster.end.failure is not None
-    assert (cluster.end.failure.rank, cluster.end.failure.kind) == (0, FailureKind.NETWORK)
+    assert cluster.wait(4.0) is Stage.RUN
+    effect = failure(0, effect=True, kind=FailureKind.NETWORK)
+    if fails:
+        cluster.fail(0, effect)
+        cluster.say(0, reported=True)
+    else:
+        succeed(cluster, 0, 1)
+    cluster.wait(1.0)
+    assert cluster.end.failure == (effect if fails else None)
 
 
 @pytest.mark.parametrize(
