@@ -5,17 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 
-import pytest
 from procs import WITH_TORCH, Job
 
-from clusterjob.node.decide import grace_after
-from clusterjob.node.options import LaunchOptions
-from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import outcome
 from clusterjob.node.stacks.collect import catches as catches_signal
-from clusterjob.node.verdict import Failure, FailureKind, JobState
 
 MakeJob = Callable[..., Job]
 
@@ -108,29 +101,3 @@ def test_program_with_handler_of_its_own_is_recognised() -> None:
             process.stdout.readline()
             assert catches_signal(process.pid, signal.SIGTERM) is catches
             process.kill()
-
-
-FAILED = outcome.failed(Failure.of_node(0, "gpu7", message="m", kind=FailureKind.CODE))
-CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
-
-
-@pytest.mark.parametrize(
-    ("end", "given", "left", "grace"),
-    [
-        (FAILED, None, 1e9, 30.0),
-        (FAILED, 3.0, 1e9, 3.0),
-        (CANCELLED, None, 1e9, 3.0),
-        (FAILED, 60.0, 1e9, 60.0),
-        (FAILED, 1.0, 1e9, 1.0),
-        (FAILED, 60.0, 20.0, 20.0),  # after a warning
-        (FAILED, 60.0, -5.0, 0.5),
-        (CANCELLED, 60.0, 1e9, 60.0),
-        (replace(CANCELLED, terminated=True), 60.0, 1e9, 25.0),
-        (outcome.Outcome(JobState.SUCCEEDED), 60.0, 1e9, 0.0),
-    ],
-)
-def test_grace_is_bounded_by_what_the_scheduler_leaves(
-    end: outcome.Outcome, given: float | None, left: float, grace: float
-) -> None:
-    options = LaunchOptions(Program("script", "t.py"), grace=given)
-    assert grace_after(end, options, left=left) == grace

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from hypothesis import given
-from hypothesis import strategies as st
 from procs import TEST_TIMEOUT, Job, alive, below, kill_all, wait_until
 
-from clusterjob.node.decide import choose
 from clusterjob.node.logs.events import read_events, read_job_events
 
 MakeJob = Callable[..., Job]
@@ -125,30 +122,6 @@ def test_elastic_job_shrinks_and_grows_when_the_node_returns(make_job: MakeJob) 
     job.path("enough").touch()
     assert job.wait() == [0, -signal.SIGKILL, 0, 0]
     assert [event["nodes"] for event in job.events("started")] == [[0, 1, 2], [0, 2], [0, 2, 1]]
-
-
-NODES = st.integers(0, 7)
-
-
-@given(
-    st.integers(1, 6),
-    st.integers(1, 6),
-    st.lists(NODES, unique=True),
-    st.lists(NODES, unique=True, max_size=6),
-)
-def test_selection_keeps_places_and_avoids_nodes(
-    wanted: int, least: int, usable: Collection[int], avoided: list[int]
-) -> None:
-    least = min(least, wanted)
-    chosen = choose(usable, range(wanted), avoided, wanted=wanted, least=least)
-    good = set(usable) - set(avoided)
-    assert len(set(chosen)) == len(chosen) <= wanted
-    assert set(chosen) <= set(usable)
-    assert len(chosen) == min(wanted, max(len(good), min(len(usable), least)))
-    assert len(set(chosen) & good) == min(wanted, len(good))
-    if len(chosen) == wanted:  # every node that stays usable keeps its place
-        for position, node in enumerate(chosen):
-            assert node == position or position not in good
 
 
 def kill_node(job: Job, number: int) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import MOST_NODES, Decision, Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
+from clusterjob.node.rendezvous import outcome
 from clusterjob.node.rendezvous.messages import Members
 from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.root_cause import EFFECT_TIMEOUT, EXIT_TIMEOUT
@@ -537,6 +540,53 @@ def test_after_failure_of_large_job_some_nodes_are_asked_for_stacks(
     assert max(found) >= nnodes - nnodes // MOST_NODES - 2
 
 
+@pytest.mark.parametrize(
+    ("request_", "ended", "stage"),
+    [
+        (Request(cancel="cancelled"), False, Stage.STOP),
+        (Request(cancel="cancelled", stacks=True), False, Stage.COLLECT),
+        (None, False, Stage.COLLECT),
+        (None, True, Stage.STOP),  # no rank is left
+    ],
+)
+def test_stacks_are_collected_of_the_ranks_that_are_left_unless_the_job_is_cancelled(
+    request_: Request | None, ended: bool, stage: Stage
+) -> None:
+    cluster = running(1, 2)
+    if request_ is not None:
+        cluster.say(0, request=request_)
+    else:
+        cluster.fail(0, failure(0))
+        cluster.say(0, ended=ended)
+    assert cluster.decide() is stage
+
+
+FAILED = outcome.failed(failure())
+CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
+
+
+@pytest.mark.parametrize(
+    ("end", "given", "left", "grace"),
+    [
+        (FAILED, None, 1e9, 30.0),
+        (FAILED, 3.0, 1e9, 3.0),
+        (CANCELLED, None, 1e9, 3.0),
+        (FAILED, 60.0, 1e9, 60.0),
+        (FAILED, 1.0, 1e9, 1.0),
+        (FAILED, 60.0, 20.0, 20.0),  # after a warning
+        (FAILED, 60.0, -5.0, 0.5),
+        (CANCELLED, 60.0, 1e9, 60.0),
+        (replace(CANCELLED, terminated=True), 60.0, 1e9, 25.0),
+        (Outcome(JobState.SUCCEEDED), 60.0, 1e9, 0.0),
+    ],
+)
+def test_grace_is_bounded_by_what_the_scheduler_leaves(
+    end: Outcome, given: float | None, left: float, grace: float
+) -> None:
+    options = LaunchOptions(Program("script", "t.py"), grace=given)
+    assert core.grace_after(end, options, left=left) == grace
+
+
 # -- restarts --------------------------------------------------------------------------------------
 
 
@@ -590,6 +640,30 @@ def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
     cluster.wait(1.5)
     assert (cluster.ledger.stage, cluster.ledger.nodes) == (Stage.RUN, (0, 2))
     assert cluster.named("avoid")[0]["node_rank"] == 1
+
+
+NODES = st.integers(0, 7)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.lists(NODES, unique=True),
+    st.lists(NODES, unique=True, max_size=6),
+)
+def test_selection_keeps_places_and_avoids_nodes(
+    wanted: int, least: int, usable: Collection[int], avoided: list[int]
+) -> None:
+    least = min(least, wanted)
+    found = core.choose(usable, range(wanted), avoided, wanted=wanted, least=least)
+    good = set(usable) - set(avoided)
+    assert len(set(found)) == len(found) <= wanted
+    assert set(found) <= set(usable)
+    assert len(found) == min(wanted, max(len(good), min(len(usable), least)))
+    assert len(set(found) & good) == min(wanted, len(good))
+    if len(found) == wanted:  # every node that stays usable keeps its place
+        for position, node in enumerate(found):
+            assert node == position or position not in good
 
 
 def fail_round(cluster: Cluster, number: int, kind: FailureKind, message: str) -> None:
@@ -773,12 +847,19 @@ def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() 
     assert cluster.end.reason == "SIGUSR1 on gpu0: its workers left to be queued again"
 
 
-def test_other_failure_after_a_warning_is_a_failure() -> None:
-    cluster = running(2, warning=60.0)
+@pytest.mark.parametrize(
+    ("warn_signal", "state"), [("", JobState.FAILED), ("SIGUSR1", JobState.PREEMPTED)]
+)
+def test_other_end_after_a_warning_is_a_failure_unless_the_workers_got_a_signal(
+    warn_signal: str, state: JobState
+) -> None:
+    cluster = running(2, warning=60.0, warn_signal=warn_signal)
     warned(cluster)
     cluster.fail(1, failure(1, node=1, local=0))
+    for number in (0, 1):
+        cluster.say(number, ended=True, succeeded=(0,) * (not number))
     cluster.decide()
-    assert cluster.end.state is JobState.FAILED
+    assert cluster.end.state is state
 
 
 @pytest.mark.parametrize(
