@@ -530,7 +530,7 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
     """
     counted, left, suspects_due = [], False, math.inf
     options, warned = job.options, ledger.warned is not None
-    suspects = options.warning is not None and not warned and ledger.stage is not Stage.STOP
+    suspects = options.warning is not None and not warned
     for entry in sorted(_reported(ledger, view), key=lambda entry: entry.at):
         failure, due = entry.failure, entry.at + _SUSPECT_SECONDS
         asked = failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
@@ -1238,7 +1238,7 @@ class _Step:
             node
             for node in self.ledger.nodes
             if (each := self.view.nodes.get(node)) is not None
-            and each.lost is None
+            and not self._is_gone(each)
             and not _has_ended(each)
         )
         if failed is not None and len(alive) > MOST_NODES:
@@ -1255,7 +1255,7 @@ class _Step:
         missing = [
             node
             for node in run.collect_from
-            if nodes[node].lost is None and not nodes[node].state.collected
+            if not self._is_gone(nodes[node]) and not nodes[node].state.collected
         ]
         if missing and self.now < due and not _killing(nodes):
             self.wake(due)

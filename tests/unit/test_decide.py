@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -175,6 +176,16 @@ def succeed(cluster: Cluster, *numbers: int) -> None:
     for number in numbers:
         nproc = cluster.nodes[number].nproc
         cluster.say(number, ended=True, succeeded=tuple(range(nproc)))
+
+
+def test_failure_has_the_time_of_its_first_report_in_a_round() -> None:
+    node = Node(1, "gpu1", pid=1, nproc=1)
+    times = []
+    for round_, age, now in ((0, 2.0, 100.0), (0, 7.0, 110.0), (1, 1.0, 200.0)):
+        failing = (Failing(failure(1, node=1), age, exited=True),)
+        node = node.receive(replace(node.state, round=round_, failing=failing), now)
+        times.append([entry.at for entry in node.failures])
+    assert times == [[98.0], [98.0], [199.0]]
 
 
 # -- the first round -------------------------------------------------------------------------------
@@ -378,23 +389,27 @@ def test_cancellation_after_the_success_of_all_workers_changes_nothing(
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, state)
 
 
-def test_second_interrupt_stops_without_grace() -> None:
+@pytest.mark.parametrize(("stacks", "stage"), [(False, Stage.STOP), (True, Stage.COLLECT)])
+def test_second_interrupt_stops_at_once_without_grace(stacks: bool, stage: Stage) -> None:
     cluster = running(2)
-    cluster.say(0, request=Request(cancel="SIGINT on gpu0", interrupt=True))
-    cluster.decide()
-    cluster.say(0, request=Request(cancel="SIGINT on gpu0", interrupt=True, kill=True))
-    cluster.decide()
-    order = cluster.orders()[1].stop
-    assert order is not None
-    assert order.grace == 0.0
+    first = Request(cancel="SIGINT on gpu0", interrupt=True, stacks=stacks)
+    cluster.say(0, request=first)
+    assert cluster.decide() is stage
+    cluster.say(0, request=replace(first, kill=True))
+    assert cluster.decide() is Stage.STOP
+    assert cluster.orders()[1].stop == core.Stop(0.0, signal.SIGINT)
 
 
-def test_cancellation_during_the_stop_of_a_failed_round_ends_the_job() -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_cancellation_during_the_stop_of_a_failed_round_ends_the_job(again: bool) -> None:
     cluster = running(2, max_restarts=3)
     cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
     cluster.decide()
-    cluster.say(0, request=Request(cancel="cancelled"))
-    cluster.decide()
+    cluster.wait(2.0)  # without stacks
+    cluster.say(1, request=Request(cancel="cancelled"))
+    assert cluster.decide() is Stage.STOP
+    if again:  # its agent was killed, and the next one knows nothing of the cancellation
+        cluster.join(1)
     cluster.stop()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
 
@@ -488,10 +503,14 @@ def test_early_exit_explains_effects_alone(effect: bool, cause: tuple[int, Failu
     cluster = running(2)
     lines = ('  File "/venv/torch/distributed/distributed_c10d.py", line 1, in all_reduce', "x")
     cluster.fail(0, failure(0, effect=effect, last_lines=lines), age=0.0)
+    cluster.say(0, ended=True)
     succeed(cluster, 1)
+    if effect:
+        assert cluster.wait(5.0) is Stage.RUN, "the exits are not known yet"
+        assert cluster.orders()[1].report
     left = failure(1, node=1, local=0, exit_code=0, message="")
     cluster.say(0, reported=True)
-    cluster.say(1, reported=True, exits=(Failing(left, 1.0, exited=True),))
+    cluster.say(1, reported=True, exits=(Failing(left, 7.0, exited=True),))
     cluster.wait(1.0)
     cluster.stop()
     assert cluster.end.failure is not None
@@ -507,13 +526,32 @@ def test_report_that_arrives_during_the_stop_may_be_the_cause() -> None:
     assert "older" in cluster.end.reason
 
 
-def test_node_that_does_not_stop_is_dropped_after_the_grace() -> None:
+def test_node_that_has_not_begun_the_round_is_idle_only_after_its_stop() -> None:
+    cluster = Cluster(2)
+    assert cluster.decide() is Stage.RUN
+    cluster.say(0, round=0, idle=True, request=Request(cancel="cancelled"))
+    assert cluster.decide(0.1) is Stage.STOP
+    assert cluster.nodes[1].state.idle
+    assert cluster.wait(2.0) is Stage.STOP, "it may start its workers before it gets the order"
+    cluster.say(1, round=0)
+    assert cluster.decide() is Stage.END
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+def test_node_that_does_not_stop_is_dropped_after_the_grace(stalled: bool) -> None:
     cluster = running(2, grace=2.0)
     cluster.fail(0, failure(0))
     cluster.decide()
     cluster.wait(2.0)  # without stacks
     assert cluster.ledger.stage is Stage.STOP
+    assert cluster.orders()[1].stop == core.Stop(2.0, signal.SIGTERM, early=True)
     cluster.say(0, idle=True, ended=True)
+    if stalled:  # nothing could be received meanwhile
+        cluster.now += 30.0
+        cluster.view["stalled"] = 30.0
+        assert cluster.decide() is Stage.STOP
+        cluster.view.clear()
+        assert cluster.wait(6.0) is Stage.STOP
     cluster.wait(8.0)
     assert cluster.ledger.stage is Stage.END
     assert cluster.nodes[1].lost is not None
@@ -575,6 +613,7 @@ CANCELLED = outcome.cancelled("SIGTERM", interrupt=False)
         (FAILED, 1.0, 1e9, 1.0),
         (FAILED, 60.0, 20.0, 20.0),  # after a warning
         (FAILED, 60.0, -5.0, 0.5),
+        (outcome.failed(failure(None, kind=FailureKind.NODE_LOST)), 60.0, 1e9, 10.0),  # the lease
         (CANCELLED, 60.0, 1e9, 60.0),
         (replace(CANCELLED, terminated=True), 60.0, 1e9, 25.0),
         (Outcome(JobState.SUCCEEDED), 60.0, 1e9, 0.0),
@@ -789,6 +828,12 @@ def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() ->
     cluster.decide()
     assert cluster.end.failure is not None
     assert cluster.end.failure.node_rank == 1
+    assert cluster.ledger.run.collect_from == {0}
+    cluster.say(0, collected=True)
+    assert cluster.decide() is Stage.STOP
+    cluster.say(0, idle=True, ended=True)
+    assert cluster.decide() is Stage.RUN, "the new agent has no workers to stop"
+    assert cluster.ledger.round == 1
 
 
 def test_node_with_workers_takes_no_part_in_the_next_round() -> None:
@@ -951,11 +996,30 @@ def test_warning_is_added_to_the_orders_of_a_round_and_changes_nothing_else(stag
         assert order == replace(before[number], warned=True)
 
 
-def test_node_that_is_lost_after_a_warning_preempts_the_job() -> None:
+@pytest.mark.parametrize(
+    ("failed", "state"), [(False, JobState.PREEMPTED), (True, JobState.FAILED)]
+)
+def test_node_that_is_lost_after_a_warning_preempts_the_job_unless_a_worker_has_failed(
+    failed: bool, state: JobState
+) -> None:
     cluster = running(2, warning=60.0)
     warned(cluster)
+    if failed:
+        cluster.fail(0, failure(0), age=1.0)
     cluster.lose(1)
     cluster.decide()
+    assert cluster.end.state is state
+
+
+def test_warning_during_the_wait_for_a_lost_node_preempts_the_job_at_its_deadline() -> None:
+    cluster = running(2, max_restarts=3, lease=30.0, warning=20.0)
+    cluster.lose(1)
+    cluster.decide()
+    cluster.stop()
+    assert cluster.wait(5.0) is Stage.WAIT
+    warned(cluster)
+    assert cluster.wait(14.5) is Stage.WAIT
+    assert cluster.wait(1.0) is Stage.END
     assert cluster.end.state is JobState.PREEMPTED
 
 
@@ -1040,6 +1104,17 @@ def test_missing_ranks_belong_to_nodes_of_different_size(
     waiting(cluster, *missing)
     probes = {node: order.probe for node, order in cluster.orders().items()}
     assert {node: probe.ranks for node, probe in probes.items() if probe is not None} == asked
+
+
+def test_node_that_only_serves_the_store_has_no_ranks() -> None:
+    worlds = {
+        number: World(
+            0, "gpu3", 29500, agent_store=True, node_rank=number, nnodes=3, nproc=nproc,
+            first_rank=first_rank, world_size=2,
+        )
+        for number, nproc, first_rank in ((1, 1, 0), (2, 1, 1), (3, 0, 0))
+    }  # fmt: skip
+    assert core.Run(worlds=worlds).by_node([0, 1]) == {1: [0], 2: [1]}
 
 
 def test_missing_ranks_follow_the_places_of_a_round_with_a_spare() -> None:
@@ -1251,6 +1326,27 @@ def test_smaller_part_of_a_split_job_resigns_and_decides_nothing() -> None:
     cluster.wait(7.0)
     assert cluster.ledger.stage is Stage.RESIGN
     assert not cluster.ledger.rounds
+
+
+def test_agent_that_has_seen_no_round_does_not_make_a_part_larger() -> None:
+    cluster = split(5, [0, 1])
+    cluster.now += 1.0
+    cluster.join(3)
+    cluster.wait(7.0)
+    assert cluster.ledger.stage is Stage.RESIGN
+
+
+def test_new_round_replaces_the_last_one_when_all_its_nodes_have_seen_it() -> None:
+    cluster = running(3, max_restarts=3, moves=True)
+    for number in cluster.nodes:
+        cluster.say(number, seen=1)
+    fail_round(cluster, 1, FailureKind.SIGNAL, "was killed")
+    sizes = []
+    for number in cluster.nodes:
+        sizes.append(len(cluster.ledger.groups))
+        cluster.say(number, seen=2)
+        cluster.decide()
+    assert [*sizes, len(cluster.ledger.groups)] == [2, 2, 2, 1]
 
 
 def test_larger_part_of_a_split_job_goes_on() -> None:
