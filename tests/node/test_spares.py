@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from procs import TEST_TIMEOUT, Job, alive, below, kill_all, wait_until
 
-from clusterjob.node.logs.events import read_events, read_job_events
+from clusterjob.node.logs.events import read_events
 
 MakeJob = Callable[..., Job]
 # Each worker writes its variables into `<restart>.<rank>`, and ends when `enough` exists.
@@ -83,28 +83,6 @@ def test_replacement_waits_for_a_lease_when_nothing_is_known_of_a_lost_node(
     assert job.wait()[::2] == [0, 0]
     [lost], [_, started] = job.events("lost"), job.events("started")
     assert 4 <= started["monotonic"] - lost["monotonic"] < 8
-
-
-def test_coordinator_that_has_moved_knows_the_disk_failures_before(make_job: MakeJob) -> None:
-    job = make_job(5)
-    script = job.script("""
-        import errno, os, time
-        failing = {"0": "1", "2": "2"}  # the rank that fails, by restart
-        if failing.get(os.environ["TORCHELASTIC_RESTART_COUNT"]) == os.environ["RANK"]:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        open(os.environ["TORCHELASTIC_RESTART_COUNT"] + "." + os.environ["RANK"], "w").close()
-        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-            time.sleep(0.05)
-    """)
-    job.start_all("--spares", "2", "--max-restarts", "3", script)
-    job.wait_for("1.0", "1.1", "1.2")
-    job.agents[0].send_signal(signal.SIGKILL)
-    assert job.wait()[1:] == [0, 0, 0, 0]
-    events = list(read_job_events(job.dir))
-    ended = [event["kind"] for event in events if event["event"] == "round_ended"]
-    assert ended == ["disk", "node_lost", "disk", ""]
-    marked = [event["node_rank"] for event in events if event["event"] == "avoid"]
-    assert marked == [1]  # then it is a shared disk
 
 
 def test_elastic_job_shrinks_and_grows_when_the_node_returns(make_job: MakeJob) -> None:

@@ -768,6 +768,24 @@ def test_node_that_caused_a_failure_is_avoided_if_there_are_enough_others(
     assert [each["node_rank"] for each in cluster.named("avoid")] == told
 
 
+@pytest.mark.parametrize(
+    ("attempt", "node", "marked"),
+    [(0, 1, []), (0, 2, [2]), (1, 1, [2])],
+    ids=["shared disk", "same node", "earlier attempt"],
+)
+def test_disk_failures_before_a_new_coordinator_or_attempt_tell_a_shared_disk(
+    attempt: int, node: int, marked: list[int]
+) -> None:
+    cluster = Cluster(3, spares=1, max_restarts=9)
+    cluster.job = replace(cluster.job, attempt=attempt)
+    before = RoundEnd(0, 0, kind="disk", host=f"gpu{node}", node=node, message=BROKEN)
+    number = -1 if attempt else 0
+    cluster.ledger = replace(cluster.ledger, round=number, rounds=(before,), nodes=(0, 2))
+    cluster.run()
+    fail_round(cluster, 2, FailureKind.DISK, BROKEN)
+    assert [each["node_rank"] for each in cluster.named("avoid")] == marked
+
+
 def test_restart_after_a_second_disk_failure_waits() -> None:
     cluster = running(1, max_restarts=9)
     begins = []
