@@ -36,7 +36,7 @@ from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import NodeState, Order, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
-from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict, bounded
+from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
 
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
@@ -162,12 +162,6 @@ class Coordinator:
         earlier_, state = self._earlier, self._earlier.state
         if earlier_.moved:
             self._node.print_line(f"node {self._own} coordinates the job now: {earlier_.why}")
-        disks = {
-            each.node
-            for each in earlier_.rounds
-            if each.node is not None
-            and (each.attempt, each.kind) == (state.attempt, FailureKind.DISK)
-        }
         ledger = Ledger(
             stage=Stage.RUN,
             since=time.monotonic(),
@@ -176,7 +170,6 @@ class Coordinator:
             groups=state.groups,
             gone=earlier_.gone,
             avoided=state.avoided,
-            full_disks=frozenset(disks),
             ended=frozenset({state.node} if earlier_.moved and earlier_.ended else ()),
             rounds=earlier_.rounds,
             first_started=state.started_at,

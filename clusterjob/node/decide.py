@@ -300,7 +300,6 @@ class Ledger:
         gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
         avoided: the nodes that caused failures, the latest last.
-        full_disks: nodes on which a disk was full or broken.
         losses: how often each node was lost.
         lost: the nodes that are lost now.
         ended: the nodes whose agents have ended since the newest round began.
@@ -331,7 +330,6 @@ class Ledger:
     gone: frozenset[int] = frozenset()
     took_over: bool = False
     avoided: tuple[int, ...] = ()
-    full_disks: frozenset[int] = frozenset()
     losses: Mapping[int, int] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
@@ -530,7 +528,7 @@ def _failures(job: Job, ledger: Ledger, view: View, now: float) -> tuple[list[En
     """
     counted, left, suspects_due = [], False, math.inf
     options, warned = job.options, ledger.warned is not None
-    suspects = options.warning is not None and not warned and ledger.stage is not Stage.STOP
+    suspects = options.warning is not None and not warned
     for entry in sorted(_reported(ledger, view), key=lambda entry: entry.at):
         failure, due = entry.failure, entry.at + _SUSPECT_SECONDS
         asked = failure.kind is FailureKind.TERMINATED or failure.exit_code == PREEMPTED_EXIT_CODE
@@ -1240,7 +1238,7 @@ class _Step:
             node
             for node in self.ledger.nodes
             if (each := self.view.nodes.get(node)) is not None
-            and each.lost is None
+            and not self._is_gone(each)
             and not _has_ended(each)
         )
         if failed is not None and len(alive) > MOST_NODES:
@@ -1257,7 +1255,7 @@ class _Step:
         missing = [
             node
             for node in run.collect_from
-            if nodes[node].lost is None and not nodes[node].state.collected
+            if not self._is_gone(nodes[node]) and not nodes[node].state.collected
         ]
         if missing and self.now < due and not _killing(nodes):
             self.wake(due)
@@ -1370,15 +1368,20 @@ class _Step:
         A lost node may come back once. If a disk fails on a second node, it is a shared one.
         """
         node, ledger = failure.node_rank, self.ledger
-        if failure.kind is FailureKind.DISK:
-            disks = ledger.full_disks | {node}
-            self.change(full_disks=disks)
-            if len(disks) > 1:
-                self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
-                return
-        if failure.kind is not FailureKind.NODE_LOST or ledger.losses.get(node, 0) > 1:
+        if self._is_of_shared_disk(failure):
+            disks = self._failed_disks()
+            self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
+        elif failure.kind is not FailureKind.NODE_LOST or ledger.losses.get(node, 0) > 1:
             others = (each for each in ledger.avoided if each != node)
             self.change(avoided=(*others, node))
+
+    def _is_of_shared_disk(self, failure: Failure) -> bool:
+        return failure.kind is FailureKind.DISK and len(self._failed_disks()) > 1
+
+    def _failed_disks(self) -> set[int | None]:
+        """Return the nodes on which a disk was full or broken in this attempt."""
+        kind = (self.job.attempt, FailureKind.DISK)
+        return {each.node for each in self.ledger.rounds if (each.attempt, each.kind) == kind}
 
     def _avoid_slow(self, node: int, why: str) -> None:
         """Leave a slow node out of the rounds, and record it for later jobs."""
@@ -1392,9 +1395,8 @@ class _Step:
         # killed is here again.
         node, ended = failure.node_rank, {*self.ledger.ended, self.job.own}
         agent_killed = failure.kind is FailureKind.NODE_LOST and node in ended
-        shared_disk = failure.kind is FailureKind.DISK and len(self.ledger.full_disks) > 1
         full_disk = failure_texts.is_full_disk(failure.message)  # or it is emptied
-        if not (agent_killed or shared_disk or full_disk):
+        if not (agent_killed or full_disk or self._is_of_shared_disk(failure)):
             self._tell_avoided(failure)
 
     def _tell_avoided(self, failure: Failure) -> None:

@@ -108,6 +108,7 @@ def test_missing_program_is_usage_error_with_hint(argv: list[str]) -> None:
             for value in ("0", "-1", "x", "", "1.5", "1e3", "9" * 5000)
         ],
         *[["--max-restarts", value] for value in ("-1", "x", "", "0.5")],
+        ["--retry", "devise"],
         *[
             [name, value]
             for name in (

@@ -137,9 +137,12 @@ def test_another_error_is_retried(second: dict[str, Any]) -> None:
     assert own.decide(failed(**(first | second))).retry
 
 
-def test_error_of_unknown_line_is_retried_as_often_as_allowed() -> None:
+@pytest.mark.parametrize(
+    ("kind", "where"), [(FailureKind.CODE, ""), (FailureKind.SIGNAL, "train.py:12")]
+)
+def test_error_that_may_pass_is_retried_as_often_as_allowed(kind: FailureKind, where: str) -> None:
     own = policy(2)
-    found = [own.decide(failed(FailureKind.CODE)).retry for _ in range(3)]
+    found = [own.decide(failed(kind, where=where)).retry for _ in range(3)]
     assert found == [True, True, False]
 
 

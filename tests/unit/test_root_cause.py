@@ -138,6 +138,7 @@ def test_effect_delays_stop_until_cause_or_effect_timeout() -> None:
 def test_cause_before_its_exit_delays_stop_by_exit_timeout() -> None:
     root_cause = RootCause()
     root_cause.add(failure(0), 10.0, exited=False)
+    root_cause.add(failure(1), 12.0, exited=False)
     assert root_cause.stop_due() == pytest.approx(10.0 + EXIT_TIMEOUT, abs=0.1)
     root_cause.add(failure(0), 10.2, exited=True)
     assert root_cause.stop_due() <= 10.0
@@ -305,6 +306,20 @@ def test_rank_with_exit_code_0_is_cause_of_connection_lost_by_torch(
     assert (root.rank, root.kind) == (0, "early_exit")
     assert root.message == f"ended with exit code 0 0.5 s before; rank 2 was in {where}"
     assert len(root_cause.consequences()) == 2
+
+
+@pytest.mark.parametrize(("seconds", "cause"), [(1.5, 0), (2.5, 1)])
+def test_rank_with_exit_code_0_is_cause_if_its_exit_is_noticed_at_most_2_s_late(
+    seconds: float, cause: int
+) -> None:
+    root_cause = RootCause()
+    root_cause.add(replace(failure(1, effect=True), last_lines=ALL_REDUCE), 10.0, exited=True)
+    root_cause.add_early_exit(failure(0, code=0), 10.0 + seconds)
+    root = root_cause.root()
+    assert root is not None
+    assert root.rank == cause
+    if cause == 0:
+        assert root.message == "ended with exit code 0 at that moment; rank 1 was in all_reduce"
 
 
 def test_rank_with_cut_traceback_is_not_named_beside_rank_with_collective() -> None:
