@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, field
 
 from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
-from clusterjob.node.system import processes
+from clusterjob.node.system import codec, processes
 from clusterjob.node.verdict import Failure, FailureKind
 
 PORT = int(os.environ.get("SCALE_PORT", "31999"))
@@ -137,7 +137,7 @@ class Agents:
             message="ValueError: boom",
             kind=FailureKind.CODE,
         )
-        failing = [{"failure": failure.to_json(), "age": 0.0, "exited": True}]
+        failing = [{"failure": codec.plain(failure), "age": 0.0, "exited": True}]
         agent.write(state(started=True, idle=False, failing=failing))
 
     def on_event(self, agent: Agent) -> None:
@@ -231,7 +231,7 @@ def stack_of(rank: int) -> bytes:
     stack = RankStack(
         rank, rank, f"host{rank}", pid=1, state="sleeps (poll)", answered=True, threads=threads
     )
-    return json.dumps({"type": "StackFound", "restart": 0, "stack": stack.to_json()}).encode()
+    return json.dumps({"type": "StackFound", "restart": 0, "stack": codec.plain(stack)}).encode()
 
 
 def main() -> None:
