@@ -467,7 +467,7 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
     shared = Order(ledger.round, warned=ledger.warned is not None)
     if ledger.stage is Stage.STOP and end is not None:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
-    elif ledger.stage is Stage.RUN:
+    elif ledger.stage in (Stage.RUN, Stage.COLLECT):
         shared = replace(
             shared,
             report=run.polled is not None,
