@@ -23,8 +23,7 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
-from clusterjob.node.preflight import checked, differing
-from clusterjob.node.preflight_table import HeatTable
+from clusterjob.node.preflight import HeatTable
 from clusterjob.node.rendezvous import membership, messages, outcome, root_cause, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 # While states pour in, a decision follows when none has come for _GAP_SECONDS, at the latest
 # _BATCH_SECONDS after the last one.
 _GAP_SECONDS, _BATCH_SECONDS = 0.005, 0.05
-_MOST_NAMED = 8  # hosts or findings of the preflight
+_MOST_NAMED = 8  # hosts that the preflight has found slow
 _MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
 _MOST_ROUNDS = 100  # of many rounds, the latest go to the nodes that may coordinate
@@ -220,7 +219,7 @@ class Coordinator:
             slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._options.lease),
             stacks=self._evidence.stacks if self._evidence is not None else (),
-            slow=self._found["slow"] if self._found is not None else None,
+            slow={int(node): why for node, why in (self._found or {}).get("slow", {}).items()},
         )
 
     # -- what follows from a decision --------------------------------------------------------------
@@ -319,27 +318,24 @@ class Coordinator:
 
     def _report_preflight(self) -> None:
         """Print what the preflight has found, and write it into the events."""
-        names = core.host_names(self._nodes)
-        found = self._found or {}
-        rows = [[names[node], cells] for node, cells in found.get("rows", {}).items()]
-        columns = found.get("columns", [])
-        table = HeatTable.from_json({"columns": columns, "rows": rows, "hosts": len(rows)})
-        findings = [*found.get("findings", []), *differing(found.get("versions", {}), names)]
-        slow = core.slow_lines(self._job, self._ledger, self._view())[:_MOST_NAMED]
-        seconds = found.get("seconds", 0.0)
+        found = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}} | (self._found or {})
+        cells = [(self._nodes[int(node)].host, cells) for node, cells in found["rows"].items()]
+        table = HeatTable.of(found["columns"], cells)
+        slow = core.slow_lines(self._ledger, self._nodes)[:_MOST_NAMED]
+        measured = f"{_count(table.hosts)} in {found['seconds']} s"
         for line in (
-            f"preflight: {_count(len(rows))} in {seconds:.1f} s; cells are parts of the median",
+            f"preflight: {measured}; cells are parts of the median",
             *table.lines(),
-            *(f"preflight: {finding}" for finding in findings[:_MOST_NAMED]),
+            *(f"preflight: {finding}" for finding in found["findings"]),
             *(f"preflight: slow {line}" for line in slow),
         ):
             self._node.print_line(line)
         self._events.add(
             "preflight",
-            seconds=seconds,
+            seconds=found["seconds"],
             slow=slow,
-            findings=findings[:_MOST_NAMED],
-            table=table.to_json(),
+            findings=found["findings"],
+            table=vars(table),
         )
 
     # -- messages of the agents --------------------------------------------------------------------
@@ -362,7 +358,7 @@ class Coordinator:
         elif isinstance(message, NodeState) and self._joined.get(node_rank) is peer:
             self._nodes[node_rank] = self._nodes[node_rank].receive(message, time.monotonic())
         elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
-            self._found = checked(message.result)
+            self._found = message.result
         elif isinstance(message, messages.RankWaits):
             waits = waits_of(message, self._ledger.run.worlds.get(node_rank))
             if waits and self._stragglers is not None:

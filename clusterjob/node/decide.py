@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -176,7 +176,7 @@ class View:
         slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
         stacks: the stacks that were collected in this round.
-        slow: the nodes that the preflight has found to be slow, and why; None without a result.
+        slow: the nodes that the preflight has found to be slow, and why.
     """
 
     nodes: Mapping[int, Node]
@@ -186,7 +186,7 @@ class View:
     slurm_up: bool | None = None
     stalled: float = 0.0
     stacks: Sequence[RankStack] = ()
-    slow: Mapping[int, str] | None = None
+    slow: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Ledger:
     limit_runs: bool = False
     warned: Warned | None = None
     end: Outcome | None = None
-    measured: frozenset[int] = frozenset()
+    measured: tuple[int, ...] = ()
     slow: Mapping[int, str] = field(default_factory=dict)
     blamed: Failure | None = None
     more_memory: float = 0.0
@@ -474,6 +474,9 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
             sample=run.sample,
             first=not run.comparable,
         )
+    elif ledger.stage is Stage.MEASURE:  # the caller fills in the store
+        measure = Measure("", 0, ledger.measured, start_seconds=job.options.join_timeout)
+        shared = replace(shared, measure=measure)
     wants_dumps = end is not None and _is_hang(end)
     collecting = replace(shared, collect=True, dumps=wants_dumps)
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
@@ -481,8 +484,6 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         if node.lost is not None:
             continue
         order = shared
-        if ledger.stage is Stage.MEASURE and node_rank in ledger.measured:
-            order = replace(order, measure=_measure_order(job, ledger, node_rank))
         if ledger.stage is Stage.COLLECT and node_rank in run.collect_from:
             order = collecting
         # An agent that was started again since has no workers of this round.
@@ -831,7 +832,7 @@ class _Step:
         measures = self.job.options.preflight != "off" and self.ledger.round < 0
         if measures and not self.ledger.measured:
             self.add("measuring", nodes=len(self.usable()))
-            self.go(Stage.MEASURE, measured=frozenset(self.usable()))
+            self.go(Stage.MEASURE, measured=tuple(sorted(self.usable())))
             return
         if not (self.job.moves and self.job.asks_slurm and self.is_tied()):
             self.go(Stage.START)
@@ -854,7 +855,7 @@ class _Step:
         if self.now < due and not all(nodes[node].state.measured for node in here):
             self.wake(due)
             return
-        found = dict(self.view.slow or {})
+        found = dict(self.view.slow)
         for node in here:
             how = nodes[node].state.measured
             if how != MEASURED:
@@ -869,13 +870,8 @@ class _Step:
             complete = not self.ledger.lost and len(self.chosen()) >= self.least
             self.go(Stage.START if complete else Stage.WAIT)
 
-    def slow_lines(self) -> list[str]:
-        """Return a line for each slow node."""
-        names = host_names(self.view.nodes)
-        return [f"host {names[node]}: {why}" for node, why in self.ledger.slow.items()]
-
     def _slow_failure(self) -> Failure:
-        named = self.slow_lines()
+        named = slow_lines(self.ledger, self.view.nodes)
         more = len(named) - _MOST_NAMED
         message = f"preflight: {'; '.join(named[:_MOST_NAMED])}"
         message += f"; and {more} more hosts" if more > 0 else ""
@@ -1425,25 +1421,9 @@ def _is_recorded(job: Job, ledger: Ledger) -> bool:
     return last is not None and (last.attempt, last.restart) == (job.attempt, ledger.restarts)
 
 
-def host_names(nodes: Mapping[int, Node]) -> dict[int, str]:
-    """Return the host of each node, with the node's number if the host has several nodes."""
-    count = Counter(node.host for node in nodes.values())
-    return {
-        number: f"{node.host} (node {number})" if count[node.host] > 1 else node.host
-        for number, node in nodes.items()
-    }
-
-
-def slow_lines(job: Job, ledger: Ledger, view: View) -> list[str]:
+def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
     """Return a line for each node that the preflight has found to be slow."""
-    return _Step(job, view, 0.0, Decision(ledger)).slow_lines()
-
-
-def _measure_order(job: Job, ledger: Ledger, node: int) -> Measure:
-    """Return the order to measure a node; the caller fills in the store."""
-    numbers = sorted(ledger.measured, key=lambda each: (each != job.own, each))
-    seconds = job.options.join_timeout
-    return Measure("", 0, numbers.index(node), len(numbers), start_seconds=seconds)
+    return [f"host {nodes[node].host}: {why}" for node, why in ledger.slow.items()]
 
 
 def _lost_before(node: Node) -> Node:

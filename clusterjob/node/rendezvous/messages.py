@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import MAX_WORKERS, LocalRank, NodeState, Number, Order, Text
@@ -225,9 +225,9 @@ class End:
 
 @dataclass(frozen=True)
 class PreflightFound:
-    """The result of the preflight, as JSON of the measuring process of the coordinator's node."""
+    """The result of the preflight; see `preflight.direct`."""
 
-    result: bytes
+    result: dict[str, Any]
 
 
 @dataclass(frozen=True)
