@@ -19,10 +19,9 @@ from clusterjob.node.contract import World
 from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import ROUND_ENDED
 from clusterjob.node.options import GRACE, LaunchOptions
-from clusterjob.node.rendezvous import outcome, root_cause
-from clusterjob.node.rendezvous.messages import Members
+from clusterjob.node.rendezvous import outcome, policy, root_cause
+from clusterjob.node.rendezvous.messages import Lasting, Members
 from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.stacks.grouping import RankStack
@@ -44,7 +43,6 @@ from clusterjob.node.verdict import (
     Failure,
     FailureKind,
     JobState,
-    RoundEnd,
 )
 
 _SETTLE_SECONDS = 5.0  # seconds to wait for more nodes when there are enough: others start too
@@ -73,7 +71,7 @@ _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
-_SMALL_WORLD, _MOST_IMPORTS = 16, 4
+_SMALL_WORLD = 16  # ranks
 
 
 _NEW_STATE = NodeState()
@@ -233,19 +231,17 @@ class Run:
         missing: the newest request of each node to ask about missing ranks.
         answered: the nodes that have answered the newest question.
         polled: when the nodes were asked for failures; None before.
-        successes: how many ranks have ended with exit code 0, and when the last one did.
-        named: whether the ranks that still run were named since.
+        successes: how many ranks have ended with exit code 0, and when the last one did; infinity
+            if the ranks that still run were named since.
         counts: the ranks that have joined and formed a group, as the last event says.
-        importing, imports: whether ranks import torch, and the number of events about it.
+        importing: whether ranks import torch.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
         comparable: whether the nodes have a sample since the last sign of life before it.
-        collected: when the stacks were asked for; None before.
-        collect_from: the nodes that were asked.
+        collect_from: the nodes that were asked for stacks.
         stop_at: when the round was stopped; infinity before.
         stop_due: when nodes that have not stopped are given up.
-        cancelled: a cancellation that has arrived since the round began to end.
     """
 
     began: float = 0.0
@@ -256,19 +252,15 @@ class Run:
     answered: frozenset[int] = frozenset()
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
-    named: bool = False
     counts: tuple[int, int] = (0, 0)
     importing: bool = False
-    imports: int = 0
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
     comparable: bool = False
-    collected: float | None = None
     collect_from: frozenset[int] = frozenset()
     stop_at: float = math.inf
     stop_due: float = math.inf
-    cancelled: Outcome | None = None
 
     @property
     def world_size(self) -> int:
@@ -287,33 +279,25 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What the coordinator remembers of the job; another coordinator goes on with it.
+class Ledger(Lasting):
+    """What the coordinator remembers of the job.
 
     Attributes:
         since: when the stage began.
-        round: the number of the newest round, from 0; -1 before the first.
-        nodes: the nodes of the newest round, in the order of their ranks.
-        groups: the members of the last round that all its members have seen, then those of the
-            newest round, if that is another one.
+        chosen: the nodes of the round that begins, in the order of their ranks.
         here: the nodes that were here when the newest round began, and were not lost since.
         gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
-        avoided: the nodes that caused failures, the latest last.
         losses: how often each node was lost.
         lost: the nodes that are lost now.
         ended: the nodes whose agents have ended since the newest round began.
         by_exec: the nodes that start their workers by exec.
         fence: until when workers of nodes that have not joined this coordinator may run.
-        rounds: the rounds that have ended, of all attempts.
-        first_started, started: when the first and the newest workers were started, RFC 3339.
-        deadline: when the job must end; infinity without a limit.
-        limit_runs: whether the workers of a round have all run, from when the limit counts.
+        started: when the newest workers were started, RFC 3339.
         warned: the scheduler's warning; None before it.
         end: how the round ends or, while the coordinator waits, how the last one ended.
-        measured: the nodes that measure, or have measured, before the first round.
-        slow: those that are slow, and why.
-        blamed: the failure whose node the next round leaves out; None without one.
+        measure: the order of the preflight, also after it; the caller adds the store.
+        slow: the nodes that the preflight has found slow, and why.
         more_memory: the factor of memory with which the scheduler must queue the job again; 0.0 if
             it must not.
         earliest: when the next round may begin.
@@ -323,28 +307,20 @@ class Ledger:
 
     stage: Stage = Stage.WAIT
     since: float = 0.0
-    round: int = -1
-    nodes: tuple[int, ...] = ()
-    groups: tuple[Members, ...] = ()
+    chosen: tuple[int, ...] = ()
     here: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     took_over: bool = False
-    avoided: tuple[int, ...] = ()
     losses: Mapping[int, int] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
     by_exec: frozenset[int] = frozenset()
     fence: float = 0.0
-    rounds: tuple[RoundEnd, ...] = ()
-    first_started: str | None = None
     started: str | None = None
-    deadline: float = math.inf
-    limit_runs: bool = False
     warned: Warned | None = None
     end: Outcome | None = None
-    measured: tuple[int, ...] = ()
+    measure: Measure | None = None
     slow: Mapping[int, str] = field(default_factory=dict)
-    blamed: Failure | None = None
     more_memory: float = 0.0
     earliest: float = 0.0
     noticed: float = 0.0
@@ -423,11 +399,6 @@ def choose(
     return found + list(others)[: wanted - len(found)]
 
 
-def chosen(job: Job, ledger: Ledger, view: View) -> list[int]:
-    """Return the nodes of the round that begins, in the order of their ranks."""
-    return _Step(job, view, 0.0, Decision(ledger)).chosen()
-
-
 def begin(
     job: Job, ledger: Ledger, view: View, now: float, worlds: Mapping[int, World]
 ) -> Decision:
@@ -439,11 +410,6 @@ def begin(
     step = _Step(job, view, now, Decision(ledger))
     step.begin(worlds)
     return step.decision
-
-
-def most_restarts(job: Job, ledger: Ledger) -> int:
-    """Return the largest number of restarts that the options allow."""
-    return _Step(job, View({}), 0.0, Decision(ledger)).policy(ledger.rounds).most
 
 
 def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -> Decision:
@@ -474,9 +440,8 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
             sample=run.sample,
             first=not run.comparable,
         )
-    elif ledger.stage is Stage.MEASURE:  # the caller fills in the store
-        measure = Measure("", 0, ledger.measured, start_seconds=job.options.join_timeout)
-        shared = replace(shared, measure=measure)
+    elif ledger.stage is Stage.MEASURE:
+        shared = replace(shared, measure=ledger.measure)
     wants_dumps = end is not None and _is_hang(end)
     collecting = replace(shared, collect=True, dumps=wants_dumps)
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
@@ -634,7 +599,7 @@ def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
 
 
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
-    end = ledger.run.cancelled or ledger.end
+    end = cancellation(nodes) or ledger.end
     assert end is not None
     left = (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
     grace = 0.0 if _killing(nodes) else grace_after(end, job.options, left=left)
@@ -829,17 +794,20 @@ class _Step:
 
     def _start_if_alone(self) -> None:
         """Begin a round, unless Slurm may let the other half of a split job begin one."""
-        measures = self.job.options.preflight != "off" and self.ledger.round < 0
-        if measures and not self.ledger.measured:
-            self.add("measuring", nodes=len(self.usable()))
-            self.go(Stage.MEASURE, measured=tuple(sorted(self.usable())))
+        options = self.job.options
+        if options.preflight != "off" and self.ledger.round < 0 and self.ledger.measure is None:
+            nodes = tuple(sorted(self.usable()))
+            measure = Measure("", 0, nodes, start_seconds=options.join_timeout)
+            self.add("measuring", nodes=len(nodes))
+            self.go(Stage.MEASURE, measure=measure)
             return
-        if not (self.job.moves and self.job.asks_slurm and self.is_tied()):
-            self.go(Stage.START)
-        elif self.view.slurm_up is None:
+        tied = self.job.moves and self.job.asks_slurm and self.is_tied()
+        if tied and self.view.slurm_up is None:
             self.decision.asks_slurm = True
+        elif tied and not self.view.slurm_up:
+            self.go(Stage.RESIGN)
         else:
-            self.go(Stage.START if self.view.slurm_up else Stage.RESIGN)
+            self.go(Stage.START, chosen=tuple(self.chosen()))
 
     def measure(self) -> None:
         """Wait for the measures; leave slow nodes out, if there are enough others."""
@@ -850,7 +818,8 @@ class _Step:
         if end is not None:
             self.finish(end)
             return
-        here = [node for node in ledger.measured if nodes[node].lost is None]
+        assert ledger.measure is not None
+        here = [node for node in ledger.measure.nodes if nodes[node].lost is None]
         due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS
         if self.now < due and not all(nodes[node].state.measured for node in here):
             self.wake(due)
@@ -863,12 +832,14 @@ class _Step:
         slow = {node: found[node] for node in sorted(found) if node in here}
         self.change(slow=slow)
         for node, why in slow.items():
-            self._avoid_slow(node, why)
-        if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
+            kind = FailureKind.LAUNCH
+            self._avoid(Failure.of_node(node, nodes[node].host, message=why, kind=kind))
+        chosen = tuple(self.chosen())
+        if self.job.options.preflight == "refuse" and slow.keys() & set(chosen):
             self.finish(outcome.failed(self._slow_failure()))
         else:
-            complete = not self.ledger.lost and len(self.chosen()) >= self.least
-            self.go(Stage.START if complete else Stage.WAIT)
+            complete = not self.ledger.lost and len(chosen) >= self.least
+            self.go(Stage.START if complete else Stage.WAIT, chosen=chosen)
 
     def _slow_failure(self) -> Failure:
         named = slow_lines(self.ledger, self.view.nodes)
@@ -940,9 +911,7 @@ class _Step:
             deadline = self.now + options.join_timeout + options.time_limit
         number, end = ledger.round + 1, ledger.end
         if end is not None:
-            if ledger.blamed is not None:
-                self._note_avoided(ledger.blamed)
-            most = self.policy(ledger.rounds).most
+            most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
             self.add("restart", restart=number, why=end.reason)
         world = worlds[nodes[0]]
@@ -1087,10 +1056,8 @@ class _Step:
             self._note_running()
         importing = any(node.state.importing for node in here)
         if importing is not self.current.importing:
-            imports = self.current.imports + importing
-            self.change_run(importing=importing, imports=imports)
-            if imports <= _MOST_IMPORTS:
-                self.add("importing", restart=ledger.restarts, torch=importing)
+            self.change_run(importing=importing)
+            self.add("importing", restart=ledger.restarts, torch=importing)
         counts, size = self._counts(here), run.world_size
         if any(map(_is_step, run.counts, counts, (size, size))):
             self._tell_counts(counts)
@@ -1159,11 +1126,10 @@ class _Step:
             if local_rank < node.nproc
         }
         if len(ended) != run.successes[0]:
-            self.change_run(successes=(len(ended), self.now), named=False)
-            run = self.current
-        if run.named or not ended or len(ended) >= run.world_size:
+            self.change_run(successes=(len(ended), self.now))
+        if not 0 < len(ended) < run.world_size:
             return
-        due = run.successes[1] + _UNFINISHED_SECONDS
+        due = self.current.successes[1] + _UNFINISHED_SECONDS
         if self.now < due:
             self.wake(due)
             return
@@ -1172,7 +1138,7 @@ class _Step:
         text = f"{still}; {_ranks(sorted(ended))} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
         by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
-        self.change_run(named=True)
+        self.change_run(successes=(len(ended), math.inf))
         self._ask(by_node, note=text)
 
     # -- a hang ------------------------------------------------------------------------------------
@@ -1223,7 +1189,7 @@ class _Step:
                 failed = end.failure.node_rank
             asked = self._nodes_with_stacks(failed)
             if asked:
-                self.change_run(collected=self.now, collect_from=asked)
+                self.change_run(collect_from=asked)
                 self.go(Stage.COLLECT, end=end)
                 return
         self._stop_run(end)
@@ -1246,8 +1212,7 @@ class _Step:
         ledger, nodes = self.ledger, self.view.nodes
         run, end = ledger.run, ledger.end
         assert end is not None
-        assert run.collected is not None
-        due = run.collected + _COLLECT_SECONDS
+        due = ledger.since + _COLLECT_SECONDS
         missing = [
             node
             for node in run.collect_from
@@ -1282,10 +1247,6 @@ class _Step:
         run = ledger.run
         if self.view.stalled:  # this process could not receive meanwhile
             self._set_stop_due()
-        cancelled = cancellation(self.view.nodes)
-        assert ledger.end is not None
-        if ledger.end.state is not JobState.CANCELLED and run.cancelled is None:
-            self.change_run(cancelled=cancelled)
         running = [
             node
             for node in run.worlds
@@ -1304,8 +1265,7 @@ class _Step:
 
     def end_round(self) -> None:
         """Decide whether another round follows, if no other part of the job may decide."""
-        ledger, run = self.ledger, self.ledger.run
-        end = ledger.end
+        ledger, end = self.ledger, self.ledger.end
         assert end is not None
         decides = end.state is not JobState.SUCCEEDED or ledger.took_over
         if decides and not self.has_majority():
@@ -1321,7 +1281,10 @@ class _Step:
             end = outcome.failed(root_cause.root(found, exits) or end.failure)
         if not _is_recorded(self.job, ledger):
             self._record(end)
-        decision = self.policy(self.ledger.rounds[:-1]).decide(end)
+        decision = policy.Decision()
+        if end.failure is not None:
+            rounds, job = self.ledger.rounds[:-1], self.job
+            decision = policy.decide(end.failure, job.options, rounds, job.attempt, job.nnodes)
         if decision.why:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
         if decision.more_memory:
@@ -1332,15 +1295,14 @@ class _Step:
         if not decision.retry:
             self.go(Stage.END, end=end)
             return
-        if run.cancelled is not None:
-            self.go(Stage.END, end=run.cancelled)
+        if (cancelled := cancellation(self.view.nodes)) is not None:
+            self.go(Stage.END, end=cancelled)
             return
-        blamed = end.failure if decision.avoid else None
-        if blamed is not None:
-            self._avoid(blamed)
+        if decision.avoid and end.failure is not None:
+            self._avoid(end.failure)
         if decision.pause:
             self.say(f"the next round begins in {decision.pause:g} s: {end.reason}")
-        self.go(Stage.WAIT, end=end, blamed=blamed, earliest=self.now + decision.pause)
+        self.go(Stage.WAIT, end=end, earliest=self.now + decision.pause)
 
     def _record(self, end: Outcome) -> None:
         ended = replace(
@@ -1352,57 +1314,28 @@ class _Step:
         self.change(rounds=(*self.ledger.rounds, ended))
         self.add(ROUND_ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
 
-    def policy(self, earlier: Sequence[RoundEnd]) -> Policy:
-        free = self.job.options.machine_restarts(self.job.nnodes)
-        return Policy(self.job.options, earlier, self.job.attempt, free=free)
-
-    # -- nodes to avoid ----------------------------------------------------------------------------
-
     def _avoid(self, failure: Failure) -> None:
-        """Leave the node of a failure out of the next rounds, if there are enough others.
-
-        A lost node may come back once. If a disk fails on a second node, it is a shared one.
-        """
+        """Leave the node of a failure out of the next rounds, and name its host for later jobs."""
         node, ledger = failure.node_rank, self.ledger
-        if self._is_of_shared_disk(failure):
-            disks = self._failed_disks()
-            self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
-        elif failure.kind is not FailureKind.NODE_LOST or ledger.losses.get(node, 0) > 1:
-            others = (each for each in ledger.avoided if each != node)
-            self.change(avoided=(*others, node))
-
-    def _is_of_shared_disk(self, failure: Failure) -> bool:
-        return failure.kind is FailureKind.DISK and len(self._failed_disks()) > 1
-
-    def _failed_disks(self) -> set[int | None]:
-        """Return the nodes on which a disk was full or broken in this attempt."""
+        lost = failure.kind is FailureKind.NODE_LOST
         kind = (self.job.attempt, FailureKind.DISK)
-        return {each.node for each in self.ledger.rounds if (each.attempt, each.kind) == kind}
-
-    def _avoid_slow(self, node: int, why: str) -> None:
-        """Leave a slow node out of the rounds, and record it for later jobs."""
-        self.change(avoided=(*(each for each in self.ledger.avoided if each != node), node))
-        host = self.view.nodes[node].host
-        self._tell_avoided(Failure.of_node(node, host, message=why, kind=FailureKind.LAUNCH))
-
-    def _note_avoided(self, failure: Failure) -> None:
-        """Record that later jobs should avoid the host of the failure that ended the last round."""
+        disks = {each.node for each in ledger.rounds if (each.attempt, each.kind) == kind}
+        if failure.kind is FailureKind.DISK and len(disks) > 1:  # all nodes share it
+            self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
+            return
+        if not lost or ledger.losses.get(node, 0) > 1:  # a lost node may come back once
+            self.change(avoided=(*(each for each in ledger.avoided if each != node), node))
         # If only the agent was killed, its host is not to blame. A coordinator whose agent was
-        # killed is here again.
-        node, ended = failure.node_rank, {*self.ledger.ended, self.job.own}
-        agent_killed = failure.kind is FailureKind.NODE_LOST and node in ended
-        full_disk = failure_texts.is_full_disk(failure.message)  # or it is emptied
-        if not (agent_killed or full_disk or self._is_of_shared_disk(failure)):
-            self._tell_avoided(failure)
-
-    def _tell_avoided(self, failure: Failure) -> None:
-        self.add(
-            "avoid",
-            node_rank=failure.node_rank,
-            host=failure.host,
-            kind=failure.kind.value,
-            why=failure.message,
-        )
+        # killed is here again. A full disk is emptied.
+        agent_killed = lost and node in {*ledger.ended, self.job.own}
+        if not agent_killed and not failure_texts.is_full_disk(failure.message):
+            self.add(
+                "avoid",
+                node_rank=node,
+                host=failure.host,
+                kind=failure.kind.value,
+                why=failure.message,
+            )
 
 
 # In the other stages, it is the caller's turn.
