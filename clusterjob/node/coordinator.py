@@ -591,9 +591,9 @@ def waits_of(message: messages.RankWaits, world: World | None) -> dict[int, Wait
     if world is None or message.restart != world.restart:
         return {}
     return {
-        world.first_rank + each.local_rank: Wait(each.step, each.waited)
-        for each in message.ranks
-        if each.local_rank < world.nproc
+        world.first_rank + local_rank: Wait(step, waited)
+        for local_rank, step, waited in message.ranks
+        if local_rank < world.nproc
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -268,13 +267,12 @@ class Run:
         return next((world.world_size for world in self.worlds.values()), 0)
 
     def by_node(self, ranks: Iterable[int]) -> dict[int, list[int]]:
-        """Return the given ranks, each below the world size, grouped by node."""
-        working = [(world.first_rank, node) for node, world in self.worlds.items() if world.nproc]
-        working.sort()
-        found: dict[int, list[int]] = {}
-        for rank in ranks:
-            _, node = working[bisect_right(working, (rank, math.inf)) - 1]
-            found.setdefault(node, []).append(rank)
+        """Return the given ranks grouped by node."""
+        wanted, found = set(ranks), dict[int, list[int]]()
+        for node, world in self.worlds.items():
+            own = range(world.first_rank, world.first_rank + world.nproc)
+            if here := sorted(wanted.intersection(own)):
+                found[node] = here
         return found
 
 
@@ -656,7 +654,7 @@ class _Step:
             self._note_loss(nodes[node_rank])
         for node_rank in sorted(ledger.here - lost):  # lost and back between two decisions
             if (node := nodes.get(node_rank)) is not None and node.joined_at > ledger.run.began:
-                self._note_loss(_lost_before(node))
+                self._note_loss(_as_lost(node))
         if lost != ledger.lost:
             self.change(lost=lost)
         for node_rank, node in nodes.items():
@@ -832,23 +830,18 @@ class _Step:
         slow = {node: found[node] for node in sorted(found) if node in here}
         self.change(slow=slow)
         for node, why in slow.items():
-            kind = FailureKind.LAUNCH
-            self._avoid(Failure.of_node(node, nodes[node].host, message=why, kind=kind))
+            self._avoid(self._launch_failure(node, why))
         chosen = tuple(self.chosen())
         if self.job.options.preflight == "refuse" and slow.keys() & set(chosen):
-            self.finish(outcome.failed(self._slow_failure()))
+            text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
+            self.finish(outcome.failed(self._launch_failure(min(slow), text)))
         else:
             complete = not self.ledger.lost and len(chosen) >= self.least
             self.go(Stage.START if complete else Stage.WAIT, chosen=chosen)
 
-    def _slow_failure(self) -> Failure:
-        named = slow_lines(self.ledger, self.view.nodes)
-        more = len(named) - _MOST_NAMED
-        message = f"preflight: {'; '.join(named[:_MOST_NAMED])}"
-        message += f"; and {more} more hosts" if more > 0 else ""
-        node = min(self.ledger.slow)
+    def _launch_failure(self, node: int, why: str) -> Failure:
         host = self.view.nodes[node].host
-        return Failure.of_node(node, host, message=message, kind=FailureKind.LAUNCH)
+        return Failure.of_node(node, host, message=why, kind=FailureKind.LAUNCH)
 
     def _wait_is_over(self) -> bool:
         usable = self.usable()
@@ -988,7 +981,8 @@ class _Step:
         if not gone and not self.has_majority():  # the other part of a split job may start a round
             gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
         if gone:
-            losses = [self._entry_of_loss(node) for node in gone]
+            lost = [(self.loss_of(node), node.lost) for node in map(_as_lost, gone)]
+            losses = [Entry(each, loss.at, exited=True) for each, loss in lost if loss]
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
             return outcome.failed(root_cause.root([*failures, *losses]) or losses[0].failure)
@@ -1018,11 +1012,6 @@ class _Step:
         """Return whether the agent of a node of the round was lost, also if it is back already."""
         return node.lost is not None or node.joined_at > self.current.began
 
-    def _entry_of_loss(self, node: Node) -> Entry:
-        node = node if node.lost is not None else _lost_before(node)
-        assert node.lost is not None
-        return Entry(self.loss_of(node), node.lost.at, exited=True)
-
     def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
         """Return when a failure ends the round: other nodes may know the cause of an effect."""
         due, options = root_cause.stop_due(found), self.job.options
@@ -1050,44 +1039,30 @@ class _Step:
 
     def _note_progress(self, here: Sequence[Node]) -> None:
         """Record that all workers run, and how many ranks have formed the process group."""
-        ledger, run = self.ledger, self.ledger.run
+        ledger, run, options = self.ledger, self.ledger.run, self.job.options
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
         if complete and not run.running:
-            self._note_running()
+            self.change_run(running=True, alive=self.now)
+            self.add("running", restart=ledger.restarts)
+            if not ledger.limit_runs and options.time_limit is not None:
+                self.change(deadline=self.now + options.time_limit)
+            self.change(limit_runs=True)
         importing = any(node.state.importing for node in here)
-        if importing is not self.current.importing:
+        if importing is not run.importing:
             self.change_run(importing=importing)
             self.add("importing", restart=ledger.restarts, torch=importing)
-        counts, size = self._counts(here), run.world_size
-        if any(map(_is_step, run.counts, counts, (size, size))):
-            self._tell_counts(counts)
-
-    def _note_running(self) -> None:
-        options, ledger = self.job.options, self.ledger
-        self.change_run(running=True, alive=self.now)
-        self.add("running", restart=ledger.restarts)
-        if not ledger.limit_runs and options.time_limit is not None:
-            self.change(deadline=self.now + options.time_limit)
-        self.change(limit_runs=True)
-
-    def _counts(self, here: Sequence[Node]) -> tuple[int, int]:
-        """Return how many ranks have joined and formed a group; the counts only grow."""
-        before = self.current.counts
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        return max(before[0], joined), max(before[1], formed)
-
-    def _tell_counts(self, counts: tuple[int, int]) -> None:
-        if counts == self.current.counts:
-            return
-        self.change_run(counts=counts)
-        self.add(
-            "ranks",
-            restart=self.ledger.restarts,
-            joined=counts[0],
-            formed=counts[1],
-            world_size=self.current.world_size,
-        )
+        counts, size = (max(run.counts[0], joined), max(run.counts[1], formed)), run.world_size
+        if any(_is_step(*each, size=size) for each in zip(run.counts, counts, strict=True)):
+            self.change_run(counts=counts)
+            self.add(
+                "ranks",
+                restart=ledger.restarts,
+                joined=counts[0],
+                formed=counts[1],
+                world_size=size,
+            )
 
     def _ask_about_missing(self, here: Sequence[Node]) -> None:
         """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
@@ -1095,10 +1070,8 @@ class _Step:
             missing = node.state.missing
             if missing is None or self.current.missing.get(node.node_rank) == missing:
                 continue
-            self._tell_counts(self._counts(here))  # which may not have been worth an event before
-            known = [rank for rank in missing.ranks if rank < self.current.world_size]
             self._ask(
-                self.current.by_node(known),
+                self.current.by_node(missing.ranks),
                 asker=(node.node_rank, missing.local_rank),
                 gave_up=missing.gave_up,
             )
@@ -1183,19 +1156,7 @@ class _Step:
     # -- the end of a round ------------------------------------------------------------------------
 
     def _end_run(self, end: Outcome) -> None:
-        if end.stacks:
-            failed = None
-            if end.failure is not None and not _is_hang(end):
-                failed = end.failure.node_rank
-            asked = self._nodes_with_stacks(failed)
-            if asked:
-                self.change_run(collect_from=asked)
-                self.go(Stage.COLLECT, end=end)
-                return
-        self._stop_run(end)
-
-    def _nodes_with_stacks(self, failed: int | None) -> frozenset[int]:
-        """Return the nodes to ask for stacks; of many, some and the failed one."""
+        """Stop the round, or first collect stacks: of many nodes from some, and the failed one."""
         alive = sorted(
             node
             for node in self.ledger.nodes
@@ -1203,10 +1164,14 @@ class _Step:
             and not self._is_gone(each)
             and not _has_ended(each)
         )
-        if failed is not None and len(alive) > MOST_NODES:
-            some = {*alive[:: len(alive) // MOST_NODES + 1], failed}
-            return frozenset(some.intersection(alive))
-        return frozenset(alive)
+        if end.failure is not None and not _is_hang(end) and len(alive) > MOST_NODES:
+            some = {*alive[:: len(alive) // MOST_NODES + 1], end.failure.node_rank}
+            alive = [node for node in alive if node in some]
+        if end.stacks and alive:
+            self.change_run(collect_from=frozenset(alive))
+            self.go(Stage.COLLECT, end=end)
+        else:
+            self._stop_run(end)
 
     def collect(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
@@ -1359,10 +1324,10 @@ def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
     return [f"host {nodes[node].host}: {why}" for node, why in ledger.slow.items()]
 
 
-def _lost_before(node: Node) -> Node:
-    """Return the node as it was lost before its agent was started again."""
-    lost = Loss("its agent was started again", node.joined_at, ended=True)
-    return replace(node, lost=lost)
+def _as_lost(node: Node) -> Node:
+    """Return the node as it was lost, maybe before its agent was started again."""
+    again = Loss("its agent was started again", node.joined_at, ended=True)
+    return replace(node, lost=node.lost or again)
 
 
 def _has_ended(node: Node) -> bool:

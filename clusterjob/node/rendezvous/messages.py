@@ -70,26 +70,16 @@ class CoordinatorLost:
 
 
 @dataclass(frozen=True)
-class RankWait:
-    """How long one rank waits in collectives: the means of its last steps, in seconds.
+class RankWaits:
+    """How long the ranks of the node wait in collectives; about every 5 s.
 
     Attributes:
-        local_rank: the rank's index on its node.
-        step: the length of a step.
-        waited: the wait in a step.
+        ranks: local rank, and the means of its last steps in seconds: the length of a step, and the
+            wait in it.
     """
 
-    local_rank: LocalRank
-    step: float
-    waited: float
-
-
-@dataclass(frozen=True)
-class RankWaits:
-    """How long the ranks of the node wait in collectives; about every 5 s."""
-
     restart: Number
-    ranks: Annotated[tuple[RankWait, ...], Limit(MAX_WORKERS)]
+    ranks: Annotated[tuple[tuple[LocalRank, float, float], ...], Limit(MAX_WORKERS)]
 
 
 @dataclass(frozen=True)
