@@ -111,7 +111,6 @@ class Coordinator:
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[None] | None = None
         self._slurm_up: bool | None = None
-        self._asking: asyncio.Task[None] | None = None  # Slurm
         self._kept: tuple[Any, ...] = ()  # what the successors know
         self._began = time.monotonic()
         self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
@@ -185,11 +184,16 @@ class Coordinator:
             changed = found is not None and self._receive(*found)
             changed = self._receive_waiting() or changed
             moment = time.monotonic()
-        self._apply(core.decide(self._job, self._ledger, self._view(), moment))
+        decision = core.decide(self._job, self._ledger, self._view(), moment)
+        self._apply(decision)
         lasted = time.monotonic() - moment
         self._earliest = moment + 2 * lasted  # of thousands of nodes: receive as long as it takes
         self._latest = moment + lasted + _BATCH_SECONDS
-        if self._ledger.stage is Stage.START:
+        if decision.asks_slurm:
+            host = this_node.node_name()
+            self._slurm_up = await asyncio.to_thread(succession.slurm_says_down, host) is False
+            self._due = 0.0
+        elif self._ledger.stage is Stage.START:
             await self._start_round()
         elif self._ledger.stage is Stage.RESIGN:
             raise MinorityError("the other nodes may still run without this one")
@@ -236,9 +240,6 @@ class Coordinator:
             self._report_preflight()
         if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
             self._expect_stacks()
-        if decision.asks_slurm and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._ask_slurm())
-            self._watch(self._asking)
         self._send_orders()
         if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
             # After the orders: the stacks of thousands of ranks take a second.
@@ -266,12 +267,6 @@ class Coordinator:
             if peer.order is not order and peer.order != order:
                 peer.order = order
                 peer.send(order)
-
-    async def _ask_slurm(self) -> None:
-        host = this_node.node_name()
-        down = await asyncio.to_thread(succession.slurm_says_down, host)
-        self._slurm_up = down is False
-        self.membership.wake()
 
     # -- the begin of a round ----------------------------------------------------------------------
 

@@ -654,7 +654,7 @@ class _Step:
             self._note_loss(nodes[node_rank])
         for node_rank in sorted(ledger.here - lost):  # lost and back between two decisions
             if (node := nodes.get(node_rank)) is not None and node.joined_at > ledger.run.began:
-                self._note_loss(_as_lost(node))
+                self._note_loss(node)
         if lost != ledger.lost:
             self.change(lost=lost)
         for node_rank, node in nodes.items():
@@ -673,9 +673,7 @@ class _Step:
             self.change(groups=groups[1:])
 
     def _note_loss(self, node: Node) -> None:
-        loss, ledger = node.lost, self.ledger
-        assert loss is not None
-        rank = node.node_rank
+        loss, ledger, rank = _loss(node), self.ledger, node.node_rank
         self.add("lost", node_rank=rank, host=node.host, why=loss.why)
         self.change(
             losses={**ledger.losses, rank: ledger.losses.get(rank, 0) + 1},
@@ -691,13 +689,12 @@ class _Step:
 
     def loss_of(self, node: Node) -> Failure:
         """Return the failure of a lost node, or of the one that has made it seem lost."""
-        assert node.lost is not None
-        why, stalled, at_fault = node.lost.why, self.view.stalled, node
+        loss, stalled, at_fault = _loss(node), self.view.stalled, node
         text = f"the agent on {node.host} (pid {node.pid})"
-        if not node.lost.by_agent:
-            text += f" was lost: {why}"
+        if not loss.by_agent:
+            text += f" was lost: {loss.why}"
         elif not stalled:
-            text += f" lost the coordinator, which still receives its messages: {why}"
+            text += f" lost the coordinator, which still receives its messages: {loss.why}"
         else:
             at_fault = self.view.nodes.get(self.job.own, node)
             text = (
@@ -862,7 +859,7 @@ class _Step:
         ledger, nodes, nnodes = self.ledger, self.view.nodes, self.job.nnodes
         options = self.job.options
         if first and nnodes - len(ledger.lost) < self.least:
-            last = max((nodes[node] for node in ledger.lost), key=_lost_at)
+            last = max((nodes[node] for node in ledger.lost), key=lambda node: _loss(node).at)
             self.finish(outcome.failed(self.loss_of(last)))
             return
         timeout = options.return_timeout
@@ -981,8 +978,7 @@ class _Step:
         if not gone and not self.has_majority():  # the other part of a split job may start a round
             gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
         if gone:
-            lost = [(self.loss_of(node), node.lost) for node in map(_as_lost, gone)]
-            losses = [Entry(each, loss.at, exited=True) for each, loss in lost if loss]
+            losses = [Entry(self.loss_of(node), _loss(node).at, exited=True) for node in gone]
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
             return outcome.failed(root_cause.root([*failures, *losses]) or losses[0].failure)
@@ -1324,18 +1320,13 @@ def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
     return [f"host {nodes[node].host}: {why}" for node, why in ledger.slow.items()]
 
 
-def _as_lost(node: Node) -> Node:
-    """Return the node as it was lost, maybe before its agent was started again."""
-    again = Loss("its agent was started again", node.joined_at, ended=True)
-    return replace(node, lost=node.lost or again)
+def _loss(node: Node) -> Loss:
+    """Return how a node was lost, maybe before its agent was started again."""
+    return node.lost or Loss("its agent was started again", node.joined_at, ended=True)
 
 
 def _has_ended(node: Node) -> bool:
     return node.state.ended or len(node.state.succeeded) >= node.nproc
-
-
-def _lost_at(node: Node) -> float:
-    return node.lost.at if node.lost is not None else 0.0
 
 
 def _is_step(old: int, new: int, size: int) -> bool:

@@ -298,10 +298,6 @@ class Membership:
         except asyncio.TimeoutError:
             return None
 
-    def wake(self) -> None:
-        """Let `next_message` return; the message has no content."""
-        self.inbox.put_nowait((self.peers[self._own], messages.Heartbeat()))
-
     def receive(self, peer: Peer, message: Any) -> None:
         """Put a message of an agent that has joined into the inbox."""
         peer.heard_at = time.monotonic()
