@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import RendezvousError
@@ -243,8 +244,8 @@ class Coordinator:
         self._send_orders()
         if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
             # After the orders: the stacks of thousands of ranks take a second.
-            loop = asyncio.get_running_loop()
-            self._saving = loop.run_in_executor(files.disk, self._save_stacks, self._evidence)
+            loop, save = asyncio.get_running_loop(), self._evidence.save
+            self._saving = loop.run_in_executor(files.disk, save, self._job_dir, self._events)
         self._keep_state()
 
     def _notify(self, name: str, fields: dict[str, Any], end: Outcome | None) -> None:
@@ -392,31 +393,6 @@ class Coordinator:
             why += f" (stacks of {len(asked)} of {living} nodes)"
         round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._own)
         self._evidence = Evidence(round_, why, asked)
-
-    def _save_stacks(self, evidence: Evidence) -> None:
-        """Write the files, unless every rank has ended."""
-        if not evidence.stacks:
-            return
-        silent = sorted(evidence.asked.keys() - evidence.answered)
-        try:
-            evidence.path = grouping.write_evidence(
-                self._job_dir,
-                evidence.round,
-                evidence.in_order(),
-                why=evidence.why,
-                silent=[f"node {node} on {evidence.asked[node][0]}" for node in silent],
-                dumps=evidence.dumps,
-            )
-        except OSError as error:
-            self._events.add("evidence", why=evidence.why, error=error.strerror)
-            return
-        self._events.add(
-            "evidence",
-            why=evidence.why,
-            path=evidence.path,
-            ranks=len(evidence.stacks),
-            seconds=round(time.monotonic() - evidence.asked_at, 3),
-        )
 
     # -- another coordinator -----------------------------------------------------------------------
 
@@ -574,6 +550,31 @@ class Evidence:
             self.dumps += map(sanitize, message.dumps)
         elif message.stack.rank in ranks:
             self.stacks[message.stack.rank] = replace(message.stack, host=host)
+
+    def save(self, job_dir: Path, events: EventLog) -> None:
+        """Write the files, unless every rank has ended."""
+        if not self.stacks:
+            return
+        silent = sorted(self.asked.keys() - self.answered)
+        try:
+            self.path = grouping.write_evidence(
+                job_dir,
+                self.round,
+                self.in_order(),
+                why=self.why,
+                silent=[f"node {node} on {self.asked[node][0]}" for node in silent],
+                dumps=self.dumps,
+            )
+        except OSError as error:
+            events.add("evidence", why=self.why, error=error.strerror)
+            return
+        events.add(
+            "evidence",
+            why=self.why,
+            path=self.path,
+            ranks=len(self.stacks),
+            seconds=round(time.monotonic() - self.asked_at, 3),
+        )
 
 
 def waits_of(message: messages.RankWaits, world: World | None) -> dict[int, Wait]:
