@@ -1,11 +1,11 @@
 """Measure all nodes before the first round, and name the slow ones.
 
 The agent of each node runs this module as a process with torch. The processes meet in a store of
-torch. In each pass they all take the same measures; nodes of one machine take turns. The process on
-the coordinator's node directs: it says what the next pass measures, and compares the values.
+torch. In each pass they all take the same measures. The process on the coordinator's node directs:
+it says what the next pass measures, and compares the values.
 
-A node is slow if it is small in every pass, next to the others: load that comes and goes makes a
-value smaller, but not each time that of the same node.
+A node is slow if a value of it is small in every pass: load that comes and goes makes values
+smaller, but not each time that of the same node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,8 +36,7 @@ _FIRST_SECONDS, _ALL_SECONDS = 9.0, 15.0
 _TIMEOUT = timedelta(seconds=4)  # of an answer, and of a connection between nodes
 _PASSES, _LEAST_PASSES = 4, 2  # in which a slow node is small
 _MEASURE_SECONDS, _REDUCTIONS = 0.3, 8
-_MOST_ROUNDS, _LEAST_ROUNDS = 8, 3  # of pairs
-_CROWDED = 15  # rounds of pairs, times the nodes of one machine, which take turns
+_ROUNDS = 5  # of pairs
 _MATRIX, _GPU_MATRIX = 768, 8192  # rows
 _COPIED, _GPU_COPIED = 64 << 20, 512 << 20  # bytes; larger than a usual cache
 _CHUNK, _WRITTEN = 1 << 20, 64 << 20  # bytes; a slow disk gets fewer
@@ -47,7 +45,7 @@ _MAX_AMOUNT = 1e8
 _MAX_TEXT, _MAX_NAME = 300, 80  # characters
 _SILENT = "the measuring process does not answer"
 
-CPU, GPU, PAIR, DISK = PROBES = ("cpu", "gpu", "pair", "disk")
+CPU, PAIR, GPU, DISK = PROBES = ("cpu", "pair", "gpu", "disk")
 # The probe and the unit of each measure.
 MEASURES = {
     "matrix multiply": (CPU, "GFLOP/s"),
@@ -154,30 +152,21 @@ def _name(text: str) -> str:
 # -- comparison: pure functions --------------------------------------------------------------------
 
 
-def tasks(machines: Mapping[int, str], probes: Sequence[str]) -> list[Task]:
-    """Return the tasks of a pass, in the order in which the nodes of one machine take them.
-
-    Args:
-        machines: the machine of each node that is measured.
-        probes: what is measured.
-    """
-    nodes, found = sorted(machines), list[Task]()
+def tasks(nodes: Sequence[int], probes: Sequence[str]) -> list[Task]:
+    """Return the tasks of a pass, in the order in which each node takes its own."""
+    found: list[Task] = []
     for probe in probes:
-        if probe != PAIR:
-            found += [(probe, (node,)) for node in nodes]
-        elif len(nodes) > 1:
-            crowd = max(Counter(machines.values()).values())
-            rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _CROWDED // crowd))
-            found += [(PAIR, pair) for pair in pairs_of(nodes, rounds)]
+        alone = [(node,) for node in nodes]
+        found += [(probe, each) for each in (pairs_of(nodes) if probe == PAIR else alone)]
     return found
 
 
-def pairs_of(nodes: Sequence[int], rounds: int) -> list[tuple[int, int]]:
+def pairs_of(nodes: Sequence[int], rounds: int = _ROUNDS) -> list[tuple[int, ...]]:
     """Return the pairs of the first rounds of a tournament; nobody is twice in a round."""
     circle: list[int | None] = [*nodes]
     if len(circle) % 2:
         circle.append(None)  # who meets it pauses
-    half, found = len(circle) // 2, list[tuple[int, int]]()
+    half, found = len(circle) // 2, list[tuple[int, ...]]()
     for _ in range(min(rounds, len(circle) - 1)):
         met = zip(circle[:half], reversed(circle[half:]), strict=True)
         found += [(a, b) for a, b in met if a is not None and b is not None]
@@ -245,27 +234,27 @@ def _small(amounts: Mapping[int, float]) -> dict[int, float]:
 
 
 def direct(
-    machines: dict[int, str], take: Callable[[dict[int, str], list[str], float], Answers]
+    nodes: list[int], take: Callable[[list[int], list[str], float], Answers]
 ) -> dict[str, Any]:
     """Measure all nodes, and suspects again; return what the coordinator reports.
 
     Args:
-        machines: the machine of each node; nodes that do not answer are removed.
+        nodes: the nodes; those that do not answer are removed.
         take: lets nodes take tasks that begin within some seconds; returns the answers in time.
     """
     begin, seconds, probes = time.monotonic(), _FIRST_SECONDS, list(PROBES)
     passes, notes, slow = list[Amounts](), dict[tuple[str, int], str](), dict[int, str]()
     best: Amounts = {}
     while True:
-        answers = take(machines, probes, seconds)
+        answers = take(nodes, probes, seconds)
         passes.append(amounts_of(answers, notes))
         for name, amounts in passes[-1].items():
             known = best.setdefault(name, {})
             known |= {node: max(own, known.get(node, 0.0)) for node, own in amounts.items()}
-        for task in tasks(machines, probes):
+        for task in tasks(nodes, probes):
             slow |= {each: _SILENT for each in task[1] if (task, each) not in answers}
-        machines = {node: machine for node, machine in machines.items() if node not in slow}
-        small = [each for each in suspects(passes) if each[2] in machines]
+        nodes = [node for node in nodes if node not in slow]
+        small = [each for each in suspects(passes) if each[2] in nodes]
         seconds = begin + _ALL_SECONDS - time.monotonic()
         if not small or len(passes) == _PASSES or seconds < 0:
             break
@@ -336,20 +325,20 @@ def _meet(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Direct the processes of all nodes."""
-    machines, slow = dict[int, str](), dict[int, str]()
+    nodes, slow = list[int](), dict[int, str]()
     until = time.monotonic() + given["start_seconds"]
     for node in given["nodes"]:
         try:
-            left = timedelta(seconds=max(0.01, until - time.monotonic()))
-            machines[node] = str(_get(store, f"machine{node}", left))
-        except (RuntimeError, ValueError):
+            _get(store, f"node{node}", timedelta(seconds=max(0.01, until - time.monotonic())))
+            nodes.append(node)
+        except RuntimeError:
             slow[node] = "the measuring process has not started"
     numbers = itertools.count()
 
-    def take(machines: dict[int, str], probes: list[str], seconds: float) -> Answers:
+    def take(nodes: list[int], probes: list[str], seconds: float) -> Answers:
         number, answers, silent = next(numbers), dict[tuple[Task, int], Any](), set[int]()
-        store.set(f"pass{number}", json.dumps([list(machines.items()), probes, seconds]))
-        for index, task in enumerate(tasks(machines, probes)):
+        store.set(f"pass{number}", json.dumps([nodes, probes, seconds]))
+        for index, task in enumerate(tasks(nodes, probes)):
             for node in set(task[1]) - silent:
                 try:
                     answers[task, node] = _get(store, f"{number}.{index}.{node}", 2 * _TIMEOUT)
@@ -357,7 +346,7 @@ def _direct(store: Any, given: Mapping[str, Any]) -> dict[str, Any]:
                     silent.add(node)
         return answers
 
-    found = direct(machines, take)
+    found = direct(nodes, take)
     store.set(f"pass{next(numbers)}", "null")
     return found | {"slow": found["slow"] | slow}
 
@@ -379,23 +368,17 @@ def _follow(store: Any, given: Mapping[str, Any]) -> None:
 
     node = given["node"]
     with contextlib.suppress(RuntimeError):  # the store has ended, and its director with it
-        store.set(f"machine{node}", json.dumps(processes.boot_id() or str(node)))
+        store.set(f"node{node}", "true")
         for number in itertools.count():
             if (plan := json.loads(store.get(f"pass{number}"))) is None:
                 return
-            machines, probes, until = dict(plan[0]), plan[1], time.monotonic() + plan[2]
-            before: dict[str, list[str]] = {}  # the last task of each machine
-            for index, (probe, nodes) in enumerate(tasks(machines, probes)):
-                name, used = f"{number}.{index}", {machines[each] for each in nodes}
+            until = time.monotonic() + plan.pop()
+            for index, (probe, nodes) in enumerate(tasks(*plan)):
                 if node in nodes:
-                    with contextlib.suppress(RuntimeError):  # a node before this one is silent
-                        store.wait([key for each in used for key in before.get(each, ())], _TIMEOUT)
-                    answer = None
+                    group, answer = PrefixStore(f"group{number}.{index}", store), None
                     if time.monotonic() < until:
-                        group = PrefixStore(f"{name}.group", store)
                         answer = _answer(probe, nodes, node, group, Path(given["directory"]))
-                    store.set(f"{name}.{node}", json.dumps(answer))
-                before |= {each: [f"{name}.{one}" for one in nodes] for each in used}
+                    store.set(f"{number}.{index}.{node}", json.dumps(answer))
 
 
 # -- measures --------------------------------------------------------------------------------------
