@@ -145,7 +145,10 @@ class Coordinator:
         except MinorityError:
             raise  # the agents look for another coordinator
         except Exception as error:  # otherwise the other agents wait until their leases end
-            verdict = outcome.coordinator_failed(error, attempt=identity.attempt)
+            why = f"node 0 failed: {type(error).__name__}: {error}"
+            verdict = Verdict(
+                JobState.FAILED, 1, reason=why, attempt=identity.attempt, ended_at=now()
+            )
             self.membership.broadcast(messages.End(verdict))
             raise
         finally:
@@ -382,8 +385,7 @@ class Coordinator:
 
     def _expect_stacks(self) -> None:
         ledger, job = self._ledger, self._identity
-        assert ledger.end is not None
-        why, asked = ledger.end.reason, dict[int, tuple[str, range]]()
+        why, asked = ledger.ending.reason, dict[int, tuple[str, range]]()
         for node in ledger.run.collect_from:
             world = ledger.run.worlds[node]
             ranks = range(world.first_rank, world.first_rank + world.nproc)
@@ -443,9 +445,7 @@ class Coordinator:
     async def _give_verdict(self) -> Verdict:
         if self._saving is not None:
             await self._saving
-        ledger = self._ledger
-        end = ledger.end
-        assert end is not None
+        ledger, end = self._ledger, self._ledger.ending
         others: list[Failure] = []
         if end.failure is not None:
             view = self._view()

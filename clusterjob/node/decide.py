@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -329,6 +328,12 @@ class Ledger(Lasting):
         """How often the workers were started again."""
         return max(0, self.round)
 
+    @property
+    def ending(self) -> Outcome:
+        """How the round ends, or has ended, in a stage that follows it."""
+        assert self.end is not None
+        return self.end
+
 
 @dataclass
 class Decision:
@@ -383,18 +388,12 @@ def choose(
     """
     there = set(usable)  # sets: a job may have 10,000 nodes
     good = sorted(there.difference(avoided))
-    for node in avoided:
-        if len(good) < least and node in there:
-            good.append(node)
+    good += [node for node in avoided if node in there][: max(0, least - len(good))]
     kept = set(nodes[:wanted]).intersection(good)
-    others = deque(node for node in good if node not in kept)
-    found = []
-    for node in nodes[:wanted]:
-        if node in kept:
-            found.append(node)
-        elif others:  # another node takes the place of a lost one
-            found.append(others.popleft())
-    return found + list(others)[: wanted - len(found)]
+    others = iter([node for node in good if node not in kept])
+    # Another node takes the place of a lost one.
+    places = [node if node in kept else next(others, None) for node in nodes[:wanted]]
+    return [node for node in (*places, *others) if node is not None][:wanted]
 
 
 def begin(
@@ -427,9 +426,10 @@ def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -
 
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:
     """Yield what the coordinator wants of each node that is here; equal orders are one object."""
-    run, end = ledger.run, ledger.end
+    run = ledger.run
     shared = Order(ledger.round, warned=ledger.warned is not None)
-    if ledger.stage is Stage.STOP and end is not None:
+    collecting = shared
+    if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage is Stage.RUN:
         shared = replace(
@@ -440,8 +440,8 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
         )
     elif ledger.stage is Stage.MEASURE:
         shared = replace(shared, measure=ledger.measure)
-    wants_dumps = end is not None and _is_hang(end)
-    collecting = replace(shared, collect=True, dumps=wants_dumps)
+    elif ledger.stage is Stage.COLLECT:
+        collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
     for node_rank, node in nodes.items():
         if node.lost is not None:
@@ -597,12 +597,10 @@ def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
 
 
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
-    end = cancellation(nodes) or ledger.end
-    assert end is not None
+    end = cancellation(nodes) or ledger.ending
     left = (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
     grace = 0.0 if _killing(nodes) else grace_after(end, job.options, left=left)
-    assert ledger.end is not None
-    return Stop(grace, int(ledger.end.signal), early=ledger.end.failure is not None)
+    return Stop(grace, int(ledger.ending.signal), early=ledger.ending.failure is not None)
 
 
 class _Step:
@@ -874,8 +872,9 @@ class _Step:
             if first:
                 text = f"{names} never joined within {timeout:g} s"
             failure = Failure.of_node(missing[0], "unknown", message=text)
-            if ledger.end is not None and ledger.end.failure is not None:  # it stays the root cause
-                cause = ledger.end.failure
+            if (
+                not first and (cause := ledger.ending.failure) is not None
+            ):  # it stays the root cause
                 failure = replace(cause, message=f"{cause.message}; {text}")
             self.finish(outcome.failed(failure))
         elif missing and self.now - max(ledger.since, ledger.noticed) > _NOTICE_SECONDS:
@@ -1171,8 +1170,7 @@ class _Step:
 
     def collect(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
-        run, end = ledger.run, ledger.end
-        assert end is not None
+        run, end = ledger.run, ledger.ending
         due = ledger.since + _COLLECT_SECONDS
         missing = [
             node
@@ -1226,8 +1224,7 @@ class _Step:
 
     def end_round(self) -> None:
         """Decide whether another round follows, if no other part of the job may decide."""
-        ledger, end = self.ledger, self.ledger.end
-        assert end is not None
+        ledger, end = self.ledger, self.ledger.ending
         decides = end.state is not JobState.SUCCEEDED or ledger.took_over
         if decides and not self.has_majority():
             due = ledger.since + _ALONE_SECONDS
@@ -1330,11 +1327,8 @@ def _has_ended(node: Node) -> bool:
 
 
 def _is_step(old: int, new: int, size: int) -> bool:
-    """Return whether a count gets an event: of many ranks, one that doubled or is nearly all."""
-    if size <= _SMALL_WORLD:
-        return new != old
-    missing = size - new
-    return new > old and (new >= 2 * old or 2 * missing <= size - old)
+    """Return whether a count gets an event: of many ranks, one that doubled or is complete."""
+    return new != old and (size <= _SMALL_WORLD or new == size or new >= 2 * old)
 
 
 def _ranks(numbers: Sequence[int]) -> str:
