@@ -152,10 +152,19 @@ class Cluster:
     def named(self, event: str) -> list[dict[str, Any]]:
         return [fields for name, fields in self.events if name == event]
 
+    def finish(self) -> None:
+        """End the round."""
+        self.decide()
+        self.stop()
+
     @property
     def end(self) -> Outcome:
-        assert self.ledger.end is not None
-        return self.ledger.end
+        return self.ledger.ending
+
+    @property
+    def cause(self) -> Failure:
+        assert self.end.failure is not None
+        return self.end.failure
 
     def _view(self) -> View:
         return View(self.nodes, time=f"{self.now:.3f}", **self.view)
@@ -186,8 +195,7 @@ def end_round(cluster: Cluster, node: int, kind: FailureKind, message: str = "bo
     rank = cluster.ledger.nodes.index(node)
     failed = failure(rank, node=node, local=0, kind=kind, message=message)
     cluster.fail(node, failed)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
 
 
 # -- the first round -------------------------------------------------------------------------------
@@ -200,8 +208,7 @@ def test_round_begins_when_all_nodes_are_there_and_succeeds_when_all_workers_hav
     succeed(cluster, 0)
     assert cluster.decide() is Stage.RUN
     succeed(cluster, 1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
     assert [each.kind for each in cluster.ledger.rounds] == [""]
 
@@ -210,10 +217,8 @@ def test_workers_that_ended_without_success_or_failure_are_no_success() -> None:
     cluster = running(2, 2)
     succeed(cluster, 0)
     cluster.say(1, ended=True, succeeded=(0,))
-    cluster.decide()
-    cluster.stop()
-    assert cluster.end.failure is not None
-    assert (cluster.end.failure.node_rank, cluster.end.failure.kind) == (1, "process_lost")
+    cluster.finish()
+    assert (cluster.cause.node_rank, cluster.cause.kind) == (1, "process_lost")
 
 
 def test_missing_node_is_named_every_5_s_and_ends_the_job_after_the_timeout() -> None:
@@ -329,8 +334,7 @@ def test_slow_node_is_replaced_by_a_spare_or_refused(
     ]
     if nodes is None:
         assert f"preflight: host gpu1: {SLOW[1]}" in cluster.end.reason
-        assert cluster.end.failure is not None
-        assert cluster.end.failure.kind is FailureKind.LAUNCH
+        assert cluster.cause.kind is FailureKind.LAUNCH
         assert len(cluster.named("round_ended")) == 1
 
 
@@ -416,8 +420,7 @@ def test_cancellation_saves_stacks_on_request(*, stacks: bool) -> None:
 def test_cancellation_ends_the_wait_for_a_lost_node() -> None:
     cluster = running(2, max_restarts=3)
     cluster.lose(1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert cluster.wait(3.0) is Stage.WAIT
     cluster.say(0, request=Request(cancel="cancelled"))
     assert cluster.decide() is Stage.END
@@ -433,8 +436,7 @@ def test_job_whose_workers_have_all_ended_with_0_before_a_cancellation_has_succe
     if decided:
         assert cluster.decide() is Stage.STOP
     cluster.say(1, request=Request(cancel="cancelled"))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.SUCCEEDED)
 
 
@@ -466,8 +468,7 @@ def test_cancellation_during_the_stop_of_a_failed_round_ends_the_job() -> None:
     cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
     cluster.decide()
     cluster.say(0, request=Request(cancel="cancelled"))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.ledger.stage, cluster.end.state) == (Stage.END, JobState.CANCELLED)
 
 
@@ -526,8 +527,7 @@ def test_rank_that_ended_with_0_is_no_cause_of_a_failure_that_is_no_effect() -> 
         0, reported=True, ended=True, succeeded=(0,), exits=(Failing(left, 1.0, exited=True),)
     )
     cluster.fail(1, failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.end.exit_code, cluster.end.failure) == (
         3,
         failure(1, node=1, local=0, exit_code=3, kind=FailureKind.EXIT_CODE),
@@ -546,8 +546,7 @@ def test_all_nodes_are_asked_before_an_effect_is_the_verdict() -> None:
     assert cluster.wait(10.0) is Stage.RUN
     cluster.fail(2, failure(2, node=2, local=0), age=8.0)
     cluster.decide()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.rank == 2
+    assert cluster.cause.rank == 2
 
 
 def test_silent_node_delays_the_verdict_on_an_effect_for_its_lease() -> None:
@@ -568,8 +567,7 @@ def test_early_exit_explains_effects() -> None:
     cluster.say(1, reported=True, exits=(Failing(left, 1.0, exited=True),))
     cluster.wait(1.0)
     cluster.stop()
-    assert cluster.end.failure is not None
-    assert (cluster.end.failure.rank, cluster.end.failure.kind) == (1, "early_exit")
+    assert (cluster.cause.rank, cluster.cause.kind) == (1, "early_exit")
 
 
 def test_report_that_arrives_during_the_stop_may_be_the_cause() -> None:
@@ -635,8 +633,7 @@ def test_spare_takes_the_place_of_a_lost_node_without_max_restarts() -> None:
     cluster = running(3, spares=1)
     assert cluster.ledger.nodes == (0, 1)
     cluster.lose(1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert cluster.ledger.stage is Stage.WAIT
     fence = cluster.job.options.lease + core.END_SECONDS
     assert cluster.wait(fence - 1.0) is Stage.WAIT, "its workers may run until its lease is over"
@@ -649,8 +646,7 @@ def test_node_whose_end_is_recorded_is_not_waited_for() -> None:
     cluster = running(3, spares=1)
     cluster.lose(1, ended=True)
     cluster.view["ended"] = frozenset({1})
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.wait(0.5)
     assert cluster.ledger.nodes == (0, 2)
     assert not cluster.named("avoid"), "only the agent was killed"
@@ -743,8 +739,7 @@ def test_elastic_job_shrinks_and_the_node_that_returns_gets_the_last_place() -> 
     cluster = running(3, min_nodes=2, max_restarts=2)
     cluster.lose(1, ended=True)
     cluster.view["ended"] = frozenset({1})
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.run()
     assert cluster.ledger.nodes == (0, 2)
     cluster.join(1)
@@ -767,8 +762,7 @@ def test_loss_of_an_idle_spare_does_not_disturb_the_workers() -> None:
 def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
     cluster = running(2, min_nodes=2, max_restarts=1, join_timeout=30.0)
     cluster.lose(1)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.wait(31.0)
     assert cluster.ledger.stage is Stage.END
     assert "1 of 2 nodes are left, and none came within 30 s" in cluster.end.reason
@@ -777,13 +771,11 @@ def test_lost_node_without_others_ends_an_elastic_job_below_its_size() -> None:
 def test_lost_node_that_does_not_return_ends_a_job_that_needs_it() -> None:
     cluster = running(2, max_restarts=3, lease=10.0)
     cluster.lose(1, "its connection was closed")
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert cluster.wait(14.5) is Stage.WAIT
     cluster.wait(1.0)
     assert (cluster.ledger.stage, cluster.ledger.restarts) == (Stage.END, 0)
-    assert cluster.end.failure is not None
-    assert (cluster.end.failure.kind, cluster.end.failure.node_rank) == ("node_lost", 1)
+    assert (cluster.cause.kind, cluster.cause.node_rank) == ("node_lost", 1)
     assert "was lost: its connection was closed; 1 of 2 nodes are left" in cluster.end.reason
 
 
@@ -793,16 +785,14 @@ def test_node_that_was_started_again_in_a_round_is_lost_and_gets_no_workers() ->
     cluster.join(1)
     assert cluster.orders()[1].world is None
     cluster.decide()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.node_rank == 1
+    assert cluster.cause.node_rank == 1
 
 
 def test_node_with_workers_takes_no_part_in_the_next_round() -> None:
     cluster = running(3, spares=1, max_restarts=2)
     cluster.say(2, idle=False)
     cluster.fail(1, failure(1, node=1, local=0, kind=FailureKind.SIGNAL))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.run()
     assert cluster.ledger.nodes == (0, 1)
 
@@ -812,9 +802,8 @@ def test_coordinator_that_stood_still_blames_itself() -> None:
     cluster.view["stalled"] = 30.0
     cluster.lose(1, "no message from it", by_agent=True)
     cluster.decide()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.node_rank == 0
-    assert "did not run for 30 s" in cluster.end.failure.message
+    assert cluster.cause.node_rank == 0
+    assert "did not run for 30 s" in cluster.cause.message
 
 
 # -- preemption ------------------------------------------------------------------------------------
@@ -847,8 +836,7 @@ def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() 
     cluster.fail(1, failure(1, node=1, local=0, exit_code=75, kind=FailureKind.PREEMPTED))
     for number in (0, 1):
         cluster.say(number, ended=True)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert cluster.end.reason == "SIGUSR1 on gpu0: its workers left to be queued again"
 
 
@@ -862,8 +850,7 @@ def test_workers_that_our_own_stop_has_ended_were_not_preempted() -> None:
     cluster.now += 0.1
     cluster.fail(1, terminated)
     cluster.say(1, request=Request(warning="SIGTERM on gpu1"))
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     assert (cluster.end.state, cluster.end.failure) == (JobState.FAILED, failure(0))
     view = cluster._view()
     assert [each.failure for each in core.entries(cluster.job, cluster.ledger, view)] == [
@@ -974,8 +961,7 @@ def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
         cluster.say(number, reported=True)
     cluster.wait(1.0)
     cluster.stop()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.rank == cause
+    assert cluster.cause.rank == cause
 
 
 def test_missing_ranks_are_asked_on_nodes_of_unequal_size() -> None:
@@ -1002,8 +988,7 @@ def test_answer_to_an_earlier_question_is_no_cause() -> None:
     cluster.fail(0, failure(0, effect=True, kind=FailureKind.RENDEZVOUS))
     cluster.say(0, reported=True)
     cluster.wait(4.0)
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.rank == 0
+    assert cluster.cause.rank == 0
 
 
 def test_ranks_that_still_run_10_s_after_the_others_are_named_once() -> None:
@@ -1100,8 +1085,7 @@ def test_job_hangs_after_the_timeout_without_any_sign() -> None:
     assert cluster.hangs(60)
     assert cluster.now - begin == pytest.approx(20.0, abs=0.5)
     cluster.stop()
-    assert cluster.end.failure is not None
-    assert cluster.end.failure.kind is FailureKind.HANG
+    assert cluster.cause.kind is FailureKind.HANG
 
 
 def test_workers_are_started_again_after_a_hang_whose_rank_is_named() -> None:
@@ -1178,8 +1162,7 @@ def split(nnodes: int, own: Sequence[int], **view: Any) -> Cluster:
     cluster.view.update(view)
     for number in set(cluster.nodes) - set(own):
         cluster.lose(number)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     return cluster
 
 
@@ -1208,8 +1191,7 @@ def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
         cluster.say(number, seen=1)
     for number in (2, 3):
         cluster.lose(number)
-    cluster.decide()
-    cluster.stop()
+    cluster.finish()
     cluster.view["slurm_up"] = up
     cluster.wait(14.0)
     assert cluster.ledger.stage is stage
