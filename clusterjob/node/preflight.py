@@ -465,19 +465,17 @@ def _all_reduce(nodes: Sequence[int], node: int, store: Any) -> float:
     from torch import distributed
 
     torch.set_num_threads(1)  # the network is measured, not the addition
-    on_gpu = distributed.is_nccl_available() and torch.cuda.device_count() > 0
-    device = torch.device("cpu")
-    if on_gpu:  # another GPU, and so another network card, with each partner
-        device = torch.device("cuda", sum(nodes) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
+    # Another GPU, and so another network card, with each partner.
+    device = f"cuda:{sum(nodes) % gpus}" if gpus else "cpu"
     distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "nccl" if gpus else "gloo",
         store=store,
         rank=list(nodes).index(node),
         world_size=len(nodes),
         timeout=_TIMEOUT,
     )
-    size, times = _GPU_REDUCED if on_gpu else _REDUCED, list[float]()
+    size, times = _GPU_REDUCED if gpus else _REDUCED, list[float]()
     data = torch.zeros(size // 4, device=device)
     try:
         for _ in range(_REDUCTIONS + 1):

@@ -78,10 +78,11 @@ class Cluster:
     def lose(self, number: int, why: str = "no message for 10 s", **fields: Any) -> None:
         self.nodes[number] = replace(self.nodes[number], lost=Loss(why, self.now, **fields))
 
-    def say(self, number: int, **fields: Any) -> None:
-        """Let a node send its state."""
-        node = self.nodes[number]
-        self.nodes[number] = node.receive(replace(node.state, **fields), self.now)
+    def say(self, *numbers: int, **fields: Any) -> None:
+        """Let nodes send their states."""
+        for number in numbers:
+            node = self.nodes[number]
+            self.nodes[number] = node.receive(replace(node.state, **fields), self.now)
 
     def fail(self, number: int, *found: Failure, age: float = 0.0, exited: bool = True) -> None:
         self.say(number, failing=tuple(Failing(each, age, exited=exited) for each in found))
@@ -125,11 +126,17 @@ class Cluster:
             if self.decide(0.25) is Stage.RUN:
                 break
         assert self.ledger.stage is Stage.RUN
-        for number in self.ledger.nodes:
-            self.say(
-                number, round=self.ledger.round, started=True, ended=False, idle=False,
-                succeeded=(), failing=(), reported=False, exits=(),
-            )  # fmt: skip
+        self.say(
+            *self.ledger.nodes,
+            round=self.ledger.round,
+            started=True,
+            ended=False,
+            idle=False,
+            succeeded=(),
+            failing=(),
+            reported=False,
+            exits=(),
+        )
         self.decide()
         assert self.ledger.run.running
 
@@ -137,8 +144,7 @@ class Cluster:
         """Let all nodes stop their workers as they are told."""
         for _ in range(2):
             if self.ledger.stage is Stage.COLLECT:
-                for number in self.ledger.run.collect_from:
-                    self.say(number, collected=True)
+                self.say(*self.ledger.run.collect_from, collected=True)
                 self.decide()
             if self.ledger.stage is Stage.STOP:
                 for number in self.ledger.run.worlds:
@@ -300,8 +306,7 @@ def measuring(nnodes: int = 3, **options: Any) -> Cluster:
 
 
 def measured(cluster: Cluster, *numbers: int, how: str = core.MEASURED) -> None:
-    for number in numbers:
-        cluster.say(number, measured=how)
+    cluster.say(*numbers, measured=how)
 
 
 @pytest.mark.parametrize(
@@ -477,8 +482,7 @@ def test_time_limit_counts_from_when_all_workers_run() -> None:
     cluster.decide()
     cluster.wait(25.0)
     assert cluster.ledger.stage is Stage.RUN
-    for number in (0, 1):
-        cluster.say(number, round=0, started=True, idle=False)
+    cluster.say(0, 1, round=0, started=True, idle=False)
     cluster.decide()
     assert cluster.wait(9.0) is Stage.RUN
     cluster.wait(1.5)
@@ -541,8 +545,7 @@ def test_all_nodes_are_asked_before_an_effect_is_the_verdict() -> None:
     cluster.decide()
     cluster.decide(EFFECT_TIMEOUT)
     assert cluster.orders()[1].report
-    for number in (0, 1):
-        cluster.say(number, reported=True)
+    cluster.say(0, 1, reported=True)
     assert cluster.wait(10.0) is Stage.RUN
     cluster.fail(2, failure(2, node=2, local=0), age=8.0)
     cluster.decide()
@@ -834,8 +837,7 @@ def test_worker_that_leaves_after_a_warning_preempts_the_job_with_its_effects() 
     cluster.decide()
     assert cluster.ledger.stage is Stage.RUN
     cluster.fail(1, failure(1, node=1, local=0, exit_code=75, kind=FailureKind.PREEMPTED))
-    for number in (0, 1):
-        cluster.say(number, ended=True)
+    cluster.say(0, 1, ended=True)
     cluster.finish()
     assert cluster.end.reason == "SIGUSR1 on gpu0: its workers left to be queued again"
 
@@ -940,8 +942,7 @@ def test_missing_rank_is_the_cause_when_those_that_waited_have_given_up() -> Non
     stuck = failure(3, node=1, local=1, message="the others gave up waiting for it")
     waiting(cluster, 3, gave_up=True)
     cluster.fail(0, gave_up)
-    cluster.say(0, reported=True)
-    cluster.say(1, reported=True)
+    cluster.say(0, 1, reported=True)
     assert cluster.wait(2.0) is Stage.RUN, "the answer may take 3 s"
     cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (stuck,)))
     cluster.decide()
@@ -957,8 +958,7 @@ def test_rank_for_which_others_gave_up_is_no_cause_of_a_lost_connection(
     cluster.say(1, probed=Probed(1, ("rank 3: it sleeps",), (failure(3, node=1, local=1),)))
     assert cluster.decide(60.0) is Stage.RUN, "the script may handle the error"
     cluster.fail(0, failure(0, effect=True, kind=kind))
-    for number in (0, 1):
-        cluster.say(number, reported=True)
+    cluster.say(0, 1, reported=True)
     cluster.wait(1.0)
     cluster.stop()
     assert cluster.cause.rank == cause
@@ -1156,8 +1156,7 @@ def test_stop_of_the_coordinator_itself_is_no_hang() -> None:
 def split(nnodes: int, own: Sequence[int], **view: Any) -> Cluster:
     """Return a cluster whose coordinator has lost all nodes but some in the first round."""
     cluster = running(nnodes, max_restarts=3, moves=True)
-    for number in cluster.nodes:
-        cluster.say(number, seen=1)
+    cluster.say(*cluster.nodes, seen=1)
     cluster.decide()
     cluster.view.update(view)
     for number in set(cluster.nodes) - set(own):
@@ -1187,8 +1186,7 @@ def test_half_of_a_job_goes_on_only_if_slurm_says_that_its_node_is_up(
 ) -> None:
     cluster = running(4, max_restarts=3, min_nodes=2, moves=True)
     cluster.job = replace(cluster.job, asks_slurm=True)
-    for number in cluster.nodes:
-        cluster.say(number, seen=1)
+    cluster.say(*cluster.nodes, seen=1)
     for number in (2, 3):
         cluster.lose(number)
     cluster.finish()
@@ -1249,8 +1247,7 @@ def test_new_coordinator_carries_out_the_end_that_was_recorded(
 def test_round_without_its_lost_spares_ends_if_they_may_go_on_alone() -> None:
     cluster = Cluster(5, spares=3, max_restarts=3, moves=True)
     cluster.run()
-    for number in cluster.nodes:
-        cluster.say(number, seen=1)
+    cluster.say(*cluster.nodes, seen=1)
     cluster.lose(4)
     assert cluster.decide() is Stage.RUN
     for number in (2, 3):
