@@ -34,7 +34,7 @@ from clusterjob.node.states import (
     Request,
     Stop,
 )
-from clusterjob.node.system.ranges import ranges
+from clusterjob.node.system.ranges import ranges, ranks_text
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import (
     PREEMPTED_EXIT_CODE,
@@ -1102,8 +1102,8 @@ class _Step:
             self.wake(due)
             return
         running = sorted(set(range(run.world_size)) - ended)
-        still = f"{_ranks(running)} still run{'s' if len(running) == 1 else ''}"
-        text = f"{still}; {_ranks(sorted(ended))} ended {_UNFINISHED_SECONDS:.0f} s ago"
+        still = f"{ranks_text(running)} still run{'s' if len(running) == 1 else ''}"
+        text = f"{still}; {ranks_text(ended)} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
         by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
         self.change_run(successes=(len(ended), math.inf))
@@ -1329,7 +1329,3 @@ def _has_ended(node: Node) -> bool:
 def _is_step(old: int, new: int, size: int) -> bool:
     """Return whether a count gets an event: of many ranks, one that doubled or is complete."""
     return new != old and (size <= _SMALL_WORLD or new == size or new >= 2 * old)
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(ranges(numbers))}"
