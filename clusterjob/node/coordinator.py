@@ -307,7 +307,8 @@ class Coordinator:
 
     def _report_preflight(self) -> None:
         """Print what the preflight has found, and write it into the events."""
-        found = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}} | self._found
+        found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
+        found |= self._found
         cells = [(self._nodes[int(node)].host, cells) for node, cells in found["rows"].items()]
         table = HeatTable.of(found["columns"], cells)
         slow = core.slow_lines(self._ledger, self._nodes)[:_MOST_NAMED]

@@ -86,7 +86,7 @@ class HeatTable:
 
     def lines(self) -> list[str]:
         """Return the table as text; with many hosts, those with the smallest cells."""
-        shown = self.rows
+        shown: Sequence[Row] = self.rows
         if len(shown) > _MAX_SHOWN:
             shown = sorted(shown, key=least)[:_MAX_SHOWN]
         medians = [quantity(median, unit) for _, unit, median in self.columns]
@@ -154,10 +154,10 @@ def _name(text: str) -> str:
 
 def tasks(nodes: Sequence[int], probes: Sequence[str]) -> list[Task]:
     """Return the tasks of a pass, in the order in which each node takes its own."""
-    found: list[Task] = []
+    found, alone = list[Task](), [(node,) for node in nodes]
     for probe in probes:
-        alone = [(node,) for node in nodes]
-        found += [(probe, each) for each in (pairs_of(nodes) if probe == PAIR else alone)]
+        groups: Sequence[tuple[int, ...]] = pairs_of(nodes) if probe == PAIR else alone
+        found += [(probe, group) for group in groups]
     return found
 
 

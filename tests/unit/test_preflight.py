@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ class Measured:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int, answer: Answer) -> None:
         self.now, self._answer = 0.0, answer
         self.passes: list[list[str]] = []
-        monkeypatch.setattr(preflight.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(preflight, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.found = preflight.direct([*range(nodes)], self._take)
         self.slow = self.found["slow"]
 
