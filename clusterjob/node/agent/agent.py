@@ -342,6 +342,7 @@ class Agent:
                 cwd=directory,  # no module of the script's directory takes the place of another
                 env=os.environ | variables,
                 pass_fds=[store.fileno()] if store is not None else [],
+                start_new_session=True,  # no Ctrl-C of a terminal
             )
         if store is not None:
             store.close()
