@@ -309,8 +309,9 @@ class Coordinator:
         """Print what the preflight has found, and write it into the events."""
         found: dict[str, Any] = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}}
         found |= self._found
-        cells = [(self._nodes[int(node)].host, cells) for node, cells in found["rows"].items()]
-        table = HeatTable.of(found["columns"], cells)
+        names = core.host_names(self._nodes)
+        rows = [(names[int(node)], cells) for node, cells in found["rows"].items()]
+        table = HeatTable.of(found["columns"], rows)
         slow = core.slow_lines(self._ledger, self._nodes)[:_MOST_NAMED]
         measured = f"{_count(table.hosts)} in {found['seconds']} s"
         for line in (

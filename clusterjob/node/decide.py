@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -1312,9 +1313,19 @@ def _is_recorded(job: Job, ledger: Ledger) -> bool:
     return last is not None and (last.attempt, last.restart) == (job.attempt, ledger.restarts)
 
 
+def host_names(nodes: Mapping[int, Node]) -> dict[int, str]:
+    """Return the host of each node, with the node's number if the host has several nodes."""
+    count = Counter(node.host for node in nodes.values())
+    return {
+        number: f"{node.host} (node {number})" if count[node.host] > 1 else node.host
+        for number, node in nodes.items()
+    }
+
+
 def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
     """Return a line for each node that the preflight has found to be slow."""
-    return [f"host {nodes[node].host}: {why}" for node, why in ledger.slow.items()]
+    names = host_names(nodes)
+    return [f"host {names[node]}: {why}" for node, why in ledger.slow.items()]
 
 
 def _loss(node: Node) -> Loss:

@@ -225,7 +225,7 @@ def suspects(passes: Sequence[Amounts]) -> list[tuple[float, str, int]]:
         parts = [_small(each[name]) for each in passes if name in each]
         always = set.intersection(*map(set, parts))
         found += [(max(part[node] for part in parts), name, node) for node in always]
-    return sorted(found)
+    return sorted(found, key=lambda each: each[0])
 
 
 def _small(amounts: Mapping[int, float]) -> dict[int, float]:

@@ -112,10 +112,10 @@ def test_host_that_is_slow_once_is_cleared(measure: Measure) -> None:
 
 def test_host_with_an_error_is_named_with_the_error(measure: Measure) -> None:
     text = measure(4, but(DISK, 1, "No space left\x1b[2J")).slow[1]
-    assert text.startswith("disk read 0.00 of the median (0 MB/s of ")
+    assert text.startswith("disk write 0.00 of the median (0 MB/s of ")
     assert "No space left" in text
     assert "\x1b" not in text
-    assert "also small: disk write" in text
+    assert "also small: disk read" in text
 
 
 def test_slowest_gpu_of_a_host_is_named(measure: Measure) -> None:
