@@ -7,8 +7,9 @@ import contextlib
 import json
 import os
 import signal
-import socket
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterjob.errors import ClusterJobError, RendezvousError
@@ -24,6 +25,7 @@ from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import now
+from clusterjob.node.logs.job_dir import PREFLIGHT_LOG
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import Succession
@@ -31,7 +33,6 @@ from clusterjob.node.stacks import grouping
 from clusterjob.node.states import Measure, Order, OrderWithStore
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
-from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 _RENEW_INTERVAL = 0.5  # seconds
 _GONE_SECONDS = 6.0  # seconds for the workers to end before this node joins again
-_MAX_MEASURED = 1 << 24  # bytes of the preflight's result
-_MEASURED_SECONDS = 5.0  # seconds for the result to arrive
 
 
 class Agent:
@@ -317,39 +316,46 @@ class Agent:
     # -- the preflight -----------------------------------------------------------------------------
 
     async def _measure(self, order: Order, wanted: Measure) -> None:
-        """Measure this node in a process of the forkserver, which ends with this call."""
-        if self._forkserver.error:
-            self._report.set(measured=self._forkserver.error[:300])
-            return
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        own.setblocking(False)
+        """Measure this node in a process of its own, which ends with this call."""
+        topology, store = self._topology, order.store if isinstance(order, OrderWithStore) else None
+        directory = log_files.node_directory(self._job_dir, topology.node_rank)
+        given = vars(wanted) | {
+            "node": topology.node_rank,
+            "listener": store.fileno() if store is not None else None,
+            "directory": os.fspath(directory),
+            "parent": os.getpid(),
+        }
         variables = worker_variables.quiet_defaults(
-            os.environ, self._topology.master_addr, nnodes=self._topology.nnodes
+            os.environ, topology.master_addr, nnodes=topology.nnodes
         )
-        store = order.store if isinstance(order, OrderWithStore) else None
-        seconds = wanted.start_seconds + preflight.SECONDS + _MEASURED_SECONDS
-        begin = json.dumps(vars(wanted) | {"seconds": seconds}).encode()
-        with own:
-            self._forkserver.send(forkserver_messages.StartMeasuring(variables), other)
-            socket.send_fds(own, [begin], [store.fileno()] if store is not None else [])
-            if store is not None:
-                store.close()
-            data, loop = b"", asyncio.get_running_loop()
-            while len(data) < _MAX_MEASURED:
-                try:
-                    part = await loop.sock_recv(own, 1 << 16)
-                except OSError:
-                    part = b""
-                if not part:
-                    break
-                data += part
+        package = Path(preflight.__file__).parents[2]  # in a directory, or in the node zip
+        paths = (os.fspath(package), os.environ.get("PYTHONPATH", ""))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        log = os.open(directory / PREFLIGHT_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", preflight.__name__),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            cwd=directory,  # no module of the script's directory takes the place of another
+            env=os.environ | variables,
+            pass_fds=[store.fileno()] if store is not None else [],
+            start_new_session=True,  # no Ctrl-C of a terminal
+        )
+        os.close(log)
+        if store is not None:
+            store.close()
+        found = {"error": "it has ended; its log is preflight.log"}
         try:
-            error = json.loads(data).get("error", "")
-        except (ValueError, AttributeError):
-            error = "it has ended; its log is preflight.log"
+            data, _ = await process.communicate(json.dumps(given).encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        with contextlib.suppress(ValueError):
+            found = json.loads(data)
         if store is not None:  # before the state: the coordinator in this process needs both
-            self._connection.send(messages.PreflightFound(data))
-        self._report.set(measured=str(error)[:300] or MEASURED)
+            self._connection.send(messages.PreflightFound(found))
+        self._report.set(measured=found.get("error", MEASURED)[:300])
 
     def _stop_measuring(self) -> None:
         if self._measuring is not None:

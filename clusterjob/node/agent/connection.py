@@ -79,12 +79,11 @@ class LocalLink:
     def __init__(self, membership: Membership, hello: messages.Hello) -> None:
         self.orders: asyncio.Queue[Any] = asyncio.Queue()
         self._membership = membership
-        self._node_rank = hello.node_rank
-        membership.join(hello, self.orders.put_nowait)
+        self._peer = membership.join(hello, self.orders.put_nowait)
 
     def send(self, message: Any) -> None:
         """Send a message to the coordinator."""
-        self._membership.receive(self._node_rank, message)
+        self._membership.receive(self._peer, message)
 
     async def close(self) -> None:
         """Do nothing: there is no connection."""
@@ -378,12 +377,11 @@ class Connection:
             gone = frozenset({state.node})
         # Could the job go on if all nodes but the coordinator's joined this one?
         others = set(range(own.nnodes)) - ({state.node} if moved else set())
-        if not succession.may_go_on(state.groups, others, gone):
+        if not succession.may_go_on(state.lasting.groups, others, gone):
             return None
         return Earlier(
             state,
-            self._succession.rounds,
-            why=lost.why,
+            lost.why,
             ended=lost.ended,
             moved=moved,
             received_at=self._received_at,

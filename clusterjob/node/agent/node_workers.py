@@ -584,14 +584,8 @@ class NodeWaits:
         if not self._new or self._world is None or moment - self._sent < self._interval:
             return None
         chosen = sorted(self._new)[:_MOST_WAITS]
-        ranks = tuple(
-            messages.RankWait(
-                local_rank,
-                step=round(self._waits[local_rank][1].step, 6),
-                waited=round(self._waits[local_rank][1].waited, 6),
-            )
-            for local_rank in chosen
-        )
+        waits = [(local_rank, self._waits[local_rank][1]) for local_rank in chosen]
+        ranks = tuple((each, round(wait.step, 6), round(wait.waited, 6)) for each, wait in waits)
         self._sent = moment
         self._new.difference_update(chosen)
         return messages.RankWaits(self._world.restart, ranks)
