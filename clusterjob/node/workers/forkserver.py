@@ -157,7 +157,6 @@ class Forkserver:
         self._fork = False
         self._running: dict[int, RunningWorker] = {}  # by pid
         self._table: int | None = None  # see `_write_table`
-        self._source = b""
         self._store: int | None = None
         # pipes of the workers' output, and the files
         self._streams: list[tuple[tuple[int, ...], Path]] = []
@@ -234,7 +233,7 @@ class Forkserver:
             return "a command, not a Python program" if options.start == "fork" else None
         if options.program.on_stdin:
             return "the script is on standard input"
-        self._source = source = options.program.source()
+        source = options.program.source()
         why = None
         file = options.program.file
         if (b"\0" in source and file.suffix != ".py") or (
@@ -341,8 +340,7 @@ class Forkserver:
         starts = self._starts(world, variables, directory=directory)
         if self._fork:
             snapshot_imports.install(os.environ)
-            program.read_ahead(self._options.program, self._source)
-            self._source = b""  # it may change before the next round
+            program.read_ahead(self._options.program)
         error = self._no_gpus
         for start in starts:
             try:
