@@ -122,6 +122,13 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
+def age(pid: int) -> float:
+    """Return for how many seconds a process has run."""
+    ticks = start_ticks(pid) or 0
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return max(0.0, age)
+
+
 def _start_time(pid: int) -> int | None:
     """Return a process's start time in seconds since the epoch, from ps; None if it has ended."""
     import subprocess  # slow to load, and Linux does not need it
