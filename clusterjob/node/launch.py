@@ -109,7 +109,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     )
     processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
-    is_first = not parent.starts  # not after an agent that was killed
+    is_first = not parent.why  # not after an agent that was killed
     if is_first:
         events.add_environment(
             job_dir, topology.node_rank, detection.describe(finding), attempt=job.attempt

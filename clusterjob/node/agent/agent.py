@@ -135,7 +135,7 @@ class Agent:
     async def run(self) -> Verdict:
         """Run this node's part of the job until its processes have ended; return the verdict."""
         files.use_thread()
-        first = not self._parent.starts  # no agent that was killed
+        first = not self._parent.why  # no agent that was killed
         if first:  # the node's script has become this process, or its parent
             began = time.monotonic() - processes.age(self._parent.pid)
             self._workers.phases.add(Phase.SETUP, at=began)
@@ -370,9 +370,10 @@ class Agent:
             return
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
         is_over = self._ended or self._requests.cancelled.done()
-        if self._parent.starts_again and not is_over:
+        if self._parent.left and not is_over:
             self._send(self._report.now())  # this process ends before its next turn
-            self._parent.replace_agent(why)
+            self._parent.keep(why=why)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     async def _keep_lease(self) -> None:
         """Tell the forkserver, which outlives this process, until when the workers may run."""

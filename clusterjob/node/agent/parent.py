@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,9 @@ class AgentParent:
 
     Attributes:
         pid: this process.
-        starts: how many agents were killed before this one.
-        why: how the last one of them ended, such as ``the agent ... was killed``; empty without.
+        why: how the agent before this one ended, such as ``the agent ... was killed``; empty for
+            the first one.
+        left: how many agents may follow this one.
         console, usage: the progress of the console and of the samples, for the next agent.
         lease: until when the workers may run, for the forkserver.
         note: the values that this agent and those before it have kept; see `keep`.
@@ -48,7 +48,6 @@ class AgentParent:
         self, topology: Topology, options: LaunchOptions, job_dir: Path, attempt: int
     ) -> None:
         self.pid = os.getpid()
-        self.starts = 0
         self.why = ""
         self.console, self.usage, self.lease = SharedNote(), SharedNote(), SharedNote(64)
         self.note = SharedNote(1 << 16)
@@ -57,7 +56,7 @@ class AgentParent:
         self._attempt = attempt
         # Node 0's last agent starts no workers: it gives the verdict.
         most = options.max_restarts + options.machine_restarts(topology.nnodes)
-        self._most = most + (topology.node_rank == 0) if options.restarts else 0
+        self.left = most + (topology.node_rank == 0) if options.restarts else 0
         numbers = processes.handled_signals(preemptible=options.warning is not None)
         self._signals = {*numbers, signal.SIGCHLD}
 
@@ -67,8 +66,6 @@ class AgentParent:
         spared = processes.descendants(self.pid)  # background processes of the setup lines
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         while True:
-            sys.stdout.flush()
-            sys.stderr.flush()
             agent = os.fork()
             if agent == 0:
                 processes.die_with_parent(self.pid)
@@ -88,11 +85,11 @@ class AgentParent:
             was_killed = f"{who} was killed by {processes.signal_name(number)}"
             self.why = self.note.read().get("why") or was_killed
             is_over = ends.cancelled(self._job_dir) or ends.has_result(self._job_dir, self._attempt)
-            if ordered or is_over or not self.starts_again:
+            if ordered or is_over or not self.left:
                 ends.write_lost(self._job_dir, self._node_rank, self._attempt, f"{who} was killed")
                 processes.kill_descendants()
                 return 128 + number
-            self.starts += 1
+            self.left -= 1
             self.keep(why="")
 
     def _wait(self, agent: int) -> tuple[int, bool]:
@@ -111,23 +108,11 @@ class AgentParent:
                 if got.si_signo != signal.SIGINT or got.si_code != _SI_KERNEL:
                     processes.send_signal(agent, got.si_signo)
 
-    # -- in the agent ------------------------------------------------------------------------------
-
-    @property
-    def starts_again(self) -> bool:
-        """Whether another agent follows if this one is killed."""
-        return self.starts < self._most
-
     def keep(self, **values: Any) -> None:
-        """Keep values for the parent and the next agent.
+        """In an agent: keep values for the parent and the next agent.
 
         ``joined``: whether this node has joined the coordinator; ``coordinates``: whether this node
         is the coordinator's; ``successors``: addresses where the next coordinator may listen;
         ``rounds``: the newest round that it has seen, plus 1; ``why``: why this agent kills itself.
         """
         self.note.write(self.note.read() | values)
-
-    def replace_agent(self, why: str) -> None:
-        """End this agent, so that the next one starts a new forkserver."""
-        self.keep(why=why)
-        os.kill(os.getpid(), signal.SIGKILL)
