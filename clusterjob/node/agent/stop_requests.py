@@ -60,10 +60,10 @@ class StopRequests:
                 loop.add_reader(0, self._on_lifeline)
             except PermissionError:  # epoll refuses a file or /dev/null, which counts as ended
                 self._on_lifeline()
-        if self._node.options.warning is not None and ends.warned(
-            self._job_dir, self._node.identity.attempt
-        ):
-            self._warn(f"a warning on {this_node.node_name()}, while the job was starting")
+        options, attempt = self._node.options, self._node.identity.attempt
+        if options.warning is not None and ends.warned(self._job_dir, attempt):
+            why = f"a warning on {this_node.node_name()}, while the job was starting"
+            self._report.ask(warning=why[:300])
 
     async def poll_job_dir(self) -> None:
         """Check every 2 s for the file that cancels the job: a signal may not reach this node."""
@@ -85,17 +85,13 @@ class StopRequests:
         why = f"{processes.signal_name(number)} on {this_node.node_name()}"
         terminated = number == signal.SIGTERM and not ends.cancelled(self._job_dir)
         if self._node.options.warning is not None and (terminated or number == signal.SIGUSR1):
-            self._warn(why)
+            self._report.ask(warning=why[:300])
             return
         if moment > self._interrupted_at + _ONE_KEYSTROKE:
             self._report.ask(kill=True)
         if number == signal.SIGINT and not self.cancelled.done():
             self._interrupted_at = moment
         self._cancel(why, terminated=terminated)
-
-    def _warn(self, why: str) -> None:
-        if not self._report.state.request.warning:
-            self._report.ask(warning=why[:300])
 
     def _cancel(self, why: str, *, terminated: bool = False) -> None:
         if not self.cancelled.done():
