@@ -327,20 +327,21 @@ class NodeWorkers:
 
     # -- signs of life and stacks ------------------------------------------------------------------
 
-    def note_output(self, grown: Iterable[str]) -> None:
-        """Record the output of the workers.
+    def look_at_output(self) -> list[str]:
+        """Return the names of the log files that have grown; called in the disk's thread."""
+        grown = self.timeline.note()
+        if self.failures.under_torchrun:
+            with contextlib.suppress(OSError):  # workers that torchrun has started touch a file
+                touched = (self.failures.directory / HEARTBEAT).stat().st_mtime_ns
+                if touched != self._touched:
+                    self._touched, self.timeline.grown_at = touched, time.monotonic()
+        return grown
 
-        Args:
-            grown: the names of the log files that have grown.
-        """
+    def note_output(self, grown: Iterable[str]) -> None:
+        """Record what the workers have written into these log files."""
         self.phases.on_output(grown)
         self.phases.count()
         self.report.note_alive(self.timeline.grown_at)
-        with contextlib.suppress(OSError):  # workers that torchrun has started touch a file
-            touched = (self.failures.directory / HEARTBEAT).stat().st_mtime_ns
-            if touched != self._touched:
-                self._touched = touched
-                self.report.note_alive(time.monotonic())
 
     async def _collect(self, order: Order) -> None:
         """Send the stacks of all living ranks."""
