@@ -129,15 +129,11 @@ _FIRST = {
 }  # fmt: skip
 
 
-def read_ahead(program: Program, source: bytes = b"") -> None:
+def read_ahead(program: Program) -> None:
     """Read the program's script and its directory once for all workers that are forked next.
 
     Otherwise each worker reads them: all workers of a job at once, from a shared disk. A worker
     still reads what cannot be read here, and shows the error.
-
-    Args:
-        program: the program.
-        source: what `Program.source` has returned just before.
     """
     _sources.clear()
     _shadowed.clear()
@@ -147,11 +143,8 @@ def read_ahead(program: Program, source: bytes = b"") -> None:
         directory = os.path.dirname(os.path.realpath(path))
         # A pipe can be read only once; each process has its own /dev/stdin and /proc/self.
         if os.path.isfile(path) and not path.startswith(("/dev/", "/proc/")):
-            if 0 < len(source) < _MAX_SOURCE:
-                _sources[path] = source
-            else:
-                with contextlib.suppress(OSError), open(path, "rb") as stream:
-                    _sources[path] = stream.read()
+            with contextlib.suppress(OSError), open(path, "rb") as stream:
+                _sources[path] = stream.read()
     with contextlib.suppress(Exception):  # an environment's own finder may raise anything
         finder: Any = pkgutil.get_importer(directory)
         finder.invalidate_caches()

@@ -92,7 +92,6 @@ class NodeWorkers:
         self._report = report
         self._status: WorkerStatus | None = None  # of this round
         self._running: set[int] = set()  # local ranks of the workers that run
-        self._probe = 0  # the number of the newest question about missing ranks
         self.stop_ordered = False
         self.gone = asyncio.Event()
         self.gone.set()
@@ -190,8 +189,6 @@ class NodeWorkers:
             order: what the coordinator wants.
             done: what it wanted of this round before.
         """
-        if order.probe is not None and order.probe != done.probe:
-            self._answer_probe(order.probe)
         if order.found is not None and order.found != done.found:
             known = done.found.lines if done.found is not None else ()
             lines = tuple(line for line in order.found.lines if line not in known)
@@ -199,21 +196,12 @@ class NodeWorkers:
         if order.report and not done.report:
             self._report_failures()
 
-    def _answer_probe(self, order: Probe) -> None:
-        """Report what each of these workers does; the forkserver probes those that run."""
-        if self._status is None:
-            return
-        wanted = [rank - self._status.world.first_rank for rank in order.ranks]
-        started = self._forkserver.ready and self._forkserver.pending is None
-        self._probe = order.number
-        known = [] if order.note else self._status.known(wanted, started=started)
-        if known:
-            self._add_probed(known, gave_up=order.gave_up)
-        running = tuple(rank for rank in wanted if rank in self._running and started)
-        if running:
-            self._forkserver.send(
-                forkserver_messages.ProbeWorkers(running, final=order.gave_up, note=order.note)
-            )
+    def answer_probe(self, probe: Probe, stacks: Sequence[RankStack]) -> None:
+        """Report what workers do for which other ranks wait, from the stacks of all workers."""
+        if self._status is not None:
+            lines, failures = self._status.describe(probe, stacks)
+            if not probe.note:
+                self._report.answer(probe.number, lines, failures)
 
     def _note_found(self, local_rank: int, lines: Sequence[str]) -> None:
         """Write the state of missing ranks into the stderr of the worker that waits for them."""
@@ -231,7 +219,7 @@ class NodeWorkers:
     def _on_started(self) -> None:
         """Report that the workers have been started."""
         assert self._status is not None
-        world = self._status.world
+        world, self._status.started = self._status.world, time.monotonic()
         self.phases.start(world, is_python=self._options.program.is_python)
         self._report.set(started=True)
 
@@ -252,9 +240,6 @@ class NodeWorkers:
             forkserver_messages.WorkerAlive: self._on_worker_alive,
             forkserver_messages.WorkerPhase: self.phases.on_worker_phase,
             forkserver_messages.WorkerWaits: self.waits.receive,
-            forkserver_messages.WorkersProbed: lambda probed: self._add_probed(
-                probed.workers, gave_up=probed.final
-            ),
             forkserver_messages.StoreExited: self._on_store_exited,
             forkserver_messages.EndsReported: lambda _reported: self._add_early_exits(),
             forkserver_messages.WorkersGone: lambda _gone: self._on_gone(),
@@ -294,14 +279,6 @@ class NodeWorkers:
 
     def _on_worker_alive(self, message: forkserver_messages.WorkerAlive) -> None:
         self.alive_at, self._step = time.monotonic(), max(self._step, message.step)
-
-    def _add_probed(
-        self, found: Sequence[forkserver_messages.ProbedWorker], *, gave_up: bool
-    ) -> None:
-        status = self._status
-        if status is not None:
-            failures = list(map(status.missing_failure, found)) if gave_up else []
-            self._report.answer(self._probe, list(map(status.line, found)), failures)
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
         if not self._stops:
@@ -634,6 +611,8 @@ class StackReports:
             order: what the coordinator wants.
             done: what it wanted of this round before.
         """
+        if order.probe is not None and order.probe != done.probe:
+            self._start(self._answer_probe(order, order.probe))
         if order.sample not in (0, done.sample):
             self._start(self._take_sample(order))
         if order.collect and not done.collect:
@@ -655,6 +634,13 @@ class StackReports:
                 path = await loop.run_in_executor(files.disk, write, job_dir, round_, found)
                 return path, len(found)
         return "", 0
+
+    async def _answer_probe(self, order: Order, probe: Probe) -> None:
+        found: list[RankStack] = []
+        with contextlib.suppress(*_ERRORS):
+            found = await asyncio.to_thread(self._stacks)
+        if self._report.state.round == order.round:
+            self._workers.answer_probe(probe, found)
 
     async def _collect(self, order: Order) -> None:
         dumps: tuple[str, ...] = ()

@@ -1,9 +1,8 @@
 """Ask torch's flight recorder of each worker for a dump: its last collectives.
 
-torch records the collectives of a process. With NCCL, a thread of torch writes the record to a file
-when something is written into a pipe; these variables name both. With gloo, torch has no such
-thread: `torch_patches` adds it. The dumps are in the logs. The pipes are on this machine: the job
-directory may be on a disk that many nodes share.
+torch records the collectives of NCCL. A thread of torch writes the record to a file when something
+is written into a pipe; these variables name both. The dumps are in the logs. The pipes are on this
+machine: the job directory may be on a disk that many nodes share.
 """
 
 from __future__ import annotations
@@ -72,11 +71,7 @@ class FlightRecorder:
             seconds: maximum time to wait for the files.
         """
         prefix, target = self._paths(restart)
-        wanted = []
-        for rank in ranks:
-            for pipe, dump in (("pipe", ""), ("json.pipe", ".json")):
-                if _write(f"{prefix}{rank}.{pipe}"):
-                    wanted.append(Path(f"{target}{rank}{dump}"))
+        wanted = [Path(f"{target}{rank}") for rank in ranks if _write(f"{prefix}{rank}.pipe")]
         until = time.monotonic() + seconds
         while not all(path.exists() for path in wanted) and time.monotonic() < until:
             time.sleep(_POLL)

@@ -22,12 +22,10 @@ MAX_NAMED = 8  # maximum ranks that one message names
 # Maximum bytes of an atomic write to a pipe (pipe(7): 4096 on Linux).
 _ATOMIC_WRITE = 4096
 _SHORT = 300  # characters of a message that does not fit
-_MAX_MESSAGE = 4096  # characters of a worker's message
 # Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
 _MAX_READ = 1 << 20
 _MAX_REST = 1 << 16  # bytes of a line without an end
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
-_ExitCode = Annotated[int, Limit(255)]
 
 # -- from the agent ------------------------------------------------------------------------------
 
@@ -74,19 +72,6 @@ class StopWorkers:
 
 
 @dataclass(frozen=True)
-class ProbeWorkers:
-    """Report the state of workers; with a note, write note and stacks into their logs instead.
-
-    Attributes:
-        final: whether the ranks that wait for them have given up.
-    """
-
-    local_ranks: tuple[int, ...]
-    final: bool
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class ReportEnds:
     """Report every worker that has ended by now, then answer `EndsReported`."""
 
@@ -114,11 +99,11 @@ class WorkerFailing:
 
     local_rank: int
     monotonic: float
-    message: str
-    exit_code: _ExitCode
+    message: Annotated[str, Limit(4096, cuts=True)]
+    exit_code: Annotated[int, Limit(255)]
     kind: str = ""
     started: bool = True
-    where: str = ""
+    where: Annotated[str, Limit(_SHORT, cuts=True)] = ""
 
 
 @dataclass(frozen=True)
@@ -212,30 +197,6 @@ class StoreExited:
 
 
 @dataclass(frozen=True)
-class ProbedWorker:
-    """The state of a worker that other ranks wait for.
-
-    Attributes:
-        pid: its process id; None if it does not run.
-        text: its current activity, or how it ended.
-        stack: its main thread's frames, innermost first.
-    """
-
-    local_rank: int
-    pid: int | None
-    text: str
-    stack: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class WorkersProbed:
-    """The answer to `ProbeWorkers`."""
-
-    final: bool
-    workers: tuple[ProbedWorker, ...]
-
-
-@dataclass(frozen=True)
 class EndsReported:
     """The answer to `ReportEnds`, after the `WorkerExited` messages."""
 
@@ -245,9 +206,7 @@ class WorkersGone:
     """The answer to `StopWorkers`: no process of the workers is left."""
 
 
-FROM_AGENT = Codec(
-    StartRound, StartMeasuring, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit
-)
+FROM_AGENT = Codec(StartRound, StartMeasuring, WarnWorkers, StopWorkers, ReportEnds, Quit)
 FROM_WORKER = Codec(
     WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler
 )
@@ -255,7 +214,6 @@ FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
     StoreExited,
-    WorkersProbed,
     EndsReported,
     WorkersGone,
     WorkerFailing,
@@ -313,18 +271,12 @@ class ReportPipe:
             while len(data) < _MAX_READ and (chunk := os.read(self.read_end, 65536)):
                 data += chunk
         *lines, rest = data.split(b"\n")
-        self._rest = rest if len(rest) <= _MAX_REST else b""
+        self._rest = rest[:_MAX_REST]
         for line in lines:
-            try:
+            # User code can write anything into the pipe.
+            with contextlib.suppress(ValueError, RecursionError):
                 message = FROM_WORKER.decode(json.loads(line))
-            except (ValueError, RecursionError):
-                continue  # user code can write anything into the pipe
-            if isinstance(message, WorkerFailing):
-                message = replace(
-                    message,
-                    monotonic=min(message.monotonic, time.monotonic()),
-                    message=message.message[:_MAX_MESSAGE],
-                    where=message.where[:_SHORT],
-                    started=True,
-                )
-            yield message
+                if isinstance(message, WorkerFailing):
+                    began = min(message.monotonic, time.monotonic())
+                    message = replace(message, monotonic=began, started=True)
+                yield message

@@ -4,26 +4,23 @@ Each stream of a worker is a pipe. A plain file would be emptied when a program 
 for writing; sockets and append-only files refuse that. splice(2) moves the output: it is either in
 a pipe or in the file, so nothing is lost if this process is killed. The kernel locks a pipe while
 it copies to a file; the output therefore goes through a second pipe, and the worker need not wait
-for the file. The forkserver keeps both pipes and starts this process again. Without room on the
-disk the output waits in the pipes; after 2 s it is dropped, and a line says so.
+for the file. The forkserver keeps both pipes and starts this process again. Output that finds no
+room on the disk is dropped, and a line says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import select
 import signal
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 PIPE_BYTES = 1 << 20  # beyond 64 MiB of a user (pipe-user-pages-soft), pipes stay small
-_FULL_TIMEOUT = 2.0  # seconds to wait for room on the disk
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
 
@@ -76,17 +73,13 @@ def flush(control: socket.socket) -> None:
 
 @dataclass
 class _Stream:
-    """Pipes and their file.
-
-    `full_since` is when the disk became full, and `lost` what was dropped since.
-    """
+    """Pipes and their file; `lost` counts the bytes that have found no room on the disk."""
 
     name: str
     pipe: int
     buffer_read: int
     buffer_write: int
     log: int
-    full_since: float = 0.0
     lost: int = 0
 
     def move(self) -> bool:
@@ -94,37 +87,31 @@ class _Stream:
         is_open = True
         with contextlib.suppress(BlockingIOError):  # the first is empty, or the second full
             is_open = _splice(self.pipe, self.buffer_write) > 0
-        try:
-            self._write()
-            self.full_since = 0.0
-        except OSError as error:
-            now = time.monotonic()
-            self.full_since = self.full_since or now
-            if now - self.full_since < _FULL_TIMEOUT:
-                return True
-            if not self.lost:
-                text = f"clusterjob: output of {self.name} is lost: {error.strerror}\n"
-                with contextlib.suppress(OSError):  # the disk of agent.log may be full too
-                    os.write(2, text.encode())
-            with contextlib.suppress(BlockingIOError):
-                self.lost += len(os.read(self.buffer_read, PIPE_BYTES))
+        with contextlib.suppress(BlockingIOError):  # until the second pipe is empty
+            while True:
+                self._write()
         return is_open
 
     def _write(self) -> None:
-        if self.lost:
-            note = f"\nclusterjob: {self.lost} bytes of output were lost: the disk was full\n"
-            self._append(note.encode())
-            self.lost = 0
-        with contextlib.suppress(BlockingIOError):  # until the second pipe is empty
-            while True:
-                os.lseek(self.log, 0, os.SEEK_END)  # the agent appends lines too
-                try:
-                    _splice(self.buffer_read, self.log)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    # A file system without splice.
-                    self._append(os.read(self.buffer_read, PIPE_BYTES))
+        try:
+            if self.lost:
+                note = f"\nclusterjob: {self.lost} bytes of output were lost: the disk was full\n"
+                self._append(note.encode())
+                self.lost = 0
+            os.lseek(self.log, 0, os.SEEK_END)  # the agent appends lines too
+            _splice(self.buffer_read, self.log)
+        except BlockingIOError:
+            raise
+        except OSError:  # no room on the disk, or a file system without splice
+            data = os.read(self.buffer_read, PIPE_BYTES)
+            try:
+                self._append(data)
+            except OSError as error:
+                if not self.lost:
+                    text = f"clusterjob: output of {self.name} is lost: {error.strerror}\n"
+                    with contextlib.suppress(OSError):  # the disk of agent.log may be full too
+                        os.write(2, text.encode())
+                self.lost += len(data)
 
     def _append(self, data: bytes) -> None:
         os.lseek(self.log, 0, os.SEEK_END)
@@ -145,7 +132,6 @@ def _splice(source: int, target: int) -> int:
 def _drain(control: socket.socket) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -158,15 +144,12 @@ def _drain(control: socket.socket) -> NoReturn:
     poll.register(control, select.POLLIN)
     is_open = True
     while is_open or streams:
-        full = [stream.pipe for stream in streams.values() if stream.full_since]
-        if full:
-            time.sleep(0.05)
-        ready = {descriptor for descriptor, _ in poll.poll(0 if full else None)}
-        for descriptor in ready.union(full):
-            if descriptor in streams and not streams[descriptor].move():
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        for descriptor in ready.intersection(streams):
+            if not streams[descriptor].move():
                 poll.unregister(descriptor)
                 streams.pop(descriptor).close()
-        if not is_open or control.fileno() not in ready:
+        if control.fileno() not in ready:
             continue
         data, received, _, _ = socket.recv_fds(control, 256, 4)
         if received:
