@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ from clusterjob.node.workers.worker_process import WorkerStart
 # Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
 # resource tracker frees the shared memory. It ignores SIGTERM and waits until the last process that
 # holds its pipe, such as a DataLoader worker, has ended.
-_LEFTOVER_TERM = 0.1
-_LEFTOVER_KILL = 0.5
+_LEFTOVERS = ((0.1, signal.SIGTERM), (0.5, signal.SIGKILL))
 # Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
 _EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
@@ -82,26 +81,6 @@ class WarningPipe:
         """Signal to the workers that they are being stopped now."""
         os.close(self.write_end)
         os.close(self._read_end)
-
-
-@dataclass
-class _Stop:
-    """A stop of all workers in progress.
-
-    Attributes:
-        begun, kill_at: the times of the first signal and of SIGKILL.
-        early: whether a worker that saves nothing is killed before that time.
-        empty_since: when the last worker ended.
-        terminated: whether what the workers left behind got SIGTERM.
-        stacks: of workers whose handler of SIGTERM has ended, by pid.
-    """
-
-    begun: float
-    kill_at: float
-    early: bool
-    empty_since: float | None = None
-    terminated: bool = False
-    stacks: dict[int, StackRequest] = field(default_factory=dict)
 
 
 class Forkserver:
@@ -149,7 +128,8 @@ class Forkserver:
         self._store: int | None = None
         # pipes of the workers' output, and the files
         self._streams: list[tuple[tuple[int, ...], Path]] = []
-        self._stop: _Stop | None = None
+        self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
+        self._kill_at, self._kills_early = 0.0, False
         # The state of the SIGTERM handlers in Python, and since when, by local rank.
         self._sigterm: dict[int, tuple[str, float]] = {}
         # The pipe of this round's workers; None if the job cannot be preempted.
@@ -202,7 +182,8 @@ class Forkserver:
                     return found
             self._reap()
             self._check_lease()
-            self._continue_stop()
+            if self._stop is not None:
+                next(self._stop, None)
         self._drain.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._drain_pid, 0)
@@ -479,43 +460,41 @@ class Forkserver:
             self._warning = None
         moment = time.monotonic()
         if self._stop is not None:  # a handler must not run twice
-            self._stop.early |= early
-            self._stop.kill_at = min(moment + grace, self._stop.kill_at)
+            self._kills_early |= early
+            self._kill_at = min(moment + grace, self._kill_at)
             return
-        self._stop = _Stop(moment, moment + grace, early=early)
+        self._kill_at, self._kills_early = moment + grace, early
         # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
         # would not forward it.
         below = []
         if number == signal.SIGINT and not self._options.program.is_python:
             below = [child for pid in self._running for child in processes.descendants(pid)]
         self._signal([*self._running, *below], number)
+        self._stop = self._stop_steps(moment)
 
-    def _continue_stop(self) -> None:
-        stop, moment = self._stop, time.monotonic()
-        if stop is None:
-            return
-        if self._running:
-            if moment >= stop.kill_at:
+    def _stop_steps(self, begun: float) -> Iterator[None]:
+        """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""
+        stacks: dict[int, StackRequest] = {}  # of workers whose handler of SIGTERM has ended
+        while self._running:
+            if time.monotonic() >= self._kill_at:
                 self._signal(self._below(), signal.SIGKILL)
-            elif stop.early:
-                idle = [pid for pid in self._running if self._is_idle(pid, stop)]
+            elif self._kills_early:
+                idle = [pid for pid in self._running if self._is_idle(pid, begun, stacks)]
                 self._signal(idle, signal.SIGKILL)
-            return
-        if stop.empty_since is None:
-            stop.empty_since = moment
-        if self._store is not None:
-            processes.send_signal(self._store, signal.SIGKILL)
-            return  # continue after the store is reaped
-        leftovers = self._below()
-        if leftovers:
-            if moment >= stop.empty_since + _LEFTOVER_KILL:
-                self._signal(leftovers, signal.SIGKILL)
-            elif moment >= stop.empty_since + _LEFTOVER_TERM and not stop.terminated:
-                stop.terminated = True
-                self._signal(leftovers, signal.SIGTERM)
-            return
-        for asked in stop.stacks.values():
+            yield
+        for asked in stacks.values():
             asked.close()
+        while self._store is not None:
+            processes.send_signal(self._store, signal.SIGKILL)
+            yield
+        empty = time.monotonic()
+        for seconds, number in _LEFTOVERS:
+            while self._below() and time.monotonic() < empty + seconds:
+                yield
+            self._signal(self._below(), number)
+        while left := self._below():
+            self._signal(left, signal.SIGKILL)
+            yield
         self._stop = None
         output_drain.flush(self._drain)
         for end in (end for pipes, _ in self._streams for end in pipes):
@@ -527,22 +506,22 @@ class Forkserver:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _is_idle(self, pid: int, stop: _Stop) -> bool:
+    def _is_idle(self, pid: int, begun: float, stacks: dict[int, StackRequest]) -> bool:
         """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
         state, since = self._sigterm.get(self._running[pid], ("", 0.0))
-        if time.monotonic() < max(since, stop.begun) + _EARLY_KILL or state == "begun":
+        if time.monotonic() < max(since, begun) + _EARLY_KILL or state == "begun":
             return False
         if self._options.launcher == "torchrun" or state not in ("set", "ended"):
             return not catches(pid, signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
-        if pid not in stop.stacks:
-            stop.stacks[pid] = StackRequest(pid)
-        asked = stop.stacks[pid]
+        if pid not in stacks:
+            stacks[pid] = StackRequest(pid)
+        asked = stacks[pid]
         if not asked.done:
             asked.step()
             return False
-        main = next(iter(stop.stacks.pop(pid).answer().values()), None)
+        main = next(iter(stacks.pop(pid).answer().values()), None)
         return main is not None and grouping.waits_for_peers(main.frames)
 
     @staticmethod

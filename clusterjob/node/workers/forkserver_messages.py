@@ -19,9 +19,7 @@ from clusterjob.node.system.codec import Codec, Limit
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
-# Maximum bytes of an atomic write to a pipe (pipe(7): 4096 on Linux).
-_ATOMIC_WRITE = 4096
-_SHORT = 300  # characters of a message that does not fit
+_MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure
 # Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
 _MAX_READ = 1 << 20
 _MAX_REST = 1 << 16  # bytes of a line without an end
@@ -99,11 +97,11 @@ class WorkerFailing:
 
     local_rank: int
     monotonic: float
-    message: Annotated[str, Limit(4096, cuts=True)]
+    message: Annotated[str, Limit(_MAX_TEXT, cuts=True)]
     exit_code: Annotated[int, Limit(255)]
     kind: str = ""
     started: bool = True
-    where: Annotated[str, Limit(_SHORT, cuts=True)] = ""
+    where: Annotated[str, Limit(_MAX_WHERE, cuts=True)] = ""
 
 
 @dataclass(frozen=True)
@@ -228,26 +226,22 @@ FROM_FORKSERVER = Codec(
 
 
 def report(report_fd: int, message: Any) -> None:
-    """Write a message of this worker into the report pipe.
+    """Write a message of this worker into the report pipe, in one write.
 
-    It is one line in one write: lines of several workers must not mix. A failure that is too long
-    for that is cut.
+    Lines of several workers must not mix: the text of a failure is cut to what a pipe takes at once
+    (4096 bytes on Linux, pipe(7)).
 
     Args:
         report_fd: the write end of the forkserver's report pipe.
         message: a message of `FROM_WORKER`.
     """
-    line = _line(message)
-    if len(line) > _ATOMIC_WRITE and isinstance(message, WorkerFailing):
-        short = replace(message, message=message.message[:_SHORT], where=message.where[:_SHORT])
-        line = _line(short)
-    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
-        os.write(report_fd, line)
-
-
-def _line(message: Any) -> bytes:
+    if isinstance(message, WorkerFailing):
+        text, where = message.message[:_MAX_TEXT], message.where[:_MAX_WHERE]
+        message = replace(message, message=text, where=where)
     # Not `encode_json`: several threads of a worker report.
-    return json.dumps(FROM_WORKER.encode(message)).encode() + b"\n"
+    line = json.dumps(FROM_WORKER.encode(message), ensure_ascii=False) + "\n"
+    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
+        os.write(report_fd, line.encode(errors="replace"))
 
 
 class ReportPipe:

@@ -33,7 +33,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from types import ModuleType
 from typing import Any
 
 STORE = "CLUSTERJOB_STORE"  # host:port of the agents' store; empty if rank 0 serves the store
@@ -115,20 +114,10 @@ def patch_groups(module: Any) -> None:
             _measure_waits()
 
     new_group = _then_free(module, module.new_group)
-    for function in (destroy_process_group, new_group, init_process_group):
-        _replace(module, function)
-    module.rendezvous = separate_rendezvous
+    for function in (destroy_process_group, new_group, init_process_group, separate_rendezvous):
+        setattr(module, function.__name__, function)
     atexit.register(_keep_at_exit, module)
     os.register_at_fork(after_in_child=functools.partial(_never_free, module, files=True))
-
-
-def _replace(module: ModuleType, function: Callable[..., Any]) -> None:
-    """Replace a function of a module, and its re-export in torch.distributed if there is one."""
-    name = function.__name__
-    package = sys.modules.get("torch.distributed")
-    if package is not None and package.__dict__.get(name) is getattr(module, name):
-        setattr(package, name, function)
-    setattr(module, name, function)
 
 
 def _then_free(module: Any, form: Callable[..., Any]) -> Callable[..., Any]:
