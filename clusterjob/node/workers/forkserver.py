@@ -127,7 +127,7 @@ class Forkserver:
         self._table: int | None = None  # see `_write_table`
         self._store: int | None = None
         # pipes of the workers' output, and the files
-        self._streams: list[tuple[tuple[int, ...], Path]] = []
+        self._streams: list[tuple[int, Path]] = []
         self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
         self._kill_at, self._kills_early = 0.0, False
         # The state of the SIGTERM handlers in Python, and since when, by local rank.
@@ -326,7 +326,7 @@ class Forkserver:
                 streams=(writers[0], writers[1]),
                 close=[
                     *self._own_descriptors(),
-                    *(end for pipes, _ in self._streams for end in pipes),
+                    *(pipe for pipe, _ in self._streams),
                 ],
                 stdin=self._stdin,
                 is_script=self._options.program.on_stdin,
@@ -368,9 +368,9 @@ class Forkserver:
 
     def _open_stream(self, path: Path) -> int:
         """Return a descriptor; what a worker writes to it is written into a file."""
-        pipes, write_end = output_drain.open_stream()
-        self._streams.append((pipes, path))
-        output_drain.add(self._drain, pipes, path)
+        pipe, write_end = output_drain.open_stream()
+        self._streams.append((pipe, path))
+        output_drain.add(self._drain, pipe, path)
         return write_end
 
     def _starts(
@@ -408,9 +408,9 @@ class Forkserver:
         for pid, status in ended:
             if pid == self._drain_pid:
                 self._drain_pid, self._drain = output_drain.start()
-                for pipes, path in self._streams:
+                for pipe, path in self._streams:
                     with contextlib.suppress(OSError):
-                        output_drain.add(self._drain, pipes, path)
+                        output_drain.add(self._drain, pipe, path)
             elif pid == self._store:
                 self._store = None
                 if self._stop is None:
@@ -497,8 +497,8 @@ class Forkserver:
             yield
         self._stop = None
         output_drain.flush(self._drain)
-        for end in (end for pipes, _ in self._streams for end in pipes):
-            os.close(end)
+        for pipe, _ in self._streams:
+            os.close(pipe)
         self._streams.clear()
         self._send(messages.WorkersGone())
 
