@@ -50,13 +50,17 @@ class FlightRecorder:
     def variables(self, environ: Mapping[str, str], restart: int) -> dict[str, str]:
         """Return the workers' variables of a round.
 
-        They are empty if the user has set them, or if no pipe can be made here: torch's NCCL group
-        would fail then.
+        They are empty if the user has set them, or if no directory can be made for the pipes:
+        torch's NCCL group would fail then.
         """
         if any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE)):
             return {}
-        if self._pipes is None and not self._make_pipes():
-            return {}
+        if self._pipes is None:
+            memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
+            try:
+                self._pipes = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
+            except OSError:
+                return {}
         pipe, dump = self._paths(restart)
         if _has_new_names():
             return {PIPE_FILE: pipe, DUMP_FILE: dump}
@@ -84,15 +88,6 @@ class FlightRecorder:
         if self._pipes is not None:
             shutil.rmtree(self._pipes, ignore_errors=True)
             self._pipes = None
-
-    def _make_pipes(self) -> bool:
-        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
-        try:
-            self._pipes = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
-            os.mkfifo(self._pipes / "try", 0o600)
-        except OSError:
-            self.close()
-        return self._pipes is not None
 
     def _paths(self, restart: int) -> tuple[str, str]:
         """Return the paths of the pipes and of the dumps of a round, without the rank."""
