@@ -270,8 +270,9 @@ def test_order_that_is_repeated_is_answered_once(
     log.touch()
     workers.start(Order(0, world=WORLD))
     found = Found(1, 0, ("rank 5: it sleeps",))
-    order = Order(0, world=WORLD, report=True, probe=Probe(1, (0,)), found=found)
+    order = Order(0, world=WORLD, report=True, found=found)
     workers.answer(order, Order(0))
+    workers.answer_probe(Probe(1, (0,)), [])
     known = report.state
     assert known.reported
     assert known.probed is not None
