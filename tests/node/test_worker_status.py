@@ -161,7 +161,7 @@ def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
     log.touch()
     frames = {
         5: (Frame("/p/clusterjob/bootstrap.py", 7, "init"),),
-        6: (Frame("/w/train.py", 40, "load_data"), Frame("/w/train.py", 9, "<module>")),
+        6: (Frame("/w/a.py", 40, "load_data"), Frame("/w/train.py", 9, "<module>")),
         7: (),
     }
     stacks = [
@@ -175,7 +175,7 @@ def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
     assert texts == [
         "exited with code 0 and never joined the rendezvous",
         "has run for 9 s and is inside bootstrap.init(); it is in bootstrap.py line 7, init",
-        "has run for 9 s and has not reached bootstrap.init(); it is in train.py line 40, load_data",
+        "has run for 9 s and has not reached bootstrap.init(); it is in a.py line 40, load_data",
         "has run for 9 s and has not joined the rendezvous; it sleeps",
     ]
     assert lines[2].startswith("rank 6 (node 1, local rank 2, host gpu1, pid 1006): ")
@@ -184,7 +184,7 @@ def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
         "the others gave up waiting for it (pid 1006): it has run for 9 s"
     )
     assert missing[2].last_lines[1:] == (
-        '  File "/w/train.py", line 40 in load_data',
+        '  File "/w/a.py", line 40 in load_data',
         '  File "/w/train.py", line 9 in <module>',
     )
     assert "the others gave up waiting for this process, which has run for" in log.read_text()
