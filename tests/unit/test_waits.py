@@ -76,7 +76,7 @@ def steps(waits: Waits, clock: Clock, count: int, *, step: float, waited: float 
 
 
 def test_usual_step_and_wait_are_sent_every_5_s(clock: Clock, sent: Sent) -> None:
-    steps(Waits(), clock, 203, step=0.1, waited=0.025)
+    steps(Waits(), clock, 180, step=0.1, waited=0.025)
     assert sent == [(pytest.approx(0.1), pytest.approx(0.025))] * 4
 
 

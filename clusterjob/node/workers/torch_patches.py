@@ -318,7 +318,7 @@ def _print_notice(host: str, port: int) -> None:
 # about four times a second, or every 5 s on a GPU, because the reading waits for the GPU. Medians
 # are sent: a checkpoint, or the first batch, is no reason to call a rank slow.
 
-_MOST, _ENOUGH = 1000, 5  # values that are kept; waits without which there is no message
+_MOST, _ENOUGH = 1000, 3  # values that are kept; waits without which there is no message
 _READ_ON_HOST, _READ_ON_DEVICE = 0.25, 5.0  # seconds between two readings of DDP's timers
 # Iterations between two readings. What a script does in each tenth step must not always be seen.
 _RATES = (1, 3, 7, 13, 29, 61, 101)
