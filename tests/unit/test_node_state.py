@@ -267,12 +267,13 @@ def test_order_that_is_repeated_is_answered_once(
     workers.start(Order(0, world=WORLD))
     found = Found(1, 0, ("rank 5: it sleeps",))
     order = Order(0, world=WORLD, report=True, probe=Probe(1, (0,)), found=found)
-    workers.answer(order, Order(0))
+    for answer in workers.answer(order, Order(0)):
+        asyncio.run(answer)
     known = report.state
     assert known.reported
     assert known.probed is not None
     assert "was not started" in known.probed.lines[0]
-    workers.answer(order, order)
+    assert not workers.answer(order, order)
     assert report.state == known
     assert log.read_text().count("it sleeps") == 1
 

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,6 @@ class NodeWorkers:
         self.report = report
         self._send = send
         self._status: WorkerStatus | None = None  # of this round
-        self._probe = 0  # the number of the newest question about missing ranks
         self._drain: int | None = None  # the process that writes the workers' output
         self._touched = 0  # the time of the last heartbeat of a worker of torchrun
         self._progress = Progress()
@@ -167,14 +166,14 @@ class NodeWorkers:
             done: what it wanted of this round before.
         """
         slow = []
+        if order.probe is not None and order.probe != done.probe:
+            slow.append(self._answer_probe(order, order.probe))
         if order.sample not in (0, done.sample):
             slow.append(self._take_sample(order))
         if order.collect and not done.collect:
             slow.append(self._collect(order))
         if self._status is None:
             return slow
-        if order.probe is not None and order.probe != done.probe:
-            self._answer_probe(order.probe, self._status)
         if order.found is not None and order.found != done.found:
             known = done.found.lines if done.found is not None else ()
             lines = tuple(line for line in order.found.lines if line not in known)
@@ -188,23 +187,10 @@ class NodeWorkers:
                 self.report.complete(self._status.early_exits())
         return slow
 
-    def _answer_probe(self, order: Probe, status: WorkerStatus) -> None:
-        """Report what each of these workers does; the forkserver probes those that run."""
-        wanted = [rank - status.world.first_rank for rank in order.ranks]
-        started = self.forkserver.ready and self.forkserver.pending is None
-        self._probe = order.number
-        known = [] if order.note else status.known(wanted, started=started)
-        if known:
-            self._add_probed(known, gave_up=order.gave_up)
-        running = tuple(rank for rank in wanted if started and rank not in status.ended)
-        if running:
-            self.forkserver.send(
-                forkserver_messages.ProbeWorkers(running, final=order.gave_up, note=order.note)
-            )
-
     def _on_started(self) -> None:
         """Report that the workers have been started."""
         assert self._status is not None
+        self._status.started = time.monotonic()
         self.phases.start(self._status.world, is_python=self._options.program.is_python)
         self.report.set(started=True)
 
@@ -224,9 +210,6 @@ class NodeWorkers:
             ),
             forkserver_messages.WorkerPhase: self.phases.on_worker_phase,
             forkserver_messages.WorkerWaits: self.waits.receive,
-            forkserver_messages.WorkersProbed: lambda probed: self._add_probed(
-                probed.workers, gave_up=probed.final
-            ),
             forkserver_messages.StoreExited: self._on_store_exited,
             forkserver_messages.EndsReported: lambda _reported: self.report.complete(
                 self._status.early_exits() if self._status is not None else ()
@@ -252,13 +235,6 @@ class NodeWorkers:
                 f"node {self.failures.node_rank} starts its workers by exec: {message.why}"
             )
             self.report.set(by_exec=message.why[:300])
-
-    def _add_probed(
-        self, found: Sequence[forkserver_messages.ProbedWorker], *, gave_up: bool
-    ) -> None:
-        if (status := self._status) is not None:
-            failures = list(map(status.missing_failure, found)) if gave_up else []
-            self.report.answer(self._probe, map(status.line, found), failures)
 
     def _on_store_exited(self, message: forkserver_messages.StoreExited) -> None:
         if not self.report.stops:
@@ -342,6 +318,16 @@ class NodeWorkers:
         self.phases.on_output(grown)
         self.phases.count()
         self.report.note_alive(self.timeline.grown_at)
+
+    async def _answer_probe(self, order: Order, probe: Probe) -> None:
+        """Report what workers do for which other ranks wait."""
+        found: list[RankStack] = []
+        with contextlib.suppress(*_ERRORS):
+            found = await asyncio.to_thread(self._stacks)
+        if self._status is not None and self.report.state.round == order.round:
+            lines, failures = self._status.describe(probe, found)
+            if not probe.note:
+                self.report.answer(probe.number, lines, failures)
 
     async def _collect(self, order: Order) -> None:
         """Send the stacks of all living ranks."""
