@@ -129,7 +129,7 @@ def kinds() -> str:
     lines = [head, "| --- " * 6 + "|"]
     for kind, rule in RULES.items():
         cells = ["no", "", ""]
-        if rule.restarts:
+        if not rule.why:
             cells = ["until the same error comes twice" if rule.once else "yes"]
             cells += ["no" if rule.avoid else "yes"]
             if rule.pause:

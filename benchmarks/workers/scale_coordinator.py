@@ -22,7 +22,7 @@ from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
-from clusterjob.node.rendezvous.membership import Membership
+from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.states import NodeState, Order
 from clusterjob.node.system import processes
 
@@ -42,7 +42,7 @@ def report(event: str) -> None:
 
 
 async def act_as_node_0(
-    orders: asyncio.Queue[Any], membership: Membership, joined: asyncio.Event
+    orders: asyncio.Queue[Any], membership: Membership, peer: Peer, joined: asyncio.Event
 ) -> None:
     """Answer the coordinator like an agent without workers."""
     known = -1
@@ -54,14 +54,14 @@ async def act_as_node_0(
         if order.world is not None and order.round > known:
             known = order.round
             report("started")
-            membership.receive(0, state)
+            membership.receive(peer, state)
             joined.set()
         if order.collect:
-            membership.receive(0, messages.StacksCollected(order.round))
-            membership.receive(0, replace(state, collected=True))
+            membership.receive(peer, messages.StacksCollected(order.round))
+            membership.receive(peer, replace(state, collected=True))
         if order.stop is not None:
             report("stopping")
-            membership.receive(0, state)
+            membership.receive(peer, state)
 
 
 async def main(nnodes: int, job_dir: Path, token: bytes) -> None:
@@ -80,10 +80,10 @@ async def main(nnodes: int, job_dir: Path, token: bytes) -> None:
         await asyncio.sleep(0)
     hello = messages.Hello(0, "host0", pid=os.getpid(), attempt=0, nnodes=nnodes, nproc=1)
     orders: asyncio.Queue[Any] = asyncio.Queue()
-    coordinator.membership.join(hello, orders.put_nowait)
+    peer = coordinator.membership.join(hello, orders.put_nowait)
     report("listening")
     joined = asyncio.Event()
-    acting = asyncio.create_task(act_as_node_0(orders, coordinator.membership, joined))
+    acting = asyncio.create_task(act_as_node_0(orders, coordinator.membership, peer, joined))
     waiting = asyncio.create_task(_report_heartbeats(joined))
     verdict = await running
     report("ended")

@@ -59,7 +59,7 @@ def measure_hosts(flags: dict[str, Any], *, as_json: bool) -> int:
                 "reason": verdict.reason,
                 "slow": found.slow if found else [],
                 "findings": found.findings if found else [],
-                "table": found.table.to_json() if found else None,
+                "table": vars(found.table) if found else None,
             }
         )
         return verdict.exit_code

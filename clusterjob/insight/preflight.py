@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterjob.node.logs.events import read_events
 from clusterjob.node.logs.job_dir import EVENTS
-from clusterjob.node.preflight_table import HeatTable
+from clusterjob.node.preflight import HeatTable
 from clusterjob.node.system.sanitize import sanitize
 
 _MAX_LINES, _MAX_TEXT = 20, 400

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,17 +22,16 @@ from clusterjob.node.logs import ends
 from clusterjob.node.logs.events import EventLog, ended_rounds, now
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.metrics.stragglers import StragglerWatch, Wait
-from clusterjob.node.preflight import checked, differing
-from clusterjob.node.preflight_table import HeatTable
-from clusterjob.node.rendezvous import membership, messages, outcome, root_cause, succession
+from clusterjob.node.preflight import HeatTable
+from clusterjob.node.rendezvous import membership, messages, outcome, policy, root_cause, succession
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
 from clusterjob.node.rendezvous.membership import Membership, Peer
-from clusterjob.node.rendezvous.messages import CoordinatorState, Succession
-from clusterjob.node.rendezvous.policy import UntilDone
+from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Succession
+from clusterjob.node.rendezvous.outcome import Outcome
 from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.stacks import grouping
 from clusterjob.node.stacks.grouping import RankStack
-from clusterjob.node.states import NodeState, Order, OrderWithStore
+from clusterjob.node.states import NodeState, OrderWithStore
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
@@ -41,12 +39,14 @@ from clusterjob.node.verdict import Failure, JobState, Verdict, bounded
 if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
-# Between two decisions, while states pour in: seconds, and times the duration of the last one.
-_BATCH_SECONDS, _BATCH_TIMES = 0.05, 4
-_MOST_NAMED = 8  # hosts or findings of the preflight
+# While states pour in, a decision follows when none has come for _GAP_SECONDS, at the latest
+# _BATCH_SECONDS after the last one.
+_GAP_SECONDS, _BATCH_SECONDS = 0.005, 0.05
+_MOST_NAMED = 8  # hosts that the preflight has found slow
 _MAX_CONSEQUENCES = 256  # failures that a verdict lists besides the root cause
 _MAX_MESSAGE = 200  # characters of the message of such a failure
 _MOST_ROUNDS = 100  # of many rounds, the latest go to the nodes that may coordinate
+_NO_LIMIT = 1e8  # seconds; JSON has no infinity
 
 
 def _count(nodes: int) -> str:
@@ -87,9 +87,11 @@ class Coordinator:
         self._notifier = notifier
         self._earlier = earlier
         self._own = topology.node_rank
-        moves, self._shift = (earlier.moves, earlier.clock_shift) if earlier else (0, 0.0)
-        self._moves = moves
-        name = moved_events(moves, self._own) if moves else EVENTS
+        self._moves, self._shift = 0, 0.0  # to the clock of the job's events
+        if earlier is not None:
+            self._moves = earlier.state.moves + earlier.moved
+            self._shift = earlier.state.clock - earlier.received_at
+        name = moved_events(self._moves, self._own) if self._moves else EVENTS
         self._events = EventLog(self._job_dir / name, self._shift)
         self.membership = Membership(
             topology.nnodes, self._own, options=options, job=identity, events=self._events
@@ -104,22 +106,18 @@ class Coordinator:
             asks_slurm=topology.source == slurm_env.SOURCE and succession.has_scontrol(),
         )
         self._nodes: dict[int, Node] = {}
-        self._joined: dict[int, Peer] = {}  # the connection of each of these nodes
-        self._orders: dict[int, Order] = {}  # the last order of each
         self._ledger = Ledger(since=time.monotonic())
         self._store: socket.socket | None = None  # of the preflight or of the newest round
-        self._store_address, self._store_port = "", 0
         self._evidence: Evidence | None = None
-        self._last_failure: Failure | None = None
         self._stragglers: StragglerWatch | None = None
         self._saving: asyncio.Future[None] | None = None
         self._slurm_up: bool | None = None
-        self._asking: asyncio.Task[None] | None = None  # Slurm
         self._kept: tuple[Any, ...] = ()  # what the successors know
-        self._until_done = UntilDone(options, self._job_dir, identity.attempt)
+        self._began = time.monotonic()
+        self._begun = policy.begin_attempt(options, self._job_dir, identity.attempt)
         self._found: dict[str, Any] | None = None  # by the preflight
-        self._next_batch = 0.0
-        self._due = 0.0
+        self._due = 0.0  # when to decide if nothing changes
+        self._earliest = self._latest = 0.0  # when to decide after a change
 
     # -- the job -----------------------------------------------------------------------------------
 
@@ -147,7 +145,10 @@ class Coordinator:
         except MinorityError:
             raise  # the agents look for another coordinator
         except Exception as error:  # otherwise the other agents wait until their leases end
-            verdict = outcome.coordinator_failed(error, attempt=identity.attempt)
+            why = f"node 0 failed: {type(error).__name__}: {error}"
+            verdict = Verdict(
+                JobState.FAILED, 1, reason=why, attempt=identity.attempt, ended_at=now()
+            )
             self.membership.broadcast(messages.End(verdict))
             raise
         finally:
@@ -162,40 +163,41 @@ class Coordinator:
         earlier_, state = self._earlier, self._earlier.state
         if earlier_.moved:
             self._node.print_line(f"node {self._own} coordinates the job now: {earlier_.why}")
+        known = vars(state.lasting)
         ledger = Ledger(
+            **known | {"deadline": earlier_.received_at + state.lasting.deadline},
             stage=Stage.RUN,
             since=time.monotonic(),
-            round=state.restarts,
-            nodes=state.nodes,
-            groups=state.groups,
             gone=earlier_.gone,
-            avoided=state.avoided,
             ended=frozenset({state.node} if earlier_.moved and earlier_.ended else ()),
-            rounds=earlier_.rounds,
-            first_started=state.started_at,
-            started=state.started_at,
-            deadline=state.deadline,
-            limit_runs=state.limit_runs,
+            started=state.lasting.first_started,
         )
         lost = Failure.of_node(state.node, state.host, message=earlier_.why)
         self._apply(core.take_over(self._job, ledger, self._view(), time.monotonic(), lost))
 
     async def _step(self) -> None:
         """Wait for a change or for the time of the next decision; decide."""
+        moment, at = time.monotonic(), self._due
         changed = self._receive_waiting()
-        moment = time.monotonic()
-        at = self._next_batch if changed else self._due
-        while moment < at:
+        while True:
+            if changed:
+                at = max(self._earliest, min(self._latest, moment + _GAP_SECONDS))
+            if moment >= at:
+                break
             found = await self.membership.next_message(min(at - moment, 3600.0))
-            if found is not None:
-                changed = self._receive(*found) or changed
-                changed = self._receive_waiting() or changed
-                at = min(at, self._next_batch) if changed else at
+            changed = found is not None and self._receive(*found)
+            changed = self._receive_waiting() or changed
             moment = time.monotonic()
-        self._apply(core.decide(self._job, self._ledger, self._view(), moment))
+        decision = core.decide(self._job, self._ledger, self._view(), moment)
+        self._apply(decision)
         lasted = time.monotonic() - moment
-        self._next_batch = moment + lasted + max(_BATCH_SECONDS, _BATCH_TIMES * lasted)
-        if self._ledger.stage is Stage.START:
+        self._earliest = moment + 2 * lasted  # of thousands of nodes: receive as long as it takes
+        self._latest = moment + lasted + _BATCH_SECONDS
+        if decision.asks_slurm:
+            host = this_node.node_name()
+            self._slurm_up = await asyncio.to_thread(succession.slurm_says_down, host) is False
+            self._due = 0.0
+        elif self._ledger.stage is Stage.START:
             await self._start_round()
         elif self._ledger.stage is Stage.RESIGN:
             raise MinorityError("the other nodes may still run without this one")
@@ -216,8 +218,8 @@ class Coordinator:
             ended=ended,
             slurm_up=self._slurm_up,
             stalled=self.membership.stalls.recent(self._options.lease),
-            stacks=self._evidence.stacks if self._evidence is not None else (),
-            slow=self._found["slow"] if self._found is not None else None,
+            stacks=self._evidence.in_order() if self._evidence is not None else (),
+            slow={int(node): why for node, why in (self._found or {}).get("slow", {}).items()},
         )
 
     # -- what follows from a decision --------------------------------------------------------------
@@ -229,11 +231,11 @@ class Coordinator:
             self._node.print_line(line)
         for name, fields in decision.events:
             self._events.add(name, **fields)
-            self._notify(name, fields)
+            self._notify(name, fields, before.end)
             if name == "avoid":
                 ends.avoid(self._job_dir, fields["host"])
         for node, why in decision.dropped.items():
-            self._lose(node, self._joined[node], why, ended=False)
+            self._lose(self._peers[node], why)
         stage = self._ledger.stage
         if stage is Stage.MEASURE and before.stage is not Stage.MEASURE:
             self._begin_measuring()
@@ -242,22 +244,19 @@ class Coordinator:
             self._report_preflight()
         if stage is Stage.COLLECT and before.stage is not Stage.COLLECT:
             self._expect_stacks()
-        if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
-            # The stacks of thousands of ranks take a second.
-            loop = asyncio.get_running_loop()
-            self._saving = loop.run_in_executor(files.disk, self._evidence.save)
-        if decision.asks_slurm and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._ask_slurm())
-            self._watch(self._asking)
         self._send_orders()
+        if stage is Stage.STOP and before.stage is not Stage.STOP and self._evidence is not None:
+            # After the orders: the stacks of thousands of ranks take a second.
+            loop, save = asyncio.get_running_loop(), self._evidence.save
+            self._saving = loop.run_in_executor(files.disk, save, self._job_dir, self._events)
         self._keep_state()
 
-    def _notify(self, name: str, fields: dict[str, Any]) -> None:
+    def _notify(self, name: str, fields: dict[str, Any], end: Outcome | None) -> None:
         if self._notifier is None:
             return
         if name == "restart":
-            most = core.most_restarts(self._job, self._ledger)
-            failure = self._last_failure
+            failure = end.failure if end is not None else None
+            most = policy.most_restarts(self._options, self._topology.nnodes)
             self._notifier.restarts(fields["restart"], most, fields["why"], failure=failure)
         elif name == "started" and self._ledger.round == 0:
             self._notifier.started(len(fields["nodes"]), fields["world_size"])
@@ -265,42 +264,31 @@ class Coordinator:
     def _send_orders(self) -> None:
         for node, wanted in core.orders(self._job, self._ledger, self._nodes):
             order = wanted
-            if order.measure is not None and self._store is not None:
-                address, port = self._store_address, self._store_port
-                order = replace(order, measure=replace(order.measure, address=address, port=port))
             serves = order.world is not None or order.measure is not None
             if node == self._own and serves and self._store is not None:
                 order = OrderWithStore(**vars(order), store=self._store)
-            known = self._orders.get(node)
-            if known is None or (known is not order and known != order):
-                self._orders[node] = order
-                self._joined[node].send(order)
-
-    async def _ask_slurm(self) -> None:
-        host = this_node.node_name()
-        down = await asyncio.to_thread(succession.slurm_says_down, host)
-        self._slurm_up = down is False
-        self._due = 0.0
-        self.membership.wake()
+            peer = self._peers[node]
+            if peer.order is not order and peer.order != order:
+                peer.order = order
+                peer.send(order)
 
     # -- the begin of a round ----------------------------------------------------------------------
 
     async def _start_round(self) -> None:
         """Bind the port of the store, and give each node its place."""
-        nodes = core.chosen(self._job, self._ledger, self._view())
+        nodes = self._ledger.chosen
         worlds, self._store = plan_round(
             nodes,
-            {node: peer.hello for node, peer in self._joined.items()},
+            {node: self._peers[node].hello for node in {*nodes, self._own}},
             self._ledger.round + 1,
             topology=self._topology,
-            store_at=store_address(self._topology, self._joined.values()),
+            store_at=store_address(self._topology, self._peers.values()),
             job=self._identity,
             serve_store=self._options.launcher == "agent" and self._identity.has_torch,
         )
         self._slurm_up = None
         self._evidence = None
         view, moment = self._view(), time.monotonic()
-        self._last_failure = self._ledger.end.failure if self._ledger.end else None
         self._apply(core.begin(self._job, self._ledger, view, moment, worlds))
         self._stragglers = StragglerWatch(
             self._ledger.round, len(nodes), self._ledger.run.world_size, self._events
@@ -309,35 +297,34 @@ class Coordinator:
     # -- the preflight -----------------------------------------------------------------------------
 
     def _begin_measuring(self) -> None:
-        self._store_address = store_address(self._topology, self._joined.values())
-        alone = self._topology.nnodes == 1
-        self._store = membership.listen(self._store_address, [0], alone=alone)
-        self._store_port = int(self._store.getsockname()[1])
-        self._node.print_line(f"preflight: measuring {_count(len(self._ledger.measured))}")
+        measure, alone = self._ledger.measure, self._topology.nnodes == 1
+        assert measure is not None
+        address = store_address(self._topology, self._peers.values())
+        self._store = membership.listen(address, [0], alone=alone)
+        port = int(self._store.getsockname()[1])
+        self._ledger = replace(self._ledger, measure=replace(measure, address=address, port=port))
+        self._node.print_line(f"preflight: measuring {_count(len(measure.nodes))}")
 
     def _report_preflight(self) -> None:
         """Print what the preflight has found, and write it into the events."""
-        names = core.host_names(self._nodes)
-        found = self._found or {}
-        rows = [[names[node], cells] for node, cells in found.get("rows", {}).items()]
-        columns = found.get("columns", [])
-        table = HeatTable.from_json({"columns": columns, "rows": rows, "hosts": len(rows)})
-        findings = [*found.get("findings", []), *differing(found.get("versions", {}), names)]
-        slow = core.slow_lines(self._job, self._ledger, self._view())[:_MOST_NAMED]
-        seconds = found.get("seconds", 0.0)
+        found = {"seconds": 0.0, "findings": [], "columns": [], "rows": {}} | (self._found or {})
+        cells = [(self._nodes[int(node)].host, cells) for node, cells in found["rows"].items()]
+        table = HeatTable.of(found["columns"], cells)
+        slow = core.slow_lines(self._ledger, self._nodes)[:_MOST_NAMED]
+        measured = f"{_count(table.hosts)} in {found['seconds']} s"
         for line in (
-            f"preflight: {_count(len(rows))} in {seconds:.1f} s; cells are parts of the median",
+            f"preflight: {measured}; cells are parts of the median",
             *table.lines(),
-            *(f"preflight: {finding}" for finding in findings[:_MOST_NAMED]),
+            *(f"preflight: {finding}" for finding in found["findings"]),
             *(f"preflight: slow {line}" for line in slow),
         ):
             self._node.print_line(line)
         self._events.add(
             "preflight",
-            seconds=seconds,
+            seconds=found["seconds"],
             slow=slow,
-            findings=findings[:_MOST_NAMED],
-            table=table.to_json(),
+            findings=found["findings"],
+            table=vars(table),
         )
 
     # -- messages of the agents --------------------------------------------------------------------
@@ -348,36 +335,36 @@ class Coordinator:
             changed = self._receive(*self.membership.inbox.get_nowait()) or changed
         return changed
 
-    def _receive(self, node_rank: int, message: Any) -> bool:
+    def _receive(self, peer: Peer, message: Any) -> bool:
         """Take a message; return whether it may change what follows."""
-        peer = self._peers[node_rank]
+        node = peer.node_rank
+        if self._peers[node] is not peer:
+            return False  # of an agent that was replaced
         if isinstance(message, messages.Hello):
-            self._join(node_rank, peer)
-        elif isinstance(message, (messages.ConnectionLost, messages.CoordinatorLost)):
-            by_agent = isinstance(message, messages.CoordinatorLost)
-            ended = isinstance(message, messages.ConnectionLost) and message.ended
-            self._lose(node_rank, peer, sanitize(message.why), ended=ended, by_agent=by_agent)
-        elif isinstance(message, NodeState) and self._joined.get(node_rank) is peer:
-            self._nodes[node_rank] = self._nodes[node_rank].receive(message, time.monotonic())
+            self._join(peer)
+        elif isinstance(message, messages.ConnectionLost):
+            self._lose(peer, sanitize(message.why), ended=message.ended)
+        elif isinstance(message, messages.CoordinatorLost):
+            self._lose(peer, sanitize(message.why), by_agent=True)
+        elif isinstance(message, NodeState):
+            self._nodes[node] = self._nodes[node].receive(message, time.monotonic())
         elif isinstance(message, messages.PreflightFound):  # never on the wire: of its own process
-            self._found = checked(message.result)
+            self._found = message.result
         elif isinstance(message, messages.RankWaits):
-            waits = waits_of(message, self._ledger.run.worlds.get(node_rank))
+            waits = waits_of(message, self._ledger.run.worlds.get(node))
             if waits and self._stragglers is not None:
-                self._stragglers.receive(node_rank, peer.hello.host, waits)
+                self._stragglers.receive(node, peer.hello.host, waits)
             return False
         elif isinstance(message, (messages.StackFound, messages.StacksCollected)):
             if self._evidence is not None:
-                self._evidence.receive(node_rank, message)
+                self._evidence.receive(node, message)
             return False
         return True
 
-    def _join(self, node_rank: int, peer: Peer) -> None:
-        self._joined[node_rank] = peer
-        self._orders.pop(node_rank, None)
+    def _join(self, peer: Peer) -> None:
         hello, moment = peer.hello, time.monotonic()
-        self._nodes[node_rank] = Node(
-            node_rank,
+        self._nodes[peer.node_rank] = Node(
+            peer.node_rank,
             hello.host,
             pid=hello.pid,
             nproc=hello.nproc,
@@ -385,23 +372,20 @@ class Coordinator:
             heard_at=moment,
             state=NodeState(seen=hello.rounds),
         )
-        self._send_succession({node_rank: peer})
+        self._send_succession([peer])
 
-    def _lose(
-        self, node_rank: int, peer: Peer, why: str, *, ended: bool, by_agent: bool = False
-    ) -> None:
-        if self._joined.get(node_rank) is not peer or peer.lost:
-            return
-        lost = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
-        self._nodes[node_rank] = replace(self._nodes[node_rank], lost=lost)
-        peer.lost = True
+    def _lose(self, peer: Peer, why: str, *, ended: bool = False, by_agent: bool = False) -> None:
+        if not peer.lost:
+            lost = Loss(why, time.monotonic(), ended=ended, by_agent=by_agent)
+            node = self._nodes[peer.node_rank]
+            self._nodes[peer.node_rank] = replace(node, lost=lost)
+            peer.lost = True
 
     # -- stacks ------------------------------------------------------------------------------------
 
     def _expect_stacks(self) -> None:
         ledger, job = self._ledger, self._identity
-        assert ledger.end is not None
-        why, asked = ledger.end.reason, dict[int, tuple[str, range]]()
+        why, asked = ledger.ending.reason, dict[int, tuple[str, range]]()
         for node in ledger.run.collect_from:
             world = ledger.run.worlds[node]
             ranks = range(world.first_rank, world.first_rank + world.nproc)
@@ -410,7 +394,7 @@ class Coordinator:
         if len(asked) < living:
             why += f" (stacks of {len(asked)} of {living} nodes)"
         round_ = grouping.Round(job.job_id, job.attempt, ledger.round, node_rank=self._own)
-        self._evidence = Evidence(round_, self._job_dir, self._events, asked, why)
+        self._evidence = Evidence(round_, why, asked)
 
     # -- another coordinator -----------------------------------------------------------------------
 
@@ -424,52 +408,44 @@ class Coordinator:
             return
         self._kept = known
         moment = time.monotonic()
-        order = succession.successors(self._peers, self._own)
-        assert ledger.first_started is not None
+        lasting = Lasting(**{name: getattr(ledger, name) for name in vars(Lasting())})
         self._state = CoordinatorState(
             self._identity.attempt,
-            ledger.round,
-            started_at=ledger.first_started,
-            seconds_left=None
-            if math.isinf(ledger.deadline)
-            else max(0.0, ledger.deadline - moment),
-            limit_runs=ledger.limit_runs,
+            replace(
+                lasting,
+                rounds=ledger.rounds[-_MOST_ROUNDS:],
+                deadline=min(max(0.0, ledger.deadline - moment), _NO_LIMIT),
+            ),
             node=self._own,
             host=this_node.node_name(),
             moves=self._moves,
             process=processes.identity(os.getppid()),
-            groups=ledger.groups,
-            nodes=ledger.nodes,
-            avoided=ledger.avoided,
-            addresses=tuple(each.address for each in order),
+            addresses=tuple(each.address for each in succession.successors(self._peers, self._own)),
             clock=moment + self._shift,
             made_at=moment,
             boot_id=processes.boot_id(),
         )
         files.later(succession.write_state, self._job_dir, self._state)
-        self._send_succession(self._joined)
+        self._send_succession(self._peers.values())
 
-    def _send_succession(self, peers: Mapping[int, Peer]) -> None:
-        """Tell agents who may take the coordinator's place, and these the ledger."""
+    def _send_succession(self, peers: Iterable[Peer]) -> None:
+        """Tell agents who may take the coordinator's place, and these its state."""
         if not self._job.moves or not self._kept:
             return
         order = succession.successors(self._peers, self._own)
         heirs = {each.node for each in order}
-        seen = self._state.restarts + 1
-        full = Succession(order, seen, self._state, self._ledger.rounds[-_MOST_ROUNDS:])
-        brief = Succession(order, seen)  # one message: it is encoded once for all agents
-        for node_rank, peer in peers.items():
+        brief = Succession(order, self._state.lasting.round + 1)
+        full = replace(brief, state=self._state)  # each is one message: it is encoded once for all
+        for peer in peers:
             if not peer.lost:
-                peer.send(full if node_rank in heirs else brief)
+                peer.send(full if peer.node_rank in heirs else brief)
 
     # -- the end -----------------------------------------------------------------------------------
 
     async def _give_verdict(self) -> Verdict:
         if self._saving is not None:
             await self._saving
-        ledger = self._ledger
-        end = ledger.end
-        assert end is not None
+        ledger, end = self._ledger, self._ledger.ending
         others: list[Failure] = []
         if end.failure is not None:
             view = self._view()
@@ -514,7 +490,14 @@ class Coordinator:
                 end = outcome.failed(verdict.failure)
                 reason = f"{end.reason} (not queued again: {error.strerror})"
                 verdict = replace(verdict, state=end.state, exit_code=end.exit_code, reason=reason)
-        verdict = self._until_done.decide(verdict, warned=ledger.warned is not None)
+        verdict = policy.end_attempt(
+            self._options,
+            self._job_dir,
+            verdict,
+            self._begun,
+            seconds=time.monotonic() - self._began,
+            warned=ledger.warned is not None,
+        )
         verdict = replace(verdict, in_code=ends.files_in_code())
         if verdict.state is JobState.SUCCEEDED and (full := files.why_full(self._job_dir)):
             verdict = replace(verdict, reason=f"{full}, so output may be missing")
@@ -530,79 +513,67 @@ class Coordinator:
         return verdict
 
 
+@dataclass
 class Evidence:
     """The stacks of the ranks of one round, which are collected before it is stopped.
 
-    Args:
-        round_: the round, whose node is the coordinator's.
-        job_dir: the job's directory.
-        events: the job's events.
-        asked: the nodes that were asked, with the host and the ranks of each.
-        why: why the round is stopped.
-
     Attributes:
+        round: the round, whose node is the coordinator's.
+        why: why it is stopped.
+        asked: the nodes that were asked, with the host and the ranks of each.
+        stacks: the stacks that have arrived, by rank.
+        dumps: the dumps of torch's flight recorder.
+        answered: the nodes that have sent all.
         path: the text file, relative to the job directory; empty if there is none.
     """
 
-    def __init__(
-        self,
-        round_: grouping.Round,
-        job_dir: Path,
-        events: EventLog,
-        asked: Mapping[int, tuple[str, range]],
-        why: str,
-    ) -> None:
-        self._round = round_
-        self._job_dir = job_dir
-        self._events = events
-        self._asked = asked
-        self._why = why
-        self._asked_at = time.monotonic()
-        self._unanswered = set(asked)
-        self._stacks: dict[int, RankStack] = {}
-        self._dumps: list[str] = []
-        self.path = ""
+    round: grouping.Round
+    why: str
+    asked: Mapping[int, tuple[str, range]]
+    asked_at: float = field(default_factory=time.monotonic)
+    stacks: dict[int, RankStack] = field(default_factory=dict)
+    dumps: list[str] = field(default_factory=list)
+    answered: set[int] = field(default_factory=set)
+    path: str = ""
 
-    @property
-    def stacks(self) -> list[RankStack]:
-        """The stacks that have arrived, in order of ranks."""
-        return [self._stacks[rank] for rank in sorted(self._stacks)]
+    def in_order(self) -> list[RankStack]:
+        """Return the stacks in order of ranks."""
+        return [self.stacks[rank] for rank in sorted(self.stacks)]
 
     def receive(self, node: int, message: messages.StackFound | messages.StacksCollected) -> None:
         """Keep what a node sends; it answers once, for its own ranks."""
-        if node not in self._unanswered or message.restart != self._round.restart:
+        if node not in self.asked or node in self.answered or message.restart != self.round.restart:
             return
+        host, ranks = self.asked[node]
         if isinstance(message, messages.StacksCollected):
-            self._unanswered.discard(node)
-            self._dumps += map(sanitize, message.dumps)
-            return
-        host, ranks = self._asked[node]
-        if message.stack.rank in ranks:
-            self._stacks[message.stack.rank] = replace(message.stack, host=host)
+            self.answered.add(node)
+            self.dumps += map(sanitize, message.dumps)
+        elif message.stack.rank in ranks:
+            self.stacks[message.stack.rank] = replace(message.stack, host=host)
 
-    def save(self) -> None:
+    def save(self, job_dir: Path, events: EventLog) -> None:
         """Write the files, unless every rank has ended."""
-        if not self._stacks:
+        if not self.stacks:
             return
-        silent = [f"node {node} on {self._asked[node][0]}" for node in sorted(self._unanswered)]
+        silent = sorted(self.asked.keys() - self.answered)
         try:
             self.path = grouping.write_evidence(
-                self._job_dir,
-                self._round,
-                self.stacks,
-                why=self._why,
-                silent=silent,
-                dumps=self._dumps,
+                job_dir,
+                self.round,
+                self.in_order(),
+                why=self.why,
+                silent=[f"node {node} on {self.asked[node][0]}" for node in silent],
+                dumps=self.dumps,
             )
         except OSError as error:
-            self._events.add("evidence", why=self._why, error=error.strerror)
+            events.add("evidence", why=self.why, error=error.strerror)
             return
-        self._events.add(
+        events.add(
             "evidence",
-            why=self._why,
+            why=self.why,
             path=self.path,
-            ranks=len(self._stacks),
-            seconds=round(time.monotonic() - self._asked_at, 3),
+            ranks=len(self.stacks),
+            seconds=round(time.monotonic() - self.asked_at, 3),
         )
 
 
@@ -616,9 +587,9 @@ def waits_of(message: messages.RankWaits, world: World | None) -> dict[int, Wait
     if world is None or message.restart != world.restart:
         return {}
     return {
-        world.first_rank + each.local_rank: Wait(each.step, each.waited)
-        for each in message.ranks
-        if each.local_rank < world.nproc
+        world.first_rank + local_rank: Wait(step, waited)
+        for local_rank, step, waited in message.ranks
+        if local_rank < world.nproc
     }
 
 

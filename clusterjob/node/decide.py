@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import enum
 import math
-from bisect import bisect_right
-from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +17,9 @@ from clusterjob.node.contract import World
 from clusterjob.node.logs import failure_texts
 from clusterjob.node.logs.events import ROUND_ENDED
 from clusterjob.node.options import GRACE, LaunchOptions
-from clusterjob.node.rendezvous import outcome, root_cause
-from clusterjob.node.rendezvous.messages import Members
+from clusterjob.node.rendezvous import outcome, policy, root_cause
+from clusterjob.node.rendezvous.messages import Lasting, Members
 from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.root_cause import Entry
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.stacks.grouping import RankStack
@@ -44,7 +41,6 @@ from clusterjob.node.verdict import (
     Failure,
     FailureKind,
     JobState,
-    RoundEnd,
 )
 
 _SETTLE_SECONDS = 5.0  # seconds to wait for more nodes when there are enough: others start too
@@ -73,7 +69,7 @@ _NO_ANSWER = "does not answer the stop order"
 _NOT_STARTED = "before its workers had started"
 _PREFLIGHT_SECONDS = 30.0  # the longest preflight, after the start of its processes
 MEASURED = "done"
-_SMALL_WORLD, _MOST_IMPORTS = 16, 4
+_SMALL_WORLD = 16  # ranks
 
 
 _NEW_STATE = NodeState()
@@ -176,7 +172,7 @@ class View:
         slurm_up: whether Slurm says that the coordinator's node is up; None if it was not asked.
         stalled: seconds for which the coordinator's process did not run lately.
         stacks: the stacks that were collected in this round.
-        slow: the nodes that the preflight has found to be slow, and why; None without a result.
+        slow: the nodes that the preflight has found to be slow, and why.
     """
 
     nodes: Mapping[int, Node]
@@ -186,7 +182,7 @@ class View:
     slurm_up: bool | None = None
     stalled: float = 0.0
     stacks: Sequence[RankStack] = ()
-    slow: Mapping[int, str] | None = None
+    slow: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -233,19 +229,17 @@ class Run:
         missing: the newest request of each node to ask about missing ranks.
         answered: the nodes that have answered the newest question.
         polled: when the nodes were asked for failures; None before.
-        successes: how many ranks have ended with exit code 0, and when the last one did.
-        named: whether the ranks that still run were named since.
+        successes: how many ranks have ended with exit code 0, and when the last one did; infinity
+            if the ranks that still run were named since.
         counts: the ranks that have joined and formed a group, as the last event says.
-        importing, imports: whether ranks import torch, and the number of events about it.
+        importing: whether ranks import torch.
         alive: when a worker last gave a sign of life.
         sample: the number of the newest sample of stacks; 0 without one.
         sampled: when it was ordered.
         comparable: whether the nodes have a sample since the last sign of life before it.
-        collected: when the stacks were asked for; None before.
-        collect_from: the nodes that were asked.
+        collect_from: the nodes that were asked for stacks.
         stop_at: when the round was stopped; infinity before.
         stop_due: when nodes that have not stopped are given up.
-        cancelled: a cancellation that has arrived since the round began to end.
     """
 
     began: float = 0.0
@@ -256,19 +250,15 @@ class Run:
     answered: frozenset[int] = frozenset()
     polled: float | None = None
     successes: tuple[int, float] = (0, 0.0)
-    named: bool = False
     counts: tuple[int, int] = (0, 0)
     importing: bool = False
-    imports: int = 0
     alive: float = 0.0
     sample: int = 0
     sampled: float = 0.0
     comparable: bool = False
-    collected: float | None = None
     collect_from: frozenset[int] = frozenset()
     stop_at: float = math.inf
     stop_due: float = math.inf
-    cancelled: Outcome | None = None
 
     @property
     def world_size(self) -> int:
@@ -276,44 +266,35 @@ class Run:
         return next((world.world_size for world in self.worlds.values()), 0)
 
     def by_node(self, ranks: Iterable[int]) -> dict[int, list[int]]:
-        """Return the given ranks, each below the world size, grouped by node."""
-        working = [(world.first_rank, node) for node, world in self.worlds.items() if world.nproc]
-        working.sort()
-        found: dict[int, list[int]] = {}
-        for rank in ranks:
-            _, node = working[bisect_right(working, (rank, math.inf)) - 1]
-            found.setdefault(node, []).append(rank)
+        """Return the given ranks grouped by node."""
+        wanted, found = set(ranks), dict[int, list[int]]()
+        for node, world in self.worlds.items():
+            own = range(world.first_rank, world.first_rank + world.nproc)
+            if here := sorted(wanted.intersection(own)):
+                found[node] = here
         return found
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What the coordinator remembers of the job; another coordinator goes on with it.
+class Ledger(Lasting):
+    """What the coordinator remembers of the job.
 
     Attributes:
         since: when the stage began.
-        round: the number of the newest round, from 0; -1 before the first.
-        nodes: the nodes of the newest round, in the order of their ranks.
-        groups: the members of the last round that all its members have seen, then those of the
-            newest round, if that is another one.
+        chosen: the nodes of the round that begins, in the order of their ranks.
         here: the nodes that were here when the newest round began, and were not lost since.
         gone: nodes that have certainly ended, as the agents of an earlier coordinator know.
         took_over: whether no round has begun since the coordinator moved.
-        avoided: the nodes that caused failures, the latest last.
         losses: how often each node was lost.
         lost: the nodes that are lost now.
         ended: the nodes whose agents have ended since the newest round began.
         by_exec: the nodes that start their workers by exec.
         fence: until when workers of nodes that have not joined this coordinator may run.
-        rounds: the rounds that have ended, of all attempts.
-        first_started, started: when the first and the newest workers were started, RFC 3339.
-        deadline: when the job must end; infinity without a limit.
-        limit_runs: whether the workers of a round have all run, from when the limit counts.
+        started: when the newest workers were started, RFC 3339.
         warned: the scheduler's warning; None before it.
         end: how the round ends or, while the coordinator waits, how the last one ended.
-        measured: the nodes that measure, or have measured, before the first round.
-        slow: those that are slow, and why.
-        blamed: the failure whose node the next round leaves out; None without one.
+        measure: the order of the preflight, also after it; the caller adds the store.
+        slow: the nodes that the preflight has found slow, and why.
         more_memory: the factor of memory with which the scheduler must queue the job again; 0.0 if
             it must not.
         earliest: when the next round may begin.
@@ -323,28 +304,20 @@ class Ledger:
 
     stage: Stage = Stage.WAIT
     since: float = 0.0
-    round: int = -1
-    nodes: tuple[int, ...] = ()
-    groups: tuple[Members, ...] = ()
+    chosen: tuple[int, ...] = ()
     here: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     took_over: bool = False
-    avoided: tuple[int, ...] = ()
     losses: Mapping[int, int] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
     by_exec: frozenset[int] = frozenset()
     fence: float = 0.0
-    rounds: tuple[RoundEnd, ...] = ()
-    first_started: str | None = None
     started: str | None = None
-    deadline: float = math.inf
-    limit_runs: bool = False
     warned: Warned | None = None
     end: Outcome | None = None
-    measured: frozenset[int] = frozenset()
+    measure: Measure | None = None
     slow: Mapping[int, str] = field(default_factory=dict)
-    blamed: Failure | None = None
     more_memory: float = 0.0
     earliest: float = 0.0
     noticed: float = 0.0
@@ -354,6 +327,12 @@ class Ledger:
     def restarts(self) -> int:
         """How often the workers were started again."""
         return max(0, self.round)
+
+    @property
+    def ending(self) -> Outcome:
+        """How the round ends, or has ended, in a stage that follows it."""
+        assert self.end is not None
+        return self.end
 
 
 @dataclass
@@ -409,23 +388,12 @@ def choose(
     """
     there = set(usable)  # sets: a job may have 10,000 nodes
     good = sorted(there.difference(avoided))
-    for node in avoided:
-        if len(good) < least and node in there:
-            good.append(node)
+    good += [node for node in avoided if node in there][: max(0, least - len(good))]
     kept = set(nodes[:wanted]).intersection(good)
-    others = deque(node for node in good if node not in kept)
-    found = []
-    for node in nodes[:wanted]:
-        if node in kept:
-            found.append(node)
-        elif others:  # another node takes the place of a lost one
-            found.append(others.popleft())
-    return found + list(others)[: wanted - len(found)]
-
-
-def chosen(job: Job, ledger: Ledger, view: View) -> list[int]:
-    """Return the nodes of the round that begins, in the order of their ranks."""
-    return _Step(job, view, 0.0, Decision(ledger)).chosen()
+    others = iter([node for node in good if node not in kept])
+    # Another node takes the place of a lost one.
+    places = [node if node in kept else next(others, None) for node in nodes[:wanted]]
+    return [node for node in (*places, *others) if node is not None][:wanted]
 
 
 def begin(
@@ -439,11 +407,6 @@ def begin(
     step = _Step(job, view, now, Decision(ledger))
     step.begin(worlds)
     return step.decision
-
-
-def most_restarts(job: Job, ledger: Ledger) -> int:
-    """Return the largest number of restarts that the options allow."""
-    return _Step(job, View({}), 0.0, Decision(ledger)).policy(ledger.rounds).most
 
 
 def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -> Decision:
@@ -463,9 +426,10 @@ def take_over(job: Job, ledger: Ledger, view: View, now: float, lost: Failure) -
 
 def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tuple[int, Order]]:
     """Yield what the coordinator wants of each node that is here; equal orders are one object."""
-    run, end = ledger.run, ledger.end
+    run = ledger.run
     shared = Order(ledger.round, warned=ledger.warned is not None)
-    if ledger.stage is Stage.STOP and end is not None:
+    collecting = shared
+    if ledger.stage is Stage.STOP:
         shared = replace(shared, stop=_stop_order(job, ledger, nodes))
     elif ledger.stage is Stage.RUN:
         shared = replace(
@@ -474,15 +438,15 @@ def orders(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Iterator[tupl
             sample=run.sample,
             first=not run.comparable,
         )
-    wants_dumps = end is not None and _is_hang(end)
-    collecting = replace(shared, collect=True, dumps=wants_dumps)
+    elif ledger.stage is Stage.MEASURE:
+        shared = replace(shared, measure=ledger.measure)
+    elif ledger.stage is Stage.COLLECT:
+        collecting = replace(shared, collect=True, dumps=_is_hang(ledger.ending))
     found = _found(run, nodes) if ledger.stage is Stage.RUN else None
     for node_rank, node in nodes.items():
         if node.lost is not None:
             continue
         order = shared
-        if ledger.stage is Stage.MEASURE and node_rank in ledger.measured:
-            order = replace(order, measure=_measure_order(job, ledger, node_rank))
         if ledger.stage is Stage.COLLECT and node_rank in run.collect_from:
             order = collecting
         # An agent that was started again since has no workers of this round.
@@ -633,12 +597,10 @@ def grace_after(end: Outcome, options: LaunchOptions, left: float) -> float:
 
 
 def _stop_order(job: Job, ledger: Ledger, nodes: Mapping[int, Node]) -> Stop:
-    end = ledger.run.cancelled or ledger.end
-    assert end is not None
+    end = cancellation(nodes) or ledger.ending
     left = (ledger.warned.ends_at if ledger.warned else math.inf) - ledger.run.stop_at
     grace = 0.0 if _killing(nodes) else grace_after(end, job.options, left=left)
-    assert ledger.end is not None
-    return Stop(grace, int(ledger.end.signal), early=ledger.end.failure is not None)
+    return Stop(grace, int(ledger.ending.signal), early=ledger.ending.failure is not None)
 
 
 class _Step:
@@ -690,7 +652,7 @@ class _Step:
             self._note_loss(nodes[node_rank])
         for node_rank in sorted(ledger.here - lost):  # lost and back between two decisions
             if (node := nodes.get(node_rank)) is not None and node.joined_at > ledger.run.began:
-                self._note_loss(_lost_before(node))
+                self._note_loss(node)
         if lost != ledger.lost:
             self.change(lost=lost)
         for node_rank, node in nodes.items():
@@ -709,9 +671,7 @@ class _Step:
             self.change(groups=groups[1:])
 
     def _note_loss(self, node: Node) -> None:
-        loss, ledger = node.lost, self.ledger
-        assert loss is not None
-        rank = node.node_rank
+        loss, ledger, rank = _loss(node), self.ledger, node.node_rank
         self.add("lost", node_rank=rank, host=node.host, why=loss.why)
         self.change(
             losses={**ledger.losses, rank: ledger.losses.get(rank, 0) + 1},
@@ -727,13 +687,12 @@ class _Step:
 
     def loss_of(self, node: Node) -> Failure:
         """Return the failure of a lost node, or of the one that has made it seem lost."""
-        assert node.lost is not None
-        why, stalled, at_fault = node.lost.why, self.view.stalled, node
+        loss, stalled, at_fault = _loss(node), self.view.stalled, node
         text = f"the agent on {node.host} (pid {node.pid})"
-        if not node.lost.by_agent:
-            text += f" was lost: {why}"
+        if not loss.by_agent:
+            text += f" was lost: {loss.why}"
         elif not stalled:
-            text += f" lost the coordinator, which still receives its messages: {why}"
+            text += f" lost the coordinator, which still receives its messages: {loss.why}"
         else:
             at_fault = self.view.nodes.get(self.job.own, node)
             text = (
@@ -828,17 +787,20 @@ class _Step:
 
     def _start_if_alone(self) -> None:
         """Begin a round, unless Slurm may let the other half of a split job begin one."""
-        measures = self.job.options.preflight != "off" and self.ledger.round < 0
-        if measures and not self.ledger.measured:
-            self.add("measuring", nodes=len(self.usable()))
-            self.go(Stage.MEASURE, measured=frozenset(self.usable()))
+        options = self.job.options
+        if options.preflight != "off" and self.ledger.round < 0 and self.ledger.measure is None:
+            nodes = tuple(sorted(self.usable()))
+            measure = Measure("", 0, nodes, start_seconds=options.join_timeout)
+            self.add("measuring", nodes=len(nodes))
+            self.go(Stage.MEASURE, measure=measure)
             return
-        if not (self.job.moves and self.job.asks_slurm and self.is_tied()):
-            self.go(Stage.START)
-        elif self.view.slurm_up is None:
+        tied = self.job.moves and self.job.asks_slurm and self.is_tied()
+        if tied and self.view.slurm_up is None:
             self.decision.asks_slurm = True
+        elif tied and not self.view.slurm_up:
+            self.go(Stage.RESIGN)
         else:
-            self.go(Stage.START if self.view.slurm_up else Stage.RESIGN)
+            self.go(Stage.START, chosen=tuple(self.chosen()))
 
     def measure(self) -> None:
         """Wait for the measures; leave slow nodes out, if there are enough others."""
@@ -849,12 +811,13 @@ class _Step:
         if end is not None:
             self.finish(end)
             return
-        here = [node for node in ledger.measured if nodes[node].lost is None]
+        assert ledger.measure is not None
+        here = [node for node in ledger.measure.nodes if nodes[node].lost is None]
         due = ledger.since + self.job.options.join_timeout + _PREFLIGHT_SECONDS
         if self.now < due and not all(nodes[node].state.measured for node in here):
             self.wake(due)
             return
-        found = dict(self.view.slow or {})
+        found = dict(self.view.slow)
         for node in here:
             how = nodes[node].state.measured
             if how != MEASURED:
@@ -862,26 +825,18 @@ class _Step:
         slow = {node: found[node] for node in sorted(found) if node in here}
         self.change(slow=slow)
         for node, why in slow.items():
-            self._avoid_slow(node, why)
-        if self.job.options.preflight == "refuse" and slow.keys() & set(self.chosen()):
-            self.finish(outcome.failed(self._slow_failure()))
+            self._avoid(self._launch_failure(node, why))
+        chosen = tuple(self.chosen())
+        if self.job.options.preflight == "refuse" and slow.keys() & set(chosen):
+            text = f"preflight: {'; '.join(slow_lines(self.ledger, nodes)[:_MOST_NAMED])}"
+            self.finish(outcome.failed(self._launch_failure(min(slow), text)))
         else:
-            complete = not self.ledger.lost and len(self.chosen()) >= self.least
-            self.go(Stage.START if complete else Stage.WAIT)
+            complete = not self.ledger.lost and len(chosen) >= self.least
+            self.go(Stage.START if complete else Stage.WAIT, chosen=chosen)
 
-    def slow_lines(self) -> list[str]:
-        """Return a line for each slow node."""
-        names = host_names(self.view.nodes)
-        return [f"host {names[node]}: {why}" for node, why in self.ledger.slow.items()]
-
-    def _slow_failure(self) -> Failure:
-        named = self.slow_lines()
-        more = len(named) - _MOST_NAMED
-        message = f"preflight: {'; '.join(named[:_MOST_NAMED])}"
-        message += f"; and {more} more hosts" if more > 0 else ""
-        node = min(self.ledger.slow)
+    def _launch_failure(self, node: int, why: str) -> Failure:
         host = self.view.nodes[node].host
-        return Failure.of_node(node, host, message=message, kind=FailureKind.LAUNCH)
+        return Failure.of_node(node, host, message=why, kind=FailureKind.LAUNCH)
 
     def _wait_is_over(self) -> bool:
         usable = self.usable()
@@ -902,7 +857,7 @@ class _Step:
         ledger, nodes, nnodes = self.ledger, self.view.nodes, self.job.nnodes
         options = self.job.options
         if first and nnodes - len(ledger.lost) < self.least:
-            last = max((nodes[node] for node in ledger.lost), key=_lost_at)
+            last = max((nodes[node] for node in ledger.lost), key=lambda node: _loss(node).at)
             self.finish(outcome.failed(self.loss_of(last)))
             return
         timeout = options.return_timeout
@@ -917,8 +872,9 @@ class _Step:
             if first:
                 text = f"{names} never joined within {timeout:g} s"
             failure = Failure.of_node(missing[0], "unknown", message=text)
-            if ledger.end is not None and ledger.end.failure is not None:  # it stays the root cause
-                cause = ledger.end.failure
+            if (
+                not first and (cause := ledger.ending.failure) is not None
+            ):  # it stays the root cause
                 failure = replace(cause, message=f"{cause.message}; {text}")
             self.finish(outcome.failed(failure))
         elif missing and self.now - max(ledger.since, ledger.noticed) > _NOTICE_SECONDS:
@@ -944,9 +900,7 @@ class _Step:
             deadline = self.now + options.join_timeout + options.time_limit
         number, end = ledger.round + 1, ledger.end
         if end is not None:
-            if ledger.blamed is not None:
-                self._note_avoided(ledger.blamed)
-            most = self.policy(ledger.rounds).most
+            most = policy.most_restarts(options, self.job.nnodes)
             self.say(f"restart {number} of {most}: {end.reason}")
             self.add("restart", restart=number, why=end.reason)
         world = worlds[nodes[0]]
@@ -1023,7 +977,7 @@ class _Step:
         if not gone and not self.has_majority():  # the other part of a split job may start a round
             gone = [node for node in self.view.nodes.values() if self._is_gone(node)]
         if gone:
-            losses = [self._entry_of_loss(node) for node in gone]
+            losses = [Entry(self.loss_of(node), _loss(node).at, exited=True) for node in gone]
             if ledger.warned is not None and root is None:
                 return self.preempted(losses[0].failure.message)  # the scheduler has taken it
             return outcome.failed(root_cause.root([*failures, *losses]) or losses[0].failure)
@@ -1053,11 +1007,6 @@ class _Step:
         """Return whether the agent of a node of the round was lost, also if it is back already."""
         return node.lost is not None or node.joined_at > self.current.began
 
-    def _entry_of_loss(self, node: Node) -> Entry:
-        node = node if node.lost is not None else _lost_before(node)
-        assert node.lost is not None
-        return Entry(self.loss_of(node), node.lost.at, exited=True)
-
     def _failure_due(self, found: Sequence[Entry], root: Failure | None) -> float:
         """Return when a failure ends the round: other nodes may know the cause of an effect."""
         due, options = root_cause.stop_due(found), self.job.options
@@ -1085,46 +1034,30 @@ class _Step:
 
     def _note_progress(self, here: Sequence[Node]) -> None:
         """Record that all workers run, and how many ranks have formed the process group."""
-        ledger, run = self.ledger, self.ledger.run
+        ledger, run, options = self.ledger, self.ledger.run, self.job.options
         complete = len(here) == len(ledger.nodes) and all(node.state.started for node in here)
         if complete and not run.running:
-            self._note_running()
+            self.change_run(running=True, alive=self.now)
+            self.add("running", restart=ledger.restarts)
+            if not ledger.limit_runs and options.time_limit is not None:
+                self.change(deadline=self.now + options.time_limit)
+            self.change(limit_runs=True)
         importing = any(node.state.importing for node in here)
-        if importing is not self.current.importing:
-            imports = self.current.imports + importing
-            self.change_run(importing=importing, imports=imports)
-            if imports <= _MOST_IMPORTS:
-                self.add("importing", restart=ledger.restarts, torch=importing)
-        counts, size = self._counts(here), run.world_size
-        if any(map(_is_step, run.counts, counts, (size, size))):
-            self._tell_counts(counts)
-
-    def _note_running(self) -> None:
-        options, ledger = self.job.options, self.ledger
-        self.change_run(running=True, alive=self.now)
-        self.add("running", restart=ledger.restarts)
-        if not ledger.limit_runs and options.time_limit is not None:
-            self.change(deadline=self.now + options.time_limit)
-        self.change(limit_runs=True)
-
-    def _counts(self, here: Sequence[Node]) -> tuple[int, int]:
-        """Return how many ranks have joined and formed a group; the counts only grow."""
-        before = self.current.counts
+        if importing is not run.importing:
+            self.change_run(importing=importing)
+            self.add("importing", restart=ledger.restarts, torch=importing)
         joined = sum(min(node.state.joined, node.nproc) for node in here)
         formed = sum(min(node.state.formed, node.state.joined, node.nproc) for node in here)
-        return max(before[0], joined), max(before[1], formed)
-
-    def _tell_counts(self, counts: tuple[int, int]) -> None:
-        if counts == self.current.counts:
-            return
-        self.change_run(counts=counts)
-        self.add(
-            "ranks",
-            restart=self.ledger.restarts,
-            joined=counts[0],
-            formed=counts[1],
-            world_size=self.current.world_size,
-        )
+        counts, size = (max(run.counts[0], joined), max(run.counts[1], formed)), run.world_size
+        if any(_is_step(*each, size=size) for each in zip(run.counts, counts, strict=True)):
+            self.change_run(counts=counts)
+            self.add(
+                "ranks",
+                restart=ledger.restarts,
+                joined=counts[0],
+                formed=counts[1],
+                world_size=size,
+            )
 
     def _ask_about_missing(self, here: Sequence[Node]) -> None:
         """Ask the nodes of ranks for which a worker waits what these do, and record the answers."""
@@ -1132,10 +1065,8 @@ class _Step:
             missing = node.state.missing
             if missing is None or self.current.missing.get(node.node_rank) == missing:
                 continue
-            self._tell_counts(self._counts(here))  # which may not have been worth an event before
-            known = [rank for rank in missing.ranks if rank < self.current.world_size]
             self._ask(
-                self.current.by_node(known),
+                self.current.by_node(missing.ranks),
                 asker=(node.node_rank, missing.local_rank),
                 gave_up=missing.gave_up,
             )
@@ -1163,11 +1094,10 @@ class _Step:
             if local_rank < node.nproc
         }
         if len(ended) != run.successes[0]:
-            self.change_run(successes=(len(ended), self.now), named=False)
-            run = self.current
-        if run.named or not ended or len(ended) >= run.world_size:
+            self.change_run(successes=(len(ended), self.now))
+        if not 0 < len(ended) < run.world_size:
             return
-        due = run.successes[1] + _UNFINISHED_SECONDS
+        due = self.current.successes[1] + _UNFINISHED_SECONDS
         if self.now < due:
             self.wake(due)
             return
@@ -1176,7 +1106,7 @@ class _Step:
         text = f"{still}; {_ranks(sorted(ended))} ended {_UNFINISHED_SECONDS:.0f} s ago"
         self.add("unfinished", text=text)
         by_node = {node: each[:_MOST_NAMED] for node, each in run.by_node(running).items()}
-        self.change_run(named=True)
+        self.change_run(successes=(len(ended), math.inf))
         self._ask(by_node, note=text)
 
     # -- a hang ------------------------------------------------------------------------------------
@@ -1221,19 +1151,7 @@ class _Step:
     # -- the end of a round ------------------------------------------------------------------------
 
     def _end_run(self, end: Outcome) -> None:
-        if end.stacks:
-            failed = None
-            if end.failure is not None and not _is_hang(end):
-                failed = end.failure.node_rank
-            asked = self._nodes_with_stacks(failed)
-            if asked:
-                self.change_run(collected=self.now, collect_from=asked)
-                self.go(Stage.COLLECT, end=end)
-                return
-        self._stop_run(end)
-
-    def _nodes_with_stacks(self, failed: int | None) -> frozenset[int]:
-        """Return the nodes to ask for stacks; of many, some and the failed one."""
+        """Stop the round, or first collect stacks: of many nodes from some, and the failed one."""
         alive = sorted(
             node
             for node in self.ledger.nodes
@@ -1241,17 +1159,19 @@ class _Step:
             and not self._is_gone(each)
             and not _has_ended(each)
         )
-        if failed is not None and len(alive) > MOST_NODES:
-            some = {*alive[:: len(alive) // MOST_NODES + 1], failed}
-            return frozenset(some.intersection(alive))
-        return frozenset(alive)
+        if end.failure is not None and not _is_hang(end) and len(alive) > MOST_NODES:
+            some = {*alive[:: len(alive) // MOST_NODES + 1], end.failure.node_rank}
+            alive = [node for node in alive if node in some]
+        if end.stacks and alive:
+            self.change_run(collect_from=frozenset(alive))
+            self.go(Stage.COLLECT, end=end)
+        else:
+            self._stop_run(end)
 
     def collect(self) -> None:
         ledger, nodes = self.ledger, self.view.nodes
-        run, end = ledger.run, ledger.end
-        assert end is not None
-        assert run.collected is not None
-        due = run.collected + _COLLECT_SECONDS
+        run, end = ledger.run, ledger.ending
+        due = ledger.since + _COLLECT_SECONDS
         missing = [
             node
             for node in run.collect_from
@@ -1286,10 +1206,6 @@ class _Step:
         run = ledger.run
         if self.view.stalled:  # this process could not receive meanwhile
             self._set_stop_due()
-        cancelled = cancellation(self.view.nodes)
-        assert ledger.end is not None
-        if ledger.end.state is not JobState.CANCELLED and run.cancelled is None:
-            self.change_run(cancelled=cancelled)
         running = [
             node
             for node in run.worlds
@@ -1308,9 +1224,7 @@ class _Step:
 
     def end_round(self) -> None:
         """Decide whether another round follows, if no other part of the job may decide."""
-        ledger, run = self.ledger, self.ledger.run
-        end = ledger.end
-        assert end is not None
+        ledger, end = self.ledger, self.ledger.ending
         decides = end.state is not JobState.SUCCEEDED or ledger.took_over
         if decides and not self.has_majority():
             due = ledger.since + _ALONE_SECONDS
@@ -1325,7 +1239,10 @@ class _Step:
             end = outcome.failed(root_cause.root(found, exits) or end.failure)
         if not _is_recorded(self.job, ledger):
             self._record(end)
-        decision = self.policy(self.ledger.rounds[:-1]).decide(end)
+        decision = policy.Decision()
+        if end.failure is not None:
+            rounds, job = self.ledger.rounds[:-1], self.job
+            decision = policy.decide(end.failure, job.options, rounds, job.attempt, job.nnodes)
         if decision.why:
             end = replace(end, reason=f"{end.reason} (not restarted: {decision.why})")
         if decision.more_memory:
@@ -1336,15 +1253,14 @@ class _Step:
         if not decision.retry:
             self.go(Stage.END, end=end)
             return
-        if run.cancelled is not None:
-            self.go(Stage.END, end=run.cancelled)
+        if (cancelled := cancellation(self.view.nodes)) is not None:
+            self.go(Stage.END, end=cancelled)
             return
-        blamed = end.failure if decision.avoid else None
-        if blamed is not None:
-            self._avoid(blamed)
+        if decision.avoid and end.failure is not None:
+            self._avoid(end.failure)
         if decision.pause:
             self.say(f"the next round begins in {decision.pause:g} s: {end.reason}")
-        self.go(Stage.WAIT, end=end, blamed=blamed, earliest=self.now + decision.pause)
+        self.go(Stage.WAIT, end=end, earliest=self.now + decision.pause)
 
     def _record(self, end: Outcome) -> None:
         ended = replace(
@@ -1356,57 +1272,28 @@ class _Step:
         self.change(rounds=(*self.ledger.rounds, ended))
         self.add(ROUND_ENDED, **{name: v for name, v in vars(ended).items() if name != "ended_at"})
 
-    def policy(self, earlier: Sequence[RoundEnd]) -> Policy:
-        free = self.job.options.machine_restarts(self.job.nnodes)
-        return Policy(self.job.options, earlier, self.job.attempt, free=free)
-
-    # -- nodes to avoid ----------------------------------------------------------------------------
-
     def _avoid(self, failure: Failure) -> None:
-        """Leave the node of a failure out of the next rounds, if there are enough others.
-
-        A lost node may come back once. If a disk fails on a second node, it is a shared one.
-        """
+        """Leave the node of a failure out of the next rounds, and name its host for later jobs."""
         node, ledger = failure.node_rank, self.ledger
-        if self._is_of_shared_disk(failure):
-            disks = self._failed_disks()
-            self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
-        elif failure.kind is not FailureKind.NODE_LOST or ledger.losses.get(node, 0) > 1:
-            others = (each for each in ledger.avoided if each != node)
-            self.change(avoided=(*others, node))
-
-    def _is_of_shared_disk(self, failure: Failure) -> bool:
-        return failure.kind is FailureKind.DISK and len(self._failed_disks()) > 1
-
-    def _failed_disks(self) -> set[int | None]:
-        """Return the nodes on which a disk was full or broken in this attempt."""
+        lost = failure.kind is FailureKind.NODE_LOST
         kind = (self.job.attempt, FailureKind.DISK)
-        return {each.node for each in self.ledger.rounds if (each.attempt, each.kind) == kind}
-
-    def _avoid_slow(self, node: int, why: str) -> None:
-        """Leave a slow node out of the rounds, and record it for later jobs."""
-        self.change(avoided=(*(each for each in self.ledger.avoided if each != node), node))
-        host = self.view.nodes[node].host
-        self._tell_avoided(Failure.of_node(node, host, message=why, kind=FailureKind.LAUNCH))
-
-    def _note_avoided(self, failure: Failure) -> None:
-        """Record that later jobs should avoid the host of the failure that ended the last round."""
+        disks = {each.node for each in ledger.rounds if (each.attempt, each.kind) == kind}
+        if failure.kind is FailureKind.DISK and len(disks) > 1:  # all nodes share it
+            self.change(avoided=tuple(each for each in ledger.avoided if each not in disks))
+            return
+        if not lost or ledger.losses.get(node, 0) > 1:  # a lost node may come back once
+            self.change(avoided=(*(each for each in ledger.avoided if each != node), node))
         # If only the agent was killed, its host is not to blame. A coordinator whose agent was
-        # killed is here again.
-        node, ended = failure.node_rank, {*self.ledger.ended, self.job.own}
-        agent_killed = failure.kind is FailureKind.NODE_LOST and node in ended
-        full_disk = failure_texts.is_full_disk(failure.message)  # or it is emptied
-        if not (agent_killed or full_disk or self._is_of_shared_disk(failure)):
-            self._tell_avoided(failure)
-
-    def _tell_avoided(self, failure: Failure) -> None:
-        self.add(
-            "avoid",
-            node_rank=failure.node_rank,
-            host=failure.host,
-            kind=failure.kind.value,
-            why=failure.message,
-        )
+        # killed is here again. A full disk is emptied.
+        agent_killed = lost and node in {*ledger.ended, self.job.own}
+        if not agent_killed and not failure_texts.is_full_disk(failure.message):
+            self.add(
+                "avoid",
+                node_rank=node,
+                host=failure.host,
+                kind=failure.kind.value,
+                why=failure.message,
+            )
 
 
 # In the other stages, it is the caller's turn.
@@ -1425,47 +1312,23 @@ def _is_recorded(job: Job, ledger: Ledger) -> bool:
     return last is not None and (last.attempt, last.restart) == (job.attempt, ledger.restarts)
 
 
-def host_names(nodes: Mapping[int, Node]) -> dict[int, str]:
-    """Return the host of each node, with the node's number if the host has several nodes."""
-    count = Counter(node.host for node in nodes.values())
-    return {
-        number: f"{node.host} (node {number})" if count[node.host] > 1 else node.host
-        for number, node in nodes.items()
-    }
-
-
-def slow_lines(job: Job, ledger: Ledger, view: View) -> list[str]:
+def slow_lines(ledger: Ledger, nodes: Mapping[int, Node]) -> list[str]:
     """Return a line for each node that the preflight has found to be slow."""
-    return _Step(job, view, 0.0, Decision(ledger)).slow_lines()
+    return [f"host {nodes[node].host}: {why}" for node, why in ledger.slow.items()]
 
 
-def _measure_order(job: Job, ledger: Ledger, node: int) -> Measure:
-    """Return the order to measure a node; the caller fills in the store."""
-    numbers = sorted(ledger.measured, key=lambda each: (each != job.own, each))
-    seconds = job.options.join_timeout
-    return Measure("", 0, numbers.index(node), len(numbers), start_seconds=seconds)
-
-
-def _lost_before(node: Node) -> Node:
-    """Return the node as it was lost before its agent was started again."""
-    lost = Loss("its agent was started again", node.joined_at, ended=True)
-    return replace(node, lost=lost)
+def _loss(node: Node) -> Loss:
+    """Return how a node was lost, maybe before its agent was started again."""
+    return node.lost or Loss("its agent was started again", node.joined_at, ended=True)
 
 
 def _has_ended(node: Node) -> bool:
     return node.state.ended or len(node.state.succeeded) >= node.nproc
 
 
-def _lost_at(node: Node) -> float:
-    return node.lost.at if node.lost is not None else 0.0
-
-
 def _is_step(old: int, new: int, size: int) -> bool:
-    """Return whether a count gets an event: of many ranks, one that doubled or is nearly all."""
-    if size <= _SMALL_WORLD:
-        return new != old
-    missing = size - new
-    return new > old and (new >= 2 * old or 2 * missing <= size - old)
+    """Return whether a count gets an event: of many ranks, one that doubled or is complete."""
+    return new != old and (size <= _SMALL_WORLD or new == size or new >= 2 * old)
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -176,14 +176,13 @@ class Measure:
 
     Attributes:
         address, port: the store in which the measuring processes meet.
-        number, count: the number of this node's process, and of all.
+        nodes: the nodes that measure.
         start_seconds: how long to wait for the processes of the other nodes.
     """
 
     address: Text
     port: Number
-    number: Number
-    count: Number
+    nodes: Annotated[tuple[Number, ...], Limit(1 << 14)]
     start_seconds: float
 
 

@@ -25,8 +25,9 @@ from clusterjob.node import decide as core
 from clusterjob.node.contract import World
 from clusterjob.node.decide import Job, Ledger, Loss, Node, Stage, View
 from clusterjob.node.options import parse
+from clusterjob.node.rendezvous import policy
+from clusterjob.node.rendezvous.messages import Lasting
 from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.rendezvous.policy import Policy
 from clusterjob.node.rendezvous.succession import may_go_on
 from clusterjob.node.states import Failing, NodeState, Order, Request
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
@@ -69,6 +70,7 @@ def _record_again(step: Any) -> None:
 
 
 _WHY_END, _RUN, _NOTE_CHANGES = core._Step._why_end, core._Step.run, core._Step.note_changes
+_RESTART = policy.decide
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,25 @@ class Simulation:
         self.machines = [Machine(number, rand.choice([1, 2, 4])) for number in range(count)]
         self.describe = f"{count} nodes {' '.join(words)}"
         for machine in self.machines:
-            self.after(rand.uniform(0.0, 2.0), functools.partial(self.start_agent, machine))
+            start = functools.partial(self.start_agent, machine)
+            self.on(machine, rand.uniform(0.0, 2.0), start)
         self.plan_faults()
 
     # -- time and network ----------------------------------------------------------------------
 
     def after(self, seconds: float, function: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (self.now + seconds, next(self.numbers), function))
+
+    def on(self, machine: Machine, seconds: float, function: Callable[[], None]) -> None:
+        """Call a function of a machine after some seconds, later while the machine is frozen."""
+
+        def call() -> None:
+            if machine.frozen:
+                self.after(0.5, call)
+            else:
+                function()
+
+        self.after(seconds, call)
 
     def say(self, text: str) -> None:
         self.log.append(f"{self.now:8.2f} {text}")
@@ -215,7 +229,8 @@ class Simulation:
         # The forkserver dies with the agent, and the kernel kills its workers.
         self.after(self.random.uniform(0, 0.1), lambda: self.clear(machine))
         if self.options.restarts:
-            self.after(self.random.uniform(0.2, 2.0), lambda: self.start_agent(machine, again=True))
+            again = functools.partial(self.start_agent, machine, again=True)
+            self.on(machine, self.random.uniform(0.2, 2.0), again)
         else:
             self.ends[machine.number] = JobState.LOST
 
@@ -314,9 +329,6 @@ class Simulation:
     def start_agent(self, machine: Machine, *, again: bool = False) -> None:
         if not machine.up or machine.agent is not None or machine.number in self.ends:
             return
-        if machine.frozen:
-            self.after(1.0, lambda: self.start_agent(machine, again=again))
-            return
         machine.agent = Agent(self, machine, again=again)
         machine.agent.begin()
 
@@ -326,13 +338,10 @@ class Simulation:
         self.check_start(machine, world)
         for worker in machine.workers:
             seconds = self.random.uniform(0.2, 2.0)
-            self.after(seconds, functools.partial(self.worker_runs, machine, worker))
+            self.on(machine, seconds, functools.partial(self.worker_runs, machine, worker))
 
     def worker_runs(self, machine: Machine, worker: Worker) -> None:
         if worker not in machine.workers or worker.phase != "importing":
-            return
-        if machine.frozen:
-            self.after(0.5, lambda: self.worker_runs(machine, worker))
             return
         worker.phase = "running"
         if machine.agent is not None:
@@ -541,23 +550,19 @@ class Link:
         """
         if self.up:
             self.up = False
-            self.sim.after(0.01, lambda: self.tell_coordinator(by_agent=by_agent))
-            self.sim.after(0.01, self._tell_agent)
+            tell = functools.partial(self.tell_coordinator, by_agent=by_agent)
+            self.sim.on(self.coordinator.machine, 0.01, tell)
+            self.sim.on(self.agent.machine, 0.01, self._tell_agent)
 
     def tell_coordinator(self, *, by_agent: bool = False) -> None:
         machine = self.coordinator.machine
-        if machine.frozen:
-            self.sim.after(0.5, lambda: self.tell_coordinator(by_agent=by_agent))
-        elif machine.up and self.sim.reaches(self.agent.machine.number, machine.number):
+        if machine.up and self.sim.reaches(self.agent.machine.number, machine.number):
             why = "it lost the coordinator" if by_agent else "its connection was closed"
             self.coordinator.lose(self.agent, why, self, ended=not by_agent, by_agent=by_agent)
 
     def _tell_agent(self) -> None:
-        machine = self.agent.machine
-        if machine.up and not machine.frozen:
+        if self.agent.machine.up:
             self.agent.lost_coordinator("the connection to it was closed", self)
-        elif machine.up:
-            self.sim.after(0.5, self._tell_agent)
 
 
 class Agent:
@@ -606,7 +611,7 @@ class Agent:
             link, self.link = self.link, None
             link.up = False
             if link.coordinator.machine is not self.machine:
-                self.sim.after(0.01, link.tell_coordinator)
+                self.sim.on(link.coordinator.machine, 0.01, link.tell_coordinator)
 
     def on_thaw(self) -> None:
         if self.coordinator is not None:
@@ -707,12 +712,10 @@ class Agent:
             self.stopping = True
             number = self.round
             wait = self.sim.random.choice([0.01, 0.1, min(1.0, grace)])
-            self.sim.after(wait, lambda: self.stopped(number))
+            self.sim.on(self.machine, wait, lambda: self.stopped(number))
 
     def stopped(self, number: int) -> None:
-        if self.machine.frozen:
-            self.sim.after(0.5, lambda: self.stopped(number))
-        elif not self.dead and self.round == number and self.machine.agent is self:
+        if not self.dead and self.round == number and self.machine.agent is self:
             self.sim.kill_workers(self.machine)
             self.push()
 
@@ -720,9 +723,6 @@ class Agent:
 
     def lost_coordinator(self, why: str, link: Link) -> None:
         if self.dead or self.link is not link:
-            return
-        if self.machine.frozen:
-            self.sim.after(0.5, lambda: self.lost_coordinator(why, link))
             return
         sim = self.sim
         sim.say(f"agent {self.machine.number} lost the coordinator: {why}")
@@ -739,7 +739,7 @@ class Agent:
             else:
                 self.end(sim.shared_result.state)
             return
-        sim.after(GRACE_OF_KILL, lambda: self.search(ended=ended))
+        sim.on(self.machine, GRACE_OF_KILL, lambda: self.search(ended=ended))
 
     def search(self, *, ended: bool, turn: float | None = -1.0) -> None:
         """Look for the coordinator at the known addresses, and take its place in turn."""
@@ -768,9 +768,6 @@ class Agent:
         if self.dead or search != self.search_id or self.link is not None:
             return
         sim, machine = self.sim, self.machine
-        if machine.frozen:
-            sim.after(0.5, lambda: self.try_join(search, turn, deadline, ended))
-            return
         if sim.shared_result is not None and sim.random.random() < 0.5:
             self.end(sim.shared_result.state)  # a shared disk shows the verdict
             return
@@ -795,7 +792,7 @@ class Agent:
         if sim.now >= deadline:
             self.end(JobState.LOST)
             return
-        sim.after(0.3, lambda: self.try_join(search, turn, deadline, ended))
+        sim.on(machine, 0.3, lambda: self.try_join(search, turn, deadline, ended))
 
     def may_coordinate(self) -> bool:
         found = self.machine.disk.get("ledger")
@@ -959,13 +956,10 @@ class Coordinator:
         at = sim.now + seconds if seconds is not None else max(sim.now, self.decided + BATCH)
         if self.planned is None or at < self.planned:
             self.planned = at
-            sim.after(at - sim.now, lambda: self.decide(at))
+            sim.on(self.machine, at - sim.now, lambda: self.decide(at))
 
     def decide(self, planned: float) -> None:
         if self.dead or self.planned != planned:
-            return
-        if self.machine.frozen:
-            self.sim.after(0.5, lambda: self.decide(planned))
             return
         self.planned = None
         self.decided = self.sim.now
@@ -987,7 +981,7 @@ class Coordinator:
             sim.say(f"[{self.machine.number}] {name} {fields}")
         if self.ledger.stage is Stage.START:
             view = View(self.nodes, time=f"{sim.now:.3f}")
-            worlds = self.worlds(view)
+            worlds = self.worlds()
             self.apply(core.begin(self.job, self.ledger, view, sim.now, worlds))
             return
         if self.ledger.stage is Stage.RESIGN:
@@ -1007,8 +1001,8 @@ class Coordinator:
         if decision.due < float("inf"):
             self.plan(max(decision.due - sim.now, 0.001))
 
-    def worlds(self, view: View) -> dict[int, World]:
-        chosen = core.chosen(self.job, self.ledger, view)
+    def worlds(self) -> dict[int, World]:
+        chosen = self.ledger.chosen
         sim, worlds, first = self.sim, {}, 0
         size = sum(self.nodes[number].nproc for number in chosen)
         for rank, number in enumerate(chosen):
@@ -1044,6 +1038,8 @@ class Coordinator:
         """A start carries the ledger; it arrives with the next order."""
         ledger, node, heirs = note
         agent = link.agent
+        lasting = {name: getattr(ledger, name) for name in vars(Lasting())}
+        ledger = Ledger(**lasting, stage=Stage.RUN, started=ledger.first_started)
 
         def keep() -> None:
             agent.machine.disk["heirs"] = heirs
@@ -1086,7 +1082,8 @@ class Coordinator:
             self.agent.end(verdict.state)
 
 
-# Broken rules of the decisions: a method of `_Step`, and what it does instead.
+# Broken rules of the decisions: a method of `_Step` or a function of `policy`, and what it does
+# instead.
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "any part of a split job goes on": ("has_majority", lambda step: True),
     "no wait for workers of lost nodes": ("may_train", lambda step: 0.0),
@@ -1097,8 +1094,8 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "a round ends without its lost nodes": ("_is_gone", lambda step, node: False),
     "the end of a round is not waited for": ("stop", lambda step: step.end_round()),
     "each restart is free": (
-        "policy",
-        lambda step, earlier: Policy(step.job.options, (), step.job.attempt, free=9),
+        "decide",
+        lambda failure, options, *_: _RESTART(failure, replace(options, max_restarts=9), (), 0, 1),
     ),
     "the last failure is the cause": ("_why_end", _blame_last),
     "the first rank that ends is the end of the job": ("run", _end_with_first),
@@ -1114,13 +1111,14 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 def mutant(name: str) -> Iterator[None]:
     """Break one rule of the decisions."""
     method, replacement = MUTANTS[name]
-    original, stages = getattr(core._Step, method), dict(core._STAGES)
-    setattr(core._Step, method, replacement)
+    owner: Any = core._Step if hasattr(core._Step, method) else policy
+    original, stages = getattr(owner, method), dict(core._STAGES)
+    setattr(owner, method, replacement)
     core._STAGES.update({stage: replacement for stage, each in stages.items() if each is original})
     try:
         yield
     finally:
-        setattr(core._Step, method, original)
+        setattr(owner, method, original)
         core._STAGES.update(stages)
 
 

@@ -13,24 +13,29 @@ import pytest
 
 from clusterjob.node.logs.job_dir import COORDINATOR
 from clusterjob.node.rendezvous import succession
-from clusterjob.node.rendezvous.messages import CoordinatorState, Members
+from clusterjob.node.rendezvous.messages import CoordinatorState, Lasting, Members
 from clusterjob.node.system import processes
+from clusterjob.node.verdict import RoundEnd
 
 
-def state(seconds_left: float | None = None) -> CoordinatorState:
+def state(seconds_left: float = 1e6) -> CoordinatorState:
+    lasting = Lasting(
+        3,
+        nodes=(1, 2, 3),
+        groups=(Members((0, 1, 2, 3), 0), Members((1, 2, 3), 1)),
+        avoided=(0,),
+        rounds=(RoundEnd(2, 1, "signal"),),
+        first_started="2026-11-25T12:00:00.000Z",
+        deadline=seconds_left,
+        limit_runs=True,
+    )
     return CoordinatorState(
         2,
-        3,
-        started_at="2026-11-25T12:00:00.000Z",
-        seconds_left=seconds_left,
-        limit_runs=True,
+        lasting,
         node=1,
         host="gpu1",
         moves=1,
         process="boot pid:[1] 2 3",
-        groups=(Members((0, 1, 2, 3), 0), Members((1, 2, 3), 1)),
-        nodes=(1, 2, 3),
-        avoided=(0,),
         addresses=("10.0.0.2", "10.0.0.3"),
         clock=1234.5,
         made_at=time.monotonic(),
@@ -38,56 +43,52 @@ def state(seconds_left: float | None = None) -> CoordinatorState:
     )
 
 
-@pytest.mark.parametrize("seconds_left", [None, 1e6])
-def test_state_that_was_written_is_read(tmp_path: Path, seconds_left: float | None) -> None:
-    written = state(seconds_left)
+def test_state_that_was_written_is_read_in_the_same_attempt(tmp_path: Path) -> None:
+    assert succession.read_state(tmp_path, 2) is None
+    written = state()
     succession.write_state(tmp_path, written)
     assert succession.read_state(tmp_path, 2) == written
+    assert succession.read_state(tmp_path, 3) is None
     assert (tmp_path / COORDINATOR).stat().st_mode & 0o777 == 0o600
 
 
-def test_state_of_another_attempt_is_ignored(tmp_path: Path) -> None:
-    assert succession.read_state(tmp_path, 2) is None
-    succession.write_state(tmp_path, state())
-    assert succession.read_state(tmp_path, 3) is None
-
-
-def test_deadline_stays_on_this_machine_and_is_moved_on_another() -> None:
-    limit = time.monotonic() + 100
-    of_limit = replace(state(160.0), made_at=limit - 160)
-    assert of_limit.deadline == limit
-    moved = replace(of_limit, boot_id="another").deadline - time.monotonic()
-    assert 150 < moved <= 160
-    assert state().deadline == math.inf
+def test_time_limit_goes_on_on_this_machine_and_stands_still_until_another_reads_it(
+    tmp_path: Path,
+) -> None:
+    made = replace(state(160.0), made_at=time.monotonic() - 60)
+    for boot_id, left in ((made.boot_id, 100), ("another", 160)):
+        succession.write_state(tmp_path, replace(made, boot_id=boot_id))
+        found = succession.from_disk(tmp_path, 2, "it was killed")
+        assert found is not None
+        limit = found.received_at + found.state.lasting.deadline
+        assert left - 10 < limit - time.monotonic() <= left
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"restarts": -1},
-        {"restarts": "3"},
-        {"restarts": True},
-        {"restarts": 2**31},
         {"attempt": None},
-        {"started_at": 5},
-        {"started_at": "x" * 301},
-        {"nodes": "1"},
-        {"groups": [{"nodes": [1], "coordinator": 1}] * 3},
-        {"groups": [{"nodes": [-1], "coordinator": 1}]},
-        {"nodes": [1, -2]},
-        {"avoided": [0] * 20_000},
         {"addresses": ["10.0.0.2"] * 9},
         {"addresses": [5]},
         {"moves": 1.5},
-        {"seconds_left": "1"},
-        {"seconds_left": -1.0},
-        {"seconds_left": math.nan},
         {"made_at": 1e12},
         {"boot_id": None},
+        {"lasting": {"round": -2}},
+        {"lasting": {"round": "3"}},
+        {"lasting": {"round": True}},
+        {"lasting": {"round": 2**31}},
+        {"lasting": {"first_started": "x" * 301}},
+        {"lasting": {"nodes": "1"}},
+        {"lasting": {"nodes": [1, -2]}},
+        {"lasting": {"groups": [{"nodes": [1], "coordinator": 1}] * 3}},
+        {"lasting": {"groups": [{"nodes": [-1], "coordinator": 1}]}},
+        {"lasting": {"avoided": [0] * 20_000}},
+        {"lasting": {"deadline": -1.0}},
+        {"lasting": {"deadline": math.nan}},
     ],
 )
 def test_damaged_state_is_ignored(tmp_path: Path, change: dict[str, Any]) -> None:
-    succession.write_state(tmp_path, state(1e6))
+    succession.write_state(tmp_path, state())
     data = json.loads((tmp_path / COORDINATOR).read_text())
     (tmp_path / COORDINATOR).write_text(json.dumps(data | change))
     assert succession.read_state(tmp_path, 2) is None

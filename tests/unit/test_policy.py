@@ -15,9 +15,9 @@ from clusterjob.node.logs.events import EventLog, read_job_events
 from clusterjob.node.logs.job_dir import EVENTS, moved_events
 from clusterjob.node.options import LaunchOptions, Retry, parse
 from clusterjob.node.program import Program
-from clusterjob.node.rendezvous import outcome
+from clusterjob.node.rendezvous import outcome, policy
 from clusterjob.node.rendezvous.outcome import Outcome
-from clusterjob.node.rendezvous.policy import RULES, Decision, Policy
+from clusterjob.node.rendezvous.policy import Decision
 from clusterjob.node.verdict import Failure, FailureKind, JobState, RoundEnd, Verdict, bounded
 
 MACHINE = ("device", "disk", "network", "node_lost", "launch")
@@ -26,15 +26,43 @@ FAILURE = Failure(
 )
 
 
-def policy(
-    max_restarts: int, *retry: str, earlier: tuple[RoundEnd, ...] = (), free: int = 0
-) -> Policy:
-    options = LaunchOptions(Program("script", "t.py"), max_restarts=max_restarts, retry=retry)
-    return Policy(options, earlier, free=free)
+def failed(kind: FailureKind) -> Outcome:
+    return outcome.failed(replace(FAILURE, kind=kind, where="t.py:3"))
 
 
-def failed(kind: FailureKind, message: str = "RuntimeError: boom", **more: Any) -> Outcome:
-    return outcome.failed(replace(FAILURE, kind=kind, message=message, **more))
+class Restarts:
+    """The decisions after rounds that end one after another.
+
+    Args:
+        max_restarts: --max-restarts.
+        *retry: --retry.
+        earlier: rounds that have ended before.
+        free: how many failures of machines are restarted without --max-restarts.
+    """
+
+    def __init__(
+        self, max_restarts: int, *retry: str, earlier: tuple[RoundEnd, ...] = (), free: int = 0
+    ) -> None:
+        program = Program("script", "t.py")
+        self.options = LaunchOptions(
+            program, max_restarts=max_restarts, retry=retry, min_nodes=1 if free else None
+        )
+        self.nnodes, self.rounds = free + 1, list(earlier)
+
+    def after(self, kind: FailureKind, message: str = "boom", **more: Any) -> Decision:
+        failure = replace(FAILURE, kind=kind, message=message, **more)
+        decision = policy.decide(failure, self.options, self.rounds, 0, self.nnodes)
+        if decision.retry or decision.more_memory:
+            end = outcome.failed(failure)
+            self.rounds.append(outcome.round_end(end, 0, len(self.rounds), started_at="t0"))
+        return decision
+
+    def retried(self, times: int, kind: FailureKind, **more: Any) -> list[bool]:
+        return [self.after(kind, **more).retry for _ in range(times)]
+
+    @property
+    def most(self) -> int:
+        return policy.most_restarts(self.options, self.nnodes)
 
 
 def round_end(kind: str, attempt: int = 0, restart: int = 0, **more: Any) -> RoundEnd:
@@ -43,55 +71,39 @@ def round_end(kind: str, attempt: int = 0, restart: int = 0, **more: Any) -> Rou
 
 
 @pytest.mark.parametrize("kind", FailureKind)
-def test_no_failure_is_retried_without_max_restarts_and_retry(kind: FailureKind) -> None:
-    assert policy(0).decide(failed(kind)) == Decision(retry=False)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    sorted(
-        set(FailureKind) - {FailureKind.IMPORT, FailureKind.OOM_HOST} - {FailureKind.OOM_DEVICE}
-    ),
-)
-def test_first_failure_of_other_kinds_is_retried(kind: FailureKind) -> None:
-    decision = policy(1).decide(failed(kind))
-    assert decision.retry
-    assert decision.avoid == (kind.value in MACHINE)
-    assert decision.charged == (kind is not FailureKind.PREEMPTED)
-
-
-@pytest.mark.parametrize("kind", ["import", "oom_host", "oom_device"])
-def test_failure_that_would_repeat_is_not_retried(kind: str) -> None:
-    decision = policy(3).decide(failed(FailureKind(kind)))
-    assert not decision.retry
-    assert decision.why == RULES[FailureKind(kind)].why
+def test_each_kind_is_restarted_once_with_max_restarts_1_unless_it_would_repeat(
+    kind: FailureKind,
+) -> None:
+    assert Restarts(0).after(kind) == Decision()
+    why = policy.RULES[kind].why
+    assert bool(why) == (kind.value in ("import", "oom_host", "oom_device"))
+    expected = Decision(why=why) if why else Decision(retry=True, avoid=kind.value in MACHINE)
+    own = Restarts(1)
+    assert own.after(kind) == expected
+    assert own.after(kind).retry is False
+    # A preemption is not charged.
+    assert own.after(FailureKind.SIGNAL).retry is (bool(why) or kind is FailureKind.PREEMPTED)
 
 
 @pytest.mark.parametrize("kind", FailureKind)
-def test_spares_restart_failures_of_machines_alone_without_charge(kind: FailureKind) -> None:
-    own = policy(0, free=2)
-    found = [own.decide(failed(kind, rank=None)) for _ in range(3)]
+def test_spares_restart_failures_of_machines_alone(kind: FailureKind) -> None:
+    own = Restarts(0, free=2)
     machine = kind.value in MACHINE
-    assert [each.retry for each in found] == [machine, machine, False]
-    assert not any(each.charged for each in found if each.retry)
+    assert own.retried(3, kind, rank=None) == [machine, machine, False]
     assert own.most == 2
 
 
 def test_charged_restarts_follow_when_the_restarts_of_machines_are_used() -> None:
     earlier = (round_end("node_lost"), round_end("signal", restart=1))
-    own = policy(2, earlier=earlier, free=1)  # a coordinator that took over
-    found = [own.decide(failed(FailureKind.NODE_LOST)) for _ in range(2)]
-    assert [(each.retry, each.charged) for each in found] == [(True, True), (False, False)]
+    own = Restarts(2, earlier=earlier, free=1)  # a coordinator that took over
+    assert own.retried(2, FailureKind.NODE_LOST) == [True, False]
 
 
 def test_same_launch_error_of_a_second_node_ends_a_job_with_spares() -> None:
-    own = policy(0, free=3)
-    assert own.decide(failed(FailureKind.LAUNCH, node_rank=1)).retry
-    decision = own.decide(failed(FailureKind.LAUNCH, node_rank=2))
-    assert (decision.retry, decision.why) == (
-        False,
-        "the same error in two attempts: it would fail again",
-    )
+    own = Restarts(0, free=3)
+    assert own.after(FailureKind.LAUNCH, node_rank=1).retry
+    why = "the same error in two attempts: it would fail again"
+    assert own.after(FailureKind.LAUNCH, node_rank=2) == Decision(why=why)
 
 
 @pytest.mark.parametrize(
@@ -105,20 +117,16 @@ def test_restarts_of_machines_are_as_many_as_the_job_can_lose(
 
 
 def test_host_is_not_avoided_for_failure_that_only_names_a_lost_peer() -> None:
-    assert policy(1).decide(failed(FailureKind.NETWORK, effect=True)) == Decision(
-        retry=True, charged=True
-    )
+    assert Restarts(1).after(FailureKind.NETWORK, effect=True) == Decision(retry=True)
 
 
 def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
-    own = policy(5)
-    assert own.decide(failed(FailureKind.CODE, "ValueError: 7 at 0xAF", where="train.py:12")).retry
-    again = failed(
-        FailureKind.CODE, "ValueError: 8 at 0x1 (exited with code 1)", where="train.py:12"
-    )
-    decision = own.decide(again)
-    assert not decision.retry
-    assert decision.why == "the same error at train.py:12 in two attempts: it would fail again"
+    own = Restarts(5)
+    where = {"where": "train.py:12"}
+    assert own.after(FailureKind.CODE, "ValueError: 7 at 0xAF", **where).retry
+    again = own.after(FailureKind.CODE, "ValueError: 8 at 0x1 (exited with code 1)", **where)
+    why = "the same error at train.py:12 in two attempts: it would fail again"
+    assert again == Decision(why=why)
 
 
 @pytest.mark.parametrize(
@@ -131,117 +139,77 @@ def test_same_error_at_same_line_in_two_rounds_is_not_retried() -> None:
     ],
 )
 def test_another_error_is_retried(second: dict[str, Any]) -> None:
-    own = policy(5)
+    own = Restarts(5)
     first = {"kind": FailureKind.CODE, "message": "ValueError: 7", "where": "train.py:12"}
-    assert own.decide(failed(**first)).retry
-    assert own.decide(failed(**(first | second))).retry
+    assert own.after(**first).retry
+    assert own.after(**(first | second)).retry
 
 
 @pytest.mark.parametrize(
     ("kind", "where"), [(FailureKind.CODE, ""), (FailureKind.SIGNAL, "train.py:12")]
 )
 def test_error_that_may_pass_is_retried_as_often_as_allowed(kind: FailureKind, where: str) -> None:
-    own = policy(2)
-    found = [own.decide(failed(kind, where=where)).retry for _ in range(3)]
-    assert found == [True, True, False]
+    assert Restarts(2).retried(3, kind, where=where) == [True, True, False]
 
 
 def test_restarts_after_disk_failures_in_a_row_are_delayed_more_and_more() -> None:
-    own = policy(20)
-    full = failed(FailureKind.DISK, "OSError: [Errno 28] No space left on device")
-    assert [own.decide(full).pause for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert own.decide(failed(FailureKind.SIGNAL)).pause == 0
-    assert own.decide(full).pause == 0
-
-
-def test_disk_failures_under_an_earlier_coordinator_delay_the_next_restart() -> None:
-    own = policy(20, earlier=(round_end("disk"), round_end("disk", restart=1)))
-    assert own.decide(failed(FailureKind.DISK)).pause == 2
+    own = Restarts(20)
+    pauses = [own.after(FailureKind.DISK).pause for _ in range(9)]
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert own.after(FailureKind.SIGNAL).pause == 0
+    assert own.after(FailureKind.DISK).pause == 0
 
 
 @pytest.mark.parametrize(("rank", "retried"), [(1, False), (None, True)])
 def test_program_that_cannot_start_ends_the_job_and_lost_forkserver_does_not(
     rank: int | None, retried: bool
 ) -> None:
-    own = policy(5)
-    launch = failed(FailureKind.LAUNCH, "cannot start ./train: Permission denied", rank=rank)
-    assert own.decide(launch).retry
-    assert own.decide(launch).retry is retried
+    assert Restarts(5).retried(2, FailureKind.LAUNCH, rank=rank) == [True, retried]
 
 
 def test_same_error_in_earlier_attempt_of_job_is_not_retried() -> None:
-    earlier = round_end("code", message="ValueError: boom", where="train.py:12")
-    own = policy(5, earlier=(earlier, round_end("preempted")))
-    assert not own.decide(failed(FailureKind.CODE, "ValueError: boom", where="train.py:12")).retry
+    error = {"message": "ValueError: boom", "where": "train.py:12"}
+    earlier = (round_end("code", attempt=1, **error), round_end("preempted"))
+    assert not Restarts(5, earlier=earlier).after(FailureKind.CODE, **error).retry
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"),
+    ("kind", "retried", "more"),
     [
-        ("code", {"message": "SyntaxError: invalid syntax (train.py, line 3)"}),
-        ("code", {"message": "IndentationError: unexpected indent (train.py, line 3)"}),
-        ("exit_code", {"exit_code": 2, "last_lines": ("usage: t.py [-h]", "t.py: error: no")}),
-        ("exit_code", {"exit_code": 2, "last_lines": ("Usage: t.py [OPTIONS]", "", "Error: no")}),
+        ("code", False, {"message": "SyntaxError: invalid syntax (train.py, line 3)"}),
+        ("code", False, {"message": "IndentationError: unexpected indent (train.py, line 3)"}),
+        ("exit_code", False, {"exit_code": 2, "last_lines": ("usage: t.py [-h]", "error: no")}),
+        ("exit_code", False, {"exit_code": 2, "last_lines": ("Usage: t.py [OPTIONS]", "Error")}),
+        ("exit_code", True, {"exit_code": 3, "last_lines": ("usage: t.py [-h]",)}),
+        ("exit_code", True, {"exit_code": 2, "last_lines": ("the usage is 80 %",)}),
     ],
 )
-def test_certain_bug_is_not_retried_at_once(kind: str, more: dict[str, Any]) -> None:
-    decision = policy(3).decide(failed(FailureKind(kind), **more))
-    assert not decision.retry
-    assert decision.why.endswith("it would fail again")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"exit_code": 3, "last_lines": ("usage: t.py [-h]",)},
-        {"exit_code": 2, "last_lines": ("the usage is 80 %",)},
-    ],
-)
-def test_other_exit_code_is_retried(more: dict[str, Any]) -> None:
-    assert policy(1).decide(failed(FailureKind.EXIT_CODE, **more)).retry
+def test_certain_bug_is_not_retried_at_once(kind: str, retried: bool, more: dict[str, Any]) -> None:
+    decision = Restarts(3).after(FailureKind(kind), **more)
+    assert decision.retry is retried
+    assert decision.why.endswith("it would fail again") is not retried
 
 
 def test_retry_has_its_own_count_for_its_kind() -> None:
-    own = policy(1, "device:2", "code:0", "import:1")
+    own = Restarts(1, "device:2", "code:0", "import:1")
     assert own.most == 4
-    device = [own.decide(failed(FailureKind.DEVICE)) for _ in range(3)]
-    assert [each.retry for each in device] == [True, True, False]
-    assert device[0] == Decision(retry=True, avoid=True)
-    assert not own.decide(failed(FailureKind.CODE)).retry
-    assert own.decide(failed(FailureKind.IMPORT)).retry
-    signals = [own.decide(failed(FailureKind.SIGNAL)).retry for _ in range(2)]
-    assert signals == [True, False]  # --max-restarts was not used up
-
-
-def test_retry_repeats_even_the_same_error() -> None:
-    own = policy(0, "code:2")
-    again = [own.decide(failed(FailureKind.CODE, where="train.py:12")).retry for _ in range(3)]
-    assert again == [True, True, False]
+    assert own.after(FailureKind.DEVICE) == Decision(retry=True, avoid=True)
+    assert own.retried(2, FailureKind.DEVICE) == [True, False]
+    assert own.retried(1, FailureKind.CODE) == [False]
+    assert own.retried(1, FailureKind.IMPORT) == [True]
+    assert own.retried(2, FailureKind.SIGNAL) == [True, False], "--max-restarts was not used up"
 
 
 @pytest.mark.parametrize(("max_restarts", "restarts"), [(0, 1), (3, 3)])
 def test_retry_without_number_means_max_restarts(max_restarts: int, restarts: int) -> None:
-    own = policy(max_restarts, "hang")
-    found = [own.decide(failed(FailureKind.HANG)).retry for _ in range(5)]
-    assert sum(found) == restarts
+    own = Restarts(max_restarts, "code")  # even with the same error
+    assert sum(own.retried(5, FailureKind.CODE, where="train.py:12")) == restarts
 
 
 def test_count_of_retry_includes_earlier_attempts() -> None:
-    own = policy(0, "oom_host:2:mem*1.5", earlier=(round_end("oom_host"),))
-    oom = failed(FailureKind.OOM_HOST)
-    assert own.decide(oom) == Decision(retry=False, more_memory=1.5)
-    assert own.decide(oom) == Decision(retry=False)
-
-
-def test_end_without_failure_is_not_retried() -> None:
-    ends = (
-        Outcome(JobState.SUCCEEDED),
-        Outcome(JobState.PREEMPTED, reason="SIGUSR1"),
-        outcome.out_of_time(3.0),
-        outcome.cancelled("Ctrl-C", interrupt=True),
-    )
-    own = policy(9, "preempted:9")
-    assert [own.decide(end).retry for end in ends] == [False] * 4
+    own = Restarts(0, "oom_host:2:mem*1.5", earlier=(round_end("oom_host", attempt=1),))
+    assert own.after(FailureKind.OOM_HOST) == Decision(more_memory=1.5)
+    assert own.after(FailureKind.OOM_HOST) == Decision()
 
 
 @pytest.mark.parametrize(
@@ -285,7 +253,7 @@ def test_retry_travels_on_the_command_line_of_a_node() -> None:
 
 def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
     ends = [
-        outcome.round_end(failed(FailureKind.DEVICE, where="t.py:3"), 0, 0, started_at="t0"),
+        outcome.round_end(failed(FailureKind.DEVICE), 0, 0, started_at="t0"),
         outcome.round_end(outcome.out_of_time(3.0), 0, 1, started_at="t1"),
         outcome.round_end(Outcome(JobState.SUCCEEDED), 0, 2, started_at="t2"),
     ]
@@ -307,7 +275,7 @@ def test_round_ends_survive_the_verdict_and_the_events(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        *(failed(kind, where="t.py:3") for kind in FailureKind),
+        *(failed(kind) for kind in FailureKind),
         outcome.out_of_time(3.0),
         outcome.preempted("SIGUSR1 on gpu7: its workers left"),
         outcome.cancelled("cancelled", interrupt=False),
@@ -367,7 +335,3 @@ def test_many_rounds_are_shortened_to_first_and_latest() -> None:
     kept = [each.restart for each in bounded(many)]
     assert kept == [*range(10), *range(70, 100)]
     assert bounded(many[:40]) == tuple(many[:40])
-
-
-def test_every_kind_has_a_rule() -> None:
-    assert set(RULES) == set(FailureKind)

@@ -1,4 +1,4 @@
-"""The preflight's decisions: steps, comparison of hosts, the table."""
+"""The preflight's decisions: tasks, comparison of hosts, the table."""
 
 from __future__ import annotations
 
@@ -10,127 +10,94 @@ from typing import Any
 import pytest
 
 from clusterjob.node import preflight
-from clusterjob.node.preflight import CPU, DISK, MEASURES, PAIR, Director, Task
-from clusterjob.node.preflight_table import Column, HeatTable, is_slow
+from clusterjob.node.preflight import CPU, DISK, GPU, MEASURES, PAIR, HeatTable, is_slow
 
-# The answer of a node to a probe: amounts, an error, or None.
+# The answer of a node to a probe: amounts, an error, or None; `...` for a silent node.
 Answer = Callable[[str, int], Any]
 
 
-class Clock:
-    """A clock on which each step takes some time."""
+class Measured:
+    """Nodes that were measured with these answers; each pass takes 4 s."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int, answer: Answer) -> None:
+        self.now, self._answer = 0.0, answer
+        self.passes: list[list[str]] = []
+        monkeypatch.setattr(preflight.time, "monotonic", lambda: self.now)
+        self.found = preflight.direct([*range(nodes)], self._take)
+        self.slow = self.found["slow"]
 
-    def monotonic(self) -> float:
-        return self.now
+    def _take(self, nodes: list[int], probes: list[str], _: float) -> preflight.Answers:
+        self.now += 4.0
+        self.passes.append(probes)
+        asked = [(task, node) for task in preflight.tasks(nodes, probes) for node in task[1]]
+        answers = {each: self._answer(each[0][0], each[1]) for each in asked}
+        return {each: answer for each, answer in answers.items() if answer is not ...}
+
+
+Measure = Callable[[int, Answer], Measured]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(preflight, "time", made)
-    return made
+def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
+    return lambda nodes, answer: Measured(monkeypatch, nodes, answer)
 
 
-def direct(clock: Clock, nodes: int, answer: Answer, *, per_machine: int = 1) -> Director:
-    """Return a director that has measured nodes with these answers."""
-
-    def ask(tasks: list[Task]) -> dict[tuple[Task, int], Any]:
-        found = {(task, node): answer(task[0], node) for task in tasks for node in task[1]}
-        clock.now += 5.0 if None in found.values() else 0.5
-        return found
-
-    hello = {
-        node: {"machine": f"m{node // per_machine}", "gpus": 0, "versions": {"torch": "2.13.0"}}
-        for node in range(nodes)
-    }
-    director = Director(ask, hello)
-    director.run(clock.now)
-    return director
+def usual(probe: str, _node: int) -> Any:
+    """Return amounts that vary by a tenth; no node has a GPU."""
+    count = sum(of == probe for of, _ in MEASURES.values())
+    return None if probe == GPU else [random.uniform(90, 100) for _ in range(count)]
 
 
-def amounts(slow: int | None = None, probe: str = PAIR, *, part: float = 0.3) -> Answer:
-    """Return answers that vary by a tenth, and are smaller on one node."""
-    numbers = random.Random(1)
-
-    def answer(asked: str, node: int) -> list[float]:
-        factor = part if node == slow and asked == probe else 1.0
-        return [100 * factor * (1 - 0.1 * numbers.random()) for _ in MEASURES[asked]]
-
-    return answer
+def but(probe: str, node: int, answer: Any) -> Answer:
+    """Return the usual answers, but another one for one probe of one node."""
+    return lambda *asked: answer if asked == (probe, node) else usual(*asked)
 
 
-# -- steps -----------------------------------------------------------------------------------------
+# -- tasks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per_machine", [1, 2, 3, 12])
-def test_each_task_is_in_one_step_and_no_machine_twice_in_a_step(per_machine: int) -> None:
-    tasks: list[Task] = [(CPU, (node,)) for node in range(12)]
-    tasks += [(PAIR, pair) for pairs in preflight.pair_rounds(range(12), 3) for pair in pairs]
-    found = preflight.steps(tasks, lambda node: str(node // per_machine))
-    assert sorted(task for step in found for task in step) == sorted(tasks)
-    for step in found:
-        used = [machine for _, nodes in step for machine in {node // per_machine for node in nodes}]
-        assert len(used) == len(set(used))
-    assert max(map(len, found)) >= 12 // per_machine
+def test_each_node_takes_each_probe_and_is_in_pairs_of_a_few_rounds() -> None:
+    found = preflight.tasks(range(8), [CPU, PAIR])
+    assert [nodes for probe, nodes in found if probe == CPU] == [(node,) for node in range(8)]
+    assert sum(probe == PAIR for probe, _ in found) == 5 * 4
+    assert not preflight.tasks([0], [PAIR])
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8, 33])
-def test_pair_rounds_are_a_tournament(nodes: int) -> None:
-    rounds = preflight.pair_rounds(range(nodes), 100)
-    for pairs in rounds:
-        members = [node for pair in pairs for node in pair]
-        assert len(members) == len(set(members))
-    pairs = [frozenset(pair) for one in rounds for pair in one]
-    assert len(pairs) == len(set(pairs)) == nodes * (nodes - 1) // 2
-    assert len(preflight.pair_rounds(range(nodes), 1)) == 1
-
-
-@pytest.mark.parametrize(("nodes", "sizes"), [(1, []), (2, [2]), (32, [32]), (33, [17, 16])])
-def test_rings_have_at_most_32_nodes(nodes: int, sizes: list[int]) -> None:
-    found = preflight.rings(range(nodes), 32)
-    assert [len(ring) for ring in found] == sizes
+def test_pairs_are_a_tournament(nodes: int) -> None:
+    found = preflight.pairs_of(range(nodes), 100)
+    assert len(set(map(frozenset, found))) == len(found) == nodes * (nodes - 1) // 2
+    members = [node for pair in preflight.pairs_of(range(nodes), 1) for node in pair]
+    assert len(members) == len(set(members)) >= nodes - 1
 
 
 # -- comparison ------------------------------------------------------------------------------------
 
 
-def test_suspect_is_cleared_by_one_value_or_if_the_others_were_slow_too() -> None:
-    assert preflight.is_cleared([0.3, 0.8], [[1.0], [1.1]])
-    assert preflight.is_cleared([0.3], [[0.4], [1.0]])
-    assert preflight.is_cleared([0.3, 0.4], [[1.0, 0.2], [0.9, 0.35]]), "a busy machine"
-    assert not preflight.is_cleared([0.3, 0.4], [[1.0, 0.2], [0.9, 0.8]])
-    assert not preflight.is_cleared([], [[1.0]])
-    assert not preflight.is_cleared([0.0], [[0.0]])
-
-
-def test_short_time_is_enough_for_a_clear_difference() -> None:
-    assert preflight.is_slow([0.3, 0.4], [[1.0, 0.5], [0.9]])
-    assert not preflight.is_slow([0.3, 0.6], [[1.0], [0.9]])
-    assert preflight.is_slow([0.3, 0.6, 0.5], [[1.0], [0.9]])
-    assert not preflight.is_slow([0.3], [[1.0], [0.9]])
-    assert not preflight.is_slow([0.3, 0.3, 0.3], [[1.0], []])
-
-
 @pytest.mark.parametrize(("probe", "name"), [(PAIR, "all-reduce"), (CPU, "matrix multiply")])
-def test_slow_host_is_named_with_its_measure(clock: Clock, probe: str, name: str) -> None:
-    director = direct(clock, 5, amounts(3, probe))
-    assert list(director.slow) == [3]
-    assert name in director.slow[3]
-    assert " 0.3" in director.slow[3]
-    assert clock.now <= preflight.SECONDS
+def test_slow_host_is_named_with_its_measure(measure: Measure, probe: str, name: str) -> None:
+    def answer(asked: str, node: int) -> Any:
+        amounts = usual(asked, node)
+        return [each * 0.3 for each in amounts] if (asked, node) == (probe, 3) else amounts
+
+    found = measure(5, answer)
+    assert list(found.slow) == [3]
+    assert found.slow[3].startswith(f"{name} 0.3")
+    assert ("also small: memory" in found.slow[3]) == (probe == CPU)
+    assert found.passes[1:] == [[probe]] * 3, "only what was small is measured again"
+    assert found.now <= preflight.SECONDS
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
-def test_equal_hosts_are_not_named(clock: Clock, nodes: int) -> None:
-    assert not direct(clock, nodes, amounts(), per_machine=2).slow
+def test_equal_hosts_are_not_named(measure: Measure, nodes: int) -> None:
+    found = measure(nodes, usual)
+    assert not found.slow
+    assert len(found.passes) == 1
+    assert len(found.found["rows"]) == nodes
 
 
-def test_host_that_is_slow_once_is_cleared(clock: Clock) -> None:
+def test_host_that_is_slow_once_is_cleared(measure: Measure) -> None:
     seen: list[int] = []
-    usual = amounts()
 
     def answer(probe: str, node: int) -> Any:
         if (probe, node) == (DISK, 2):
@@ -139,97 +106,56 @@ def test_host_that_is_slow_once_is_cleared(clock: Clock) -> None:
                 return [10.0, 100.0]
         return usual(probe, node)
 
-    assert not direct(clock, 4, answer).slow
+    assert not measure(4, answer).slow
     assert len(seen) == 2, "measured again"
 
 
-def test_host_with_an_error_is_named_with_the_error(clock: Clock) -> None:
-    usual = amounts()
-
-    def answer(probe: str, node: int) -> Any:
-        return "No space left\x1b[2J" if (probe, node) == (DISK, 1) else usual(probe, node)
-
-    text = direct(clock, 4, answer).slow[1]
-    assert text.startswith("disk write 0.00 of the median (0 of ")
+def test_host_with_an_error_is_named_with_the_error(measure: Measure) -> None:
+    text = measure(4, but(DISK, 1, "No space left\x1b[2J")).slow[1]
+    assert text.startswith("disk read 0.00 of the median (0 MB/s of ")
     assert "No space left" in text
     assert "\x1b" not in text
-    assert "also small: disk read" in text
+    assert "also small: disk write" in text
 
 
-def test_measure_that_fails_everywhere_blames_nobody(clock: Clock) -> None:
-    usual = amounts()
-
+def test_slowest_gpu_of_a_host_is_named(measure: Measure) -> None:
     def answer(probe: str, node: int) -> Any:
-        return "gloo is broken" if probe == PAIR else usual(probe, node)
+        if probe != GPU:
+            return usual(probe, node)
+        return [9.0, 9.0, 9.0, 1.0 if node == 1 else 9.0]  # of two GPUs
 
-    director = direct(clock, 3, answer)
-    assert not director.slow
-    assert director.findings() == ["all-reduce could not be measured: gloo is broken"]
+    assert measure(3, answer).slow == {1: "GPU memory 0.11 of the median (1 GB/s of 9 GB/s; GPU 1)"}
 
 
-def test_host_that_lies_about_its_pairs_blames_only_itself(clock: Clock) -> None:
-    usual = amounts()
+def test_measure_that_fails_everywhere_blames_nobody(measure: Measure) -> None:
+    found = measure(3, lambda *asked: "gloo is broken" if asked[0] == PAIR else usual(*asked))
+    assert not found.slow
+    assert found.found["findings"] == ["all-reduce could not be measured: gloo is broken"]
 
-    def answer(probe: str, node: int) -> Any:
-        return [0.0] if (probe, node) == (PAIR, 2) else usual(probe, node)
 
-    assert list(direct(clock, 5, answer).slow) == [2]
+def test_host_that_lies_about_its_pairs_blames_only_itself(measure: Measure) -> None:
+    assert list(measure(5, but(PAIR, 2, [0.0])).slow) == [2]
 
 
 @pytest.mark.parametrize("wrong", [[float("nan")] * 2, [-1.0, 1.0], ["1", 1], [True, 1], [1.0], {}])
-def test_wrong_answer_is_an_error_of_its_node(clock: Clock, wrong: Any) -> None:
-    usual = amounts()
-
-    def answer(probe: str, node: int) -> Any:
-        return wrong if (probe, node) == (CPU, 2) else usual(probe, node)
-
-    assert "a wrong answer" in direct(clock, 4, answer).slow[2]
+def test_wrong_answer_is_an_error_of_its_node(measure: Measure, wrong: Any) -> None:
+    assert "a wrong answer" in measure(4, but(CPU, 2, wrong)).slow[2]
 
 
-def test_silent_process_is_named_and_asked_once(clock: Clock) -> None:
-    usual, asked = amounts(), []
-
-    def answer(probe: str, node: int) -> Any:
-        asked.append(node)
-        return None if node == 1 else usual(probe, node)
-
-    director = direct(clock, 4, answer)
-    assert director.broken == {1: "no answer in 5 s"}
-    assert asked.count(1) == 1
-    assert not director.slow
-
-
-def test_differing_versions_are_named_with_their_hosts(clock: Clock) -> None:
-    director = direct(clock, 3, amounts())
-    assert director.versions() == {}
-    director.hello[1]["versions"]["torch"] = "2.12.0"  # type: ignore[index]
-    assert preflight.differing(director.versions(), {0: "a", 1: "b", 2: "c"}) == [
-        "torch is not the same: 2.13.0 on a, c, 2.12.0 on b"
-    ]
-
-
-def test_result_of_another_form_is_none() -> None:
-    good = {
-        "seconds": 1, "slow": {"1": "x\x1b"}, "findings": [], "versions": {"torch": {"1": [0]}},
-        "columns": [], "rows": {"0": []},
-    }  # fmt: skip
-    found = preflight.checked(json.dumps(good).encode())
-    assert found is not None
-    assert "\x1b" not in found["slow"][1]
-    for name in good:
-        for wrong in (None, 3, {"x": 1}):
-            changed = preflight.checked(json.dumps(good | {name: wrong}).encode())
-            assert changed is None or name in ("seconds", "columns", "findings")
-    assert preflight.checked(b"") is None
-    assert preflight.checked(b"[" * 100_000) is None
+def test_silent_process_is_named_and_asked_once(measure: Measure) -> None:
+    slow = but(CPU, 0, [1.0, 1.0])
+    found = measure(4, lambda *asked: ... if asked == (DISK, 1) else slow(*asked))
+    assert found.slow[1] == "the measuring process does not answer"
+    assert list(found.slow) == [1, 0]
+    assert len(found.passes) > 1
 
 
 # -- the table -------------------------------------------------------------------------------------
 
 
 def table(amounts: dict[int, float]) -> HeatTable:
-    rows = tuple((f"gpu{node}", (amount,)) for node, amount in amounts.items())
-    return HeatTable((Column("matrix multiply", "GFLOP/s", 100.0),), rows, len(rows))
+    rows = [(f"gpu{node}", (amount,)) for node, amount in amounts.items()]
+    return HeatTable.of([("matrix multiply", "GFLOP/s", 100.0)], rows)
 
 
 def test_table_shows_parts_of_the_median_and_survives_json() -> None:
@@ -242,12 +168,11 @@ def test_table_shows_parts_of_the_median_and_survives_json() -> None:
         "gpu2              0.31 ▂",
     ]
     assert [is_slow(cells[0]) for _, cells in made.rows] == [False, False, True]
-    assert HeatTable.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert HeatTable.from_json(json.loads(json.dumps(vars(made)))) == made
 
 
 def test_table_of_many_hosts_keeps_the_slowest() -> None:
-    full = table({node: 1.0 if node != 700 else 0.1 for node in range(900)})
-    made = HeatTable.from_json(json.loads(json.dumps(full.to_json())))
+    made = table({node: 1.0 if node != 700 else 0.1 for node in range(900)})
     assert len(made.rows) == 500
     lines = made.lines()
     assert len(lines) == 19
@@ -268,13 +193,15 @@ def test_table_of_many_hosts_keeps_the_slowest() -> None:
     ],
 )
 def test_forged_table_is_empty(change: dict[str, Any]) -> None:
-    assert HeatTable.from_json(table({0: 1.0}).to_json() | change) == HeatTable()
+    good = json.loads(json.dumps(vars(table({0: 1.0}))))
+    assert HeatTable.from_json(good) != HeatTable()
+    assert HeatTable.from_json(good | change) == HeatTable()
     assert HeatTable.from_json(None) == HeatTable()
 
 
 def test_forged_host_name_is_harmless() -> None:
-    [(name, _)] = HeatTable.from_json(
-        table({0: 1.0}).to_json() | {"rows": [["\x1b]0;x\x07" + "y" * 500, [1.0]]]}
-    ).rows
+    good = json.loads(json.dumps(vars(table({0: 1.0}))))
+    forged = good | {"rows": [["\x1b]0;x\x07" + "y" * 500, [1.0]]]}
+    [(name, _)] = HeatTable.from_json(forged).rows
     assert "\x1b" not in name
     assert len(name) <= 80

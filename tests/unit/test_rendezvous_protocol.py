@@ -116,6 +116,20 @@ def connected(scenario: Callable[[Streams, Streams], Awaitable[None]]) -> Callab
     return test
 
 
+def record(streams: Streams, *, deliver: bool = True) -> list[bytes]:
+    """Return what an end writes from now on, each write as one item."""
+    lines: list[bytes] = []
+    write = streams[1].write
+
+    def note(data: bytes) -> None:
+        lines.append(bytes(data))
+        if deliver:
+            write(data)
+
+    streams[1].write = note  # type: ignore[method-assign,assignment]
+    return lines
+
+
 @pytest.fixture
 def short_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HANDSHAKE_SECONDS", 0.5)
@@ -183,55 +197,28 @@ async def test_refused_agent_receives_reason(agent: Streams, coordinator: Stream
         await joining
 
 
-def test_token_is_never_sent() -> None:
-    async def scenario() -> bytes:
-        passed = bytearray()
-        async with (
-            connection() as (agent, proxy_agent),
-            connection() as (proxy_coordinator, coordinator),
-        ):
-
-            async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                while data := await reader.read(4096):
-                    passed.extend(data)
-                    writer.write(data)
-
-            pumps = [
-                asyncio.create_task(pump(proxy_agent[0], proxy_coordinator[1])),
-                asyncio.create_task(pump(proxy_coordinator[0], proxy_agent[1])),
-            ]
-            agent_channel, coordinator_channel = await channels(agent, coordinator)
-            agent_channel.send(Heartbeat())
-            assert await coordinator_channel.receive() == Heartbeat()
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-        return bytes(passed)
-
-    passed = run(scenario)
+@connected
+async def test_token_is_never_sent(agent: Streams, coordinator: Streams) -> None:
+    sent = [record(agent), record(coordinator)]
+    agent_channel, coordinator_channel = await channels(agent, coordinator)
+    agent_channel.send(Heartbeat())
+    assert await coordinator_channel.receive() == Heartbeat()
+    passed = b"".join(map(b"".join, sent))
     assert len(passed) > 300
     assert TOKEN not in passed
     assert TOKEN.hex().encode() not in passed
 
 
-def test_replayed_handshake_is_refused() -> None:
+@connected
+async def test_replayed_handshake_is_refused(agent: Streams, coordinator: Streams) -> None:
     """The peer sends exactly the recorded bytes of a real agent."""
-
-    async def scenario() -> None:
-        sent: list[bytes] = []
-        async with connection() as (agent, coordinator):
-            write = agent[1].write
-            agent[1].write = (  # type: ignore[method-assign,assignment]
-                lambda data: (sent.append(bytes(data)), write(data))[1]
-            )
-            await channels(agent, coordinator)
-        assert len(sent) == 2
-        async with connection() as (peer, coordinator):
-            peer[1].write(b"".join(sent))
-            with pytest.raises(UnauthenticatedError):
-                await protocol.accept(*coordinator, TOKEN, "job-1")
-
-    run(scenario)
+    sent = record(agent)
+    await channels(agent, coordinator)
+    assert len(sent) == 2
+    async with connection() as (peer, other):
+        peer[1].write(b"".join(sent))
+        with pytest.raises(UnauthenticatedError):
+            await protocol.accept(*other, TOKEN, "job-1")
 
 
 @connected
@@ -279,38 +266,28 @@ def test_changed_replayed_or_foreign_message_is_refused(tamper: str) -> None:
         ):
             agent_channel, coordinator_channel = await channels(agent, coordinator)
             other_channel, _ = await channels(other_agent, other_coordinator)
-            lines: list[bytes] = []
-            writer = agent[1]
-            write = writer.write
-            writer.write = (  # type: ignore[method-assign,assignment]
-                lambda data: lines.append(bytes(data))
-            )
-            other_agent[1].write = (  # type: ignore[method-assign,assignment]
-                lambda data: lines.append(bytes(data))
-            )
+            write = agent[1].write
+            lines = record(agent, deliver=False)
+            others = record(other_agent, deliver=False)
+            reflected = record(coordinator, deliver=False)
             agent_channel.send(cancelled("first"))
             agent_channel.send(cancelled("second"))
             other_channel.send(cancelled("first"))
-            first, second, foreign = lines
-            if tamper == "reflected":
-                coordinator[1].write = (  # type: ignore[method-assign,assignment]
-                    lambda data: lines.append(bytes(data))
-                )
-                coordinator_channel.send(Order())
-                write(lines[-1])
-            elif tamper == "replayed":
-                write(first + first)
+            coordinator_channel.send(Order())
+            first, second = lines
+            write(
+                {
+                    "payload": first.replace(b"first", b"fiRst"),
+                    "signature": (b"0" if first[:1] != b"0" else b"1") + first[1:],
+                    "no signature": b'{"type": "Heartbeat"}\n',
+                    "replayed": first + first,
+                    "reordered": second + first,
+                    "reflected": reflected[0],
+                    "another connection's": others[0],
+                }[tamper]
+            )
+            if tamper == "replayed":
                 assert await coordinator_channel.receive() == cancelled("first")
-            else:
-                write(
-                    {
-                        "payload": first.replace(b"first", b"fiRst"),
-                        "signature": (b"0" if first[:1] != b"0" else b"1") + first[1:],
-                        "no signature": b'{"type": "Heartbeat"}\n',
-                        "reordered": second + first,
-                        "another connection's": foreign,
-                    }[tamper]
-                )
             with pytest.raises(UnauthenticatedError, match="wrong signature"):
                 await coordinator_channel.receive()
 
@@ -322,11 +299,8 @@ def test_cut_off_message_is_end_of_connection(cut: int) -> None:
     async def scenario() -> None:
         async with connection() as (agent, coordinator):
             agent_channel, coordinator_channel = await channels(agent, coordinator)
-            lines: list[bytes] = []
             write = agent[1].write
-            agent[1].write = (  # type: ignore[method-assign,assignment]
-                lambda data: lines.append(bytes(data))
-            )
+            lines = record(agent, deliver=False)
             agent_channel.send(NodeState(3))
             write(lines[0][:cut])
             agent[1].close()

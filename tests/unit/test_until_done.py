@@ -15,7 +15,7 @@ from clusterjob.node.logs import ends
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import policy
-from clusterjob.node.rendezvous.policy import UntilDone, newest
+from clusterjob.node.rendezvous.policy import newest
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 PROGRAM = Program("script", "train.py")
@@ -42,20 +42,22 @@ class Job:
         self.options = LaunchOptions(
             PROGRAM, **{"until_done": True, "checkpoint_dir": str(self.saved), **options}
         )
-        self.attempt = -1
+        self.attempt, self.seconds = -1, 1.0
 
     def end(self, verdict: Verdict, *, save: str = "", warned: bool = False) -> Verdict:
         """Run an attempt that saves a file and ends with a verdict; return the decision."""
         self.attempt += 1
-        decision = UntilDone(self.options, self.directory, self.attempt)
-        decision._walk.join()
+        begun = policy.begin_attempt(self.options, self.directory, self.attempt)
+        begun.join()
         if save:
             path = self.saved / save
             path.parent.mkdir(exist_ok=True)
             path.touch()
             at = time.time_ns() + self.attempt  # the clock of a file system may be coarse
             os.utime(path, ns=(at, at))
-        return decision.decide(verdict, warned=warned)
+        return policy.end_attempt(
+            self.options, self.directory, verdict, begun, seconds=self.seconds, warned=warned
+        )
 
 
 @pytest.fixture
@@ -64,8 +66,9 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_job_without_until_done_keeps_verdict(tmp_path: Path) -> None:
-    decision = UntilDone(LaunchOptions(PROGRAM), tmp_path, 0)
-    assert decision.decide(STOPPED, warned=True) is STOPPED
+    job = Job(tmp_path, until_done=False)
+    assert job.end(STOPPED, warned=True) is STOPPED
+    assert not (ends.directory(tmp_path) / "progress.json").exists()
 
 
 @pytest.mark.parametrize("kind", FailureKind)
@@ -117,13 +120,11 @@ def test_missing_checkpoint_directory_is_no_progress(job: Job) -> None:
     assert job.end(STOPPED).state is JobState.FAILED
 
 
-def test_short_attempts_end_job_without_checkpoint_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_attempts_end_job_without_checkpoint_directory(tmp_path: Path) -> None:
     job = Job(tmp_path, checkpoint_dir="")
     assert job.end(STOPPED).state is JobState.PREEMPTED
     assert job.end(STOPPED).reason.startswith("2 attempts in a row ended within 60 s; the last: ")
-    monkeypatch.setattr(policy, "SHORT_ATTEMPT", 0.0)
+    job.seconds = 60.0
     assert all(job.end(STOPPED).state is JobState.PREEMPTED for _ in range(4))
 
 
@@ -137,7 +138,7 @@ def test_each_end_after_warning_signal_starts_another_attempt(tmp_path: Path) ->
 
 def test_second_coordinator_of_attempt_keeps_its_begin(job: Job) -> None:
     job.end(STOPPED, save="a")
-    UntilDone(job.options, job.directory, 1)._walk.join()
+    policy.begin_attempt(job.options, job.directory, 1).join()
     (job.saved / "b").touch()
     at = time.time_ns() + 10**9
     os.utime(job.saved / "b", ns=(at, at))

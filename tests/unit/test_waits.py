@@ -199,12 +199,10 @@ class Watched:
             self._clock.now += 5.0
             for node in range(2):
                 first = 2 * node
-                ranks = tuple(
-                    messages.RankWait(local, 0.5, waited[first + local]) for local in (0, 1)
-                )
+                ranks = tuple((local, 0.5, waited[first + local]) for local in (0, 1))
                 self._receive(node, messages.RankWaits(restart, ranks))
 
-    def forge(self, *ranks: messages.RankWait) -> None:
+    def forge(self, *ranks: tuple[int, float, float]) -> None:
         self._receive(0, messages.RankWaits(0, ranks))
 
     def _receive(self, node: int, message: messages.RankWaits) -> None:
@@ -256,7 +254,7 @@ def test_rank_that_is_late_once_or_now_and_then_gets_no_event(watched: Watched) 
 def test_waits_of_another_round_and_of_impossible_ranks_are_ignored(watched: Watched) -> None:
     watched.measure(9, 0.4, 0.4, 0.4, 0.0, restart=1)
     for _ in range(9):
-        watched.forge(messages.RankWait(3, 0.5, 0.0), messages.RankWait(4000, 0.5, 0.5))
+        watched.forge((3, 0.5, 0.0), (4000, 0.5, 0.5))
     assert not watched.events()
 
 
@@ -272,7 +270,7 @@ def test_hostile_agent_names_no_rank_of_another_node(
     watched = Watched(tmp_path, clock)
     for forged in many:
         watched.measure(1, 0.05, 0.05, 0.05, 0.05)
-        watched.forge(*(messages.RankWait(*each) for each in forged))
+        watched.forge(*forged)
     assert {rank for _, rank in watched.events()} <= {0, 1}
 
 
@@ -283,8 +281,7 @@ def test_coordinator_of_8192_ranks_names_one_of_them(tmp_path: Path, clock: Cloc
         clock.now += stragglers.interval(len(worlds))
         for node, world in enumerate(worlds):
             ranks = tuple(
-                messages.RankWait(local, 0.5, 0.0 if (node, local) == (700, 3) else 0.2)
-                for local in range(8)
+                (local, 0.5, 0.0 if (node, local) == (700, 3) else 0.2) for local in range(8)
             )
             watch.receive(node, "gpu", waits_of(messages.RankWaits(0, ranks), world))
     assert [event["rank"] for event in read_events(tmp_path / "events.jsonl")] == [5603]
@@ -302,29 +299,16 @@ def test_top_marks_straggler_and_shows_share_of_its_waits() -> None:
 def test_agent_sends_new_waits_every_5_s_and_forgets_old_ones(clock: Clock) -> None:
     waits = NodeWaits()
     waits.receive(forkserver_messages.WorkerWaits(0, 0.5, 0.1))  # no round yet
-    waits.begin_round(
-        World(
-            0,
-            "127.0.0.1",
-            master_port=1,
-            agent_store=True,
-            node_rank=1,
-            nnodes=2,
-            nproc=2,
-            first_rank=4,
-            world_size=6,
-        )
-    )
+    waits.begin_round(replace(world_of(1, 2, 2), first_rank=4))
     for local_rank in (0, 1, 2, 4095):
         waits.receive(forkserver_messages.WorkerWaits(local_rank, 0.5, 0.1))
-    rank_waits = tuple(messages.RankWait(local_rank, 0.5, 0.1) for local_rank in (0, 1))
-    assert waits.due() == messages.RankWaits(0, rank_waits)
+    assert waits.due() == messages.RankWaits(0, ((0, 0.5, 0.1), (1, 0.5, 0.1)))
     assert waits.due() is None
     assert waits.newest() == {4: Wait(0.5, 0.1), 5: Wait(0.5, 0.1)}
     waits.receive(forkserver_messages.WorkerWaits(1, 0.5, 0.2))
     assert waits.due() is None
     clock.now += 5.0
-    assert waits.due() == messages.RankWaits(0, (messages.RankWait(1, 0.5, 0.2),))
+    assert waits.due() == messages.RankWaits(0, ((1, 0.5, 0.2),))
     clock.now += 60.0
     assert not waits.newest()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clusterjob.insight.preflight import PreflightFound
-from clusterjob.node.preflight_table import is_slow, level_of
+from clusterjob.node.preflight import is_slow, least, level_of, quantity
 
 _MAX_ROWS = 200
 
@@ -14,9 +14,9 @@ def rows(found: PreflightFound | None) -> dict[str, Any] | None:
     """Return the columns, and the rows with text, level and mark of each cell; None without any."""
     if found is None or not found.table.rows:
         return None
-    hosts = sorted(found.table.rows, key=lambda row: min(cell or 9 for cell in (*row[1], 9.0)))
+    hosts = sorted(found.table.rows, key=least)
     return {
-        "columns": [(column.name, column.quantity) for column in found.table.columns],
+        "columns": [(name, quantity(median, unit)) for name, unit, median in found.table.columns],
         "rows": [
             (
                 name,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
 import signal
-import socket
+import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
@@ -32,6 +34,7 @@ from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
 from clusterjob.node.logs.events import Phase, now
+from clusterjob.node.logs.job_dir import PREFLIGHT_LOG
 from clusterjob.node.rendezvous import messages, succession
 from clusterjob.node.rendezvous.identity import NodeJob
 from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
@@ -39,7 +42,6 @@ from clusterjob.node.rendezvous.succession import Earlier
 from clusterjob.node.states import Measure, Order, OrderWithStore, Stop
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
-from clusterjob.node.workers import forkserver_messages
 from clusterjob.node.workers.forkserver_client import ForkserverClient
 
 if TYPE_CHECKING:
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
 
 _RENEW_INTERVAL = 0.5  # seconds
 _GONE_SECONDS, _PAUSE = 6.0, 0.02  # seconds for the workers to end before this node joins again
-_MEASURED_SECONDS = 5.0  # seconds for the preflight's result to arrive
 _END_SECONDS = 2.0  # seconds for the coordinator to close its connections
 # Seconds to look for the coordinator before another node takes its place: if it was killed, as it
 # may come back, and if it is silent.
@@ -292,7 +293,7 @@ class Agent:
             gone = frozenset({state.node})
         # Could the job go on if all nodes but the coordinator's joined this one?
         others = set(range(topology.nnodes)) - ({state.node} if earlier.moved else set())
-        if not succession.may_go_on(state.groups, others, gone):
+        if not succession.may_go_on(state.lasting.groups, others, gone):
             return None
         return replace(earlier, why=lost.why, ended=lost.ended, gone=gone)
 
@@ -304,7 +305,6 @@ class Agent:
             self._position = nodes.index(self._node_rank)
             self._earlier = Earlier(
                 message.state,
-                message.rounds,
                 why="",
                 ended=False,
                 moved=message.state.node != self._node_rank,
@@ -322,7 +322,7 @@ class Agent:
         node = replace(self._node, topology=topology)
         self._coordinator = Coordinator(node, self._crashes.watch, self._notifier, earlier)
         self._orders = asyncio.Queue()
-        self._coordinator.membership.join(self._hello, self._orders.put_nowait)
+        self._peer = self._coordinator.membership.join(self._hello, self._orders.put_nowait)
         if self._supervisor is not None:
             # The coordinator informs the other nodes.
             self._start(self._requests.poll_job_dir())
@@ -355,7 +355,7 @@ class Agent:
         if self._link is not None:
             self._link.send(message)
         elif self._coordinator is not None:
-            self._coordinator.membership.receive(self._node_rank, message)
+            self._coordinator.membership.receive(self._peer, message)
 
     async def _send_states(self) -> None:
         """Send the state of the node whenever it changes."""
@@ -404,30 +404,46 @@ class Agent:
     # -- the preflight -----------------------------------------------------------------------------
 
     async def _measure(self, order: Order, wanted: Measure) -> None:
-        """Measure this node in a process of the forkserver, which ends with this call."""
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        own.setblocking(False)
-        topology, loop = self._node.topology, asyncio.get_running_loop()
+        """Measure this node in a process of its own, which ends with this call."""
+        topology = self._node.topology
+        store = order.store if isinstance(order, OrderWithStore) else None
+        directory = log_files.node_directory(self._node.directory, topology.node_rank)
+        given = vars(wanted) | {
+            "node": topology.node_rank,
+            "listener": store.fileno() if store is not None else None,
+            "directory": os.fspath(directory),
+            "parent": os.getpid(),
+        }
         variables = worker_variables.quiet_defaults(
             os.environ, topology.master_addr, nnodes=topology.nnodes
         )
-        store = order.store if isinstance(order, OrderWithStore) else None
-        seconds = wanted.start_seconds + preflight.SECONDS + _MEASURED_SECONDS
-        begin = json.dumps(vars(wanted) | {"seconds": seconds}).encode()
-        data = b""
-        with own, contextlib.suppress(OSError):
-            self._forkserver.send(forkserver_messages.StartMeasuring(variables), other)
-            socket.send_fds(own, [begin], [store.fileno()] if store is not None else [])
-            while part := await loop.sock_recv(own, 1 << 16):
-                data += part
-        try:
-            error = str(json.loads(data).get("error", ""))
-        except (ValueError, AttributeError):
-            error = "it has ended; its log is preflight.log"
-        if store is not None:  # before the state: the coordinator in this process needs both
+        package = Path(preflight.__file__).parents[2]  # in a directory, or in the node zip
+        paths = (os.fspath(package), os.environ.get("PYTHONPATH", ""))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        private = functools.partial(os.open, mode=0o600)
+        with (directory / PREFLIGHT_LOG).open("ab", opener=private) as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", preflight.__name__),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                cwd=directory,  # no module of the script's directory takes the place of another
+                env=os.environ | variables,
+                pass_fds=[store.fileno()] if store is not None else [],
+            )
+        if store is not None:
             store.close()
-            self._send(messages.PreflightFound(data))
-        self._report.set(measured=error[:300] or MEASURED)
+        found = {"error": "it has ended; its log is preflight.log"}
+        try:
+            data, _ = await process.communicate(json.dumps(given).encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        with contextlib.suppress(ValueError):
+            found = json.loads(data)
+        if store is not None:  # before the state: the coordinator in this process needs both
+            self._send(messages.PreflightFound(found))
+        self._report.set(measured=found.get("error", MEASURED)[:300])
 
     # -- the end -----------------------------------------------------------------------------------
 

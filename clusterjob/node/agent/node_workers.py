@@ -553,7 +553,7 @@ class NodeWaits:
         if moment < self._sent + stragglers.interval(world.nnodes):
             return None
         ranks = tuple(
-            messages.RankWait(rank, step=round(wait.step, 6), waited=round(wait.waited, 6))
+            (rank, round(wait.step, 6), round(wait.waited, 6))
             for rank, (_, wait) in sorted(self._waits.items())
             if rank in self._new
         )

@@ -64,6 +64,9 @@ class Lateness:
         return self.waited >= max(share * self.step, _LEAST)
 
 
+_NOT_LATE = Lateness(0.0, 0.0)
+
+
 def compare(waits: Mapping[int, Wait]) -> dict[int, Lateness]:
     """Return how long at least half of the ranks wait for each rank; at least 0 s.
 
@@ -104,9 +107,8 @@ class StragglerWatch:
         self._waits: dict[int, tuple[float, Wait]] = {}  # by rank, with the time of arrival
         self._new: set[int] = set()  # ranks with a measurement since the last check
         self._checked = time.monotonic()
-        self._late: Counter[int] = Counter()  # measurements in a row in which a rank was late
-        self._even: Counter[int] = Counter()  # and in which a straggler was not
-        self._stragglers: set[int] = set()
+        # Measurements in a row in which a rank was late; below 0, in which it was not.
+        self._row: Counter[int] = Counter()
         self._told: dict[int, float] = {}  # the time of the last event about a rank
         self._named: set[int] = set()  # ranks whose last event does not say that they caught up
 
@@ -133,36 +135,22 @@ class StragglerWatch:
         if 2 * len(fresh) < self._world_size:
             return
         measured = compare(fresh)
-        late = {rank: each for rank, each in measured.items() if each.reaches(SHARE)}
-        for rank in self._new:
-            each = measured.get(rank)
-            even = each is None or not each.reaches(SHARE / 2)
-            self._count(rank, late=rank in late, even=even)
-        self._new.clear()
-        for rank in sorted(late, key=lambda rank: -late[rank].waited):
-            known = rank in self._stragglers or len(self._stragglers) < _MAX_NAMED
-            if self._late[rank] >= _IN_A_ROW and known:
-                self._stragglers.add(rank)
-                self._tell(rank, late[rank], moment)
-
-    def _count(self, rank: int, *, late: bool, even: bool) -> None:
-        if late:
-            self._late[rank] += 1
-        elif even:
-            del self._late[rank]
-        if rank not in self._stragglers or not even:
-            del self._even[rank]
-            return
-        self._even[rank] += 1
-        if self._even[rank] >= _IN_A_ROW:
-            self._stragglers.discard(rank)
-            del self._even[rank]
-            if rank in self._named:
+        for rank in sorted(self._new, key=lambda rank: -measured.get(rank, _NOT_LATE).waited):
+            lateness = measured.get(rank, _NOT_LATE)
+            if lateness.reaches(SHARE):
+                self._row[rank] = max(0, self._row[rank]) + 1
+            elif not lateness.reaches(SHARE / 2):
+                self._row[rank] = min(0, self._row[rank]) - 1
+            if self._row[rank] >= _IN_A_ROW and lateness.reaches(SHARE):
+                self._tell(rank, lateness, moment)
+            elif self._row[rank] <= -_IN_A_ROW and rank in self._named:
                 self._named.discard(rank)
                 self._events.add(CAUGHT_UP, restart=self._restart, rank=rank)
+        self._new.clear()
 
     def _tell(self, rank: int, lateness: Lateness, moment: float) -> None:
-        if moment - self._told.get(rank, float("-inf")) < _AGAIN:
+        is_recent = moment - self._told.get(rank, float("-inf")) < _AGAIN
+        if is_recent or len(self._named - {rank}) >= _MAX_NAMED:
             return
         self._told[rank] = moment
         self._named.add(rank)

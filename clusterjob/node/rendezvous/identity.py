@@ -34,16 +34,13 @@ class JobIdentity:
 
     job_id: str
     attempt: int
-    token: bytes
+    token: bytes = field(repr=False)
     ports: list[int]
     has_torch: bool
     counted_by: str = ""
-    key: str = field(default_factory=lambda: secrets.token_hex(16))
+    key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     is_open: bool = False
     peers: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"JobIdentity({self.job_id!r}, attempt={self.attempt})"
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ trusted; see `check_sender`.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from clusterjob.node.stacks.grouping import RankStack
 from clusterjob.node.states import MAX_WORKERS, LocalRank, NodeState, Number, Order, Text
-from clusterjob.node.system import processes
 from clusterjob.node.system.codec import Codec, Limit, MalformedMessageError
 from clusterjob.node.verdict import Failure, RoundEnd, Verdict
 
@@ -70,26 +68,16 @@ class CoordinatorLost:
 
 
 @dataclass(frozen=True)
-class RankWait:
-    """How long one rank waits in collectives: the means of its last steps, in seconds.
+class RankWaits:
+    """How long the ranks of the node wait in collectives; about every 5 s.
 
     Attributes:
-        local_rank: the rank's index on its node.
-        step: the length of a step.
-        waited: the wait in a step.
+        ranks: local rank, and the means of its last steps in seconds: the length of a step, and the
+            wait in it.
     """
 
-    local_rank: LocalRank
-    step: float
-    waited: float
-
-
-@dataclass(frozen=True)
-class RankWaits:
-    """How long the ranks of the node wait in collectives; about every 5 s."""
-
     restart: Number
-    ranks: Annotated[tuple[RankWait, ...], Limit(MAX_WORKERS)]
+    ranks: Annotated[tuple[tuple[LocalRank, float, float], ...], Limit(MAX_WORKERS)]
 
 
 @dataclass(frozen=True)
@@ -136,22 +124,42 @@ class Members:
 
 
 @dataclass(frozen=True)
+class Lasting:
+    """What a coordinator remembers of the rounds, with which another one goes on.
+
+    Attributes:
+        round: the number of the newest round, from 0; -1 before the first.
+        nodes: the nodes of the newest round, in the order of their ranks.
+        groups: the members of the last round that all its members have seen, then those of the
+            newest round, if that is another one.
+        avoided: the nodes that caused failures, the latest last.
+        rounds: the rounds that have ended, of all attempts.
+        first_started: when the first workers were started, RFC 3339.
+        deadline: when the job must end, by the monotonic clock; infinity without a limit. In a
+            message, the seconds that were left when it was made.
+        limit_runs: whether the workers of a round have all run, from when the limit counts.
+    """
+
+    round: Annotated[int, Limit((1 << 24) - 1, minimum=-1)] = -1
+    nodes: _Nodes = ()
+    groups: Annotated[tuple[Members, ...], Limit(2)] = ()
+    avoided: _Nodes = ()
+    rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
+    first_started: Text | None = None
+    deadline: float = math.inf
+    limit_runs: bool = False
+
+
+@dataclass(frozen=True)
 class CoordinatorState:
-    """What the coordinator keeps from round to round.
+    """What a coordinator keeps for the next one.
 
     Attributes:
         attempt: the number of the job's attempt, from 0.
-        restarts: the number of the round that was started last.
-        started_at: when the first workers were started, RFC 3339.
-        seconds_left: seconds until the time limit when the state was made; None without a limit.
-        limit_runs: whether the time limit runs: all workers of a round have run.
+        lasting: what it remembers; of many rounds, the latest.
         node, host: the coordinator's node.
         moves: how often the coordinator has moved to another node.
         process: the first process of the coordinator's node; see `processes.identity`.
-        groups: the members of the last round that all its members have seen, then those of the
-            newest round, if that is another one.
-        nodes: the nodes of the round, in the order of their ranks.
-        avoided: the nodes that caused failures, the latest last.
         addresses: where the next coordinator may listen.
         clock: the time of the state, by the clock of the job's events.
         made_at: the time of the state, by the monotonic clock of the machine.
@@ -159,32 +167,15 @@ class CoordinatorState:
     """
 
     attempt: Number
-    restarts: Number
-    started_at: Text
-    seconds_left: float | None
-    limit_runs: bool
+    lasting: Lasting
     node: Number
     host: Text
     moves: Number
     process: Text
-    groups: Annotated[tuple[Members, ...], Limit(2)]
-    nodes: _Nodes
-    avoided: _Nodes
     addresses: Annotated[tuple[Text, ...], Limit(MAX_SUCCESSORS)]
     clock: float
     made_at: float
     boot_id: Text
-
-    @property
-    def deadline(self) -> float:
-        """The time limit, by the monotonic clock of this machine; infinity without one.
-
-        On another machine, the time between the state and this call does not count.
-        """
-        if self.seconds_left is None:
-            return math.inf
-        same = self.boot_id == processes.boot_id()
-        return (self.made_at if same else time.monotonic()) + self.seconds_left
 
 
 @dataclass(frozen=True)
@@ -202,13 +193,11 @@ class Succession:
     Attributes:
         rounds_seen: the number of the round, plus 1.
         state: the coordinator's state; None for an agent that is no successor.
-        rounds: the rounds that have ended; empty for an agent that is no successor.
     """
 
     successors: Annotated[tuple[Successor, ...], Limit(MAX_SUCCESSORS)]
     rounds_seen: Number
     state: CoordinatorState | None = None
-    rounds: Annotated[tuple[RoundEnd, ...], Limit(256)] = ()
 
 
 @dataclass(frozen=True)
@@ -223,9 +212,9 @@ class End:
 
 @dataclass(frozen=True)
 class PreflightFound:
-    """The result of the preflight, as JSON of the measuring process of the coordinator's node."""
+    """The result of the preflight; see `preflight.direct`."""
 
-    result: bytes
+    result: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from clusterjob.node.verdict import (
     FailureKind,
     JobState,
     RoundEnd,
-    Verdict,
 )
 
 _SHOWN_FRAMES = 19  # of the rank that a verdict about a hang names
@@ -78,17 +77,6 @@ def cancelled(reason: str, *, interrupt: bool, stacks: bool = False) -> Outcome:
     )
 
 
-def coordinator_failed(error: Exception, attempt: int) -> Verdict:
-    """Return the verdict of a job whose coordinator has a defect."""
-    return Verdict(
-        JobState.FAILED,
-        1,
-        reason=f"node 0 failed: {type(error).__name__}: {error}",
-        attempt=attempt,
-        ended_at=now(),
-    )
-
-
 def round_end(end: Outcome, attempt: int, restart: int, started_at: str | None) -> RoundEnd:
     """Return the entry of a round in the job's ``attempts``.
 
@@ -143,7 +131,7 @@ def hang(node_rank: int, host: str, seconds: float) -> Outcome:
         host: its host.
         seconds: the timeout.
     """
-    message = f"no progress for {_duration(seconds)}"
+    message = f"no progress for {seconds:g}s"
     failure = Failure.of_node(node_rank, host, message=message, kind=FailureKind.HANG)
     return Outcome(JobState.FAILED, 1, reason=message, failure=failure, stacks=True)
 
@@ -210,12 +198,3 @@ def _order(each: Group) -> tuple[bool, bool, int]:
     collective = wait is not None and _COLLECTIVES in each.frames[wait.depth].file
     answers = bool(each.frames) and not each.state.startswith(STOPPED)
     return answers, collective, len(each.ranks)
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as ``10m``, ``1h30m`` or ``8s``."""
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes or rest:
-        return f"{seconds:g}s"
-    hours, minutes = divmod(minutes, 60)
-    return (f"{hours}h" if hours else "") + (f"{minutes}m" if minutes else "")

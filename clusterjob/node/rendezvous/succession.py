@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterjob.node.environments import slurm_env
@@ -31,7 +32,6 @@ from clusterjob.node.rendezvous.messages import (
 )
 from clusterjob.node.system import files, processes
 from clusterjob.node.system.codec import Codec, MalformedMessageError
-from clusterjob.node.verdict import RoundEnd
 
 _STATE = Codec(CoordinatorState)
 
@@ -70,7 +70,7 @@ class Earlier:
     """An earlier coordinator, whose place this process takes.
 
     Attributes:
-        state, rounds: its state, and the rounds that have ended.
+        state: its state.
         why: how it was lost.
         ended: whether its process has certainly ended.
         moved: whether it ran on another node.
@@ -79,22 +79,11 @@ class Earlier:
     """
 
     state: CoordinatorState
-    rounds: tuple[RoundEnd, ...]
     why: str
     ended: bool
     moved: bool
     received_at: float
     gone: frozenset[int] = frozenset()
-
-    @property
-    def moves(self) -> int:
-        """How often the coordinator has moved now."""
-        return self.state.moves + self.moved
-
-    @property
-    def clock_shift(self) -> float:
-        """Seconds from this machine's monotonic clock to the clock of the job's events."""
-        return self.state.clock - (self.received_at if self.moved else self.state.made_at)
 
 
 def may_go_on(groups: Iterable[Members], present: Set[int], gone: Set[int] = frozenset()) -> bool:
@@ -183,5 +172,9 @@ def from_disk(job_dir: Path, attempt: int, why: str) -> Earlier | None:
     state = read_state(job_dir, attempt)
     if state is None or ends.has_result(job_dir, attempt):
         return None
-    ended = events.ended_rounds(job_dir, running=True)
-    return Earlier(state, ended, why=why, ended=True, moved=False, received_at=state.made_at)
+    # The last round may have ended since the state was written.
+    rounds = events.ended_rounds(job_dir, running=True)
+    state = replace(state, lasting=replace(state.lasting, rounds=rounds))
+    same = state.boot_id == processes.boot_id()
+    received_at = state.made_at if same else time.monotonic()
+    return Earlier(state, why, ended=True, moved=False, received_at=received_at)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterjob.node import contract, preflight, program
+from clusterjob.node import contract, program
 from clusterjob.node.contract import World
 from clusterjob.node.environments import slurm_env, this_node, worker_variables
 from clusterjob.node.job_processes import TABLE
@@ -237,14 +237,6 @@ class Forkserver:
         match message:
             case messages.StartRound():
                 return self._start(message.world, message.variables, descriptors)
-            case messages.StartMeasuring():
-                preflight.start(
-                    descriptors[0],
-                    log_files.node_directory(self._job_dir, self._node_rank),
-                    message.variables,
-                    close=self._own_descriptors(),
-                    fork=self._fork or "torch" not in sys.modules,
-                )
             case messages.WarnWorkers():
                 self._warned = True
                 if self._warning is not None:

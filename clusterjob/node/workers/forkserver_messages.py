@@ -41,17 +41,6 @@ class StartRound:
 
 
 @dataclass(frozen=True)
-class StartMeasuring:
-    """Start the measuring process of the preflight; the packet carries its end of a socket pair.
-
-    Attributes:
-        variables: environment variables of the process.
-    """
-
-    variables: dict[str, str]
-
-
-@dataclass(frozen=True)
 class WarnWorkers:
     """Warn the workers of this round and of all later rounds that a preemption is near."""
 
@@ -204,7 +193,7 @@ class WorkersGone:
     """The answer to `StopWorkers`: no process of the workers is left."""
 
 
-FROM_AGENT = Codec(StartRound, StartMeasuring, WarnWorkers, StopWorkers, ReportEnds, Quit)
+FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ReportEnds, Quit)
 FROM_WORKER = Codec(
     WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler
 )
