@@ -156,5 +156,6 @@ def _fitting(failures: Iterable[Failure], most_bytes: int) -> list[Failure]:
 def _bounded(failure: Failure, *, output: bool) -> Failure:
     """Return the failure with the end of its output, at most 4 KiB, or without it."""
     most = _TEXT if output else _SHORT
-    lines = "\n".join(failure.last_lines)[-_TEXT:].split("\n") if output else ()
-    return replace(failure, message=failure.message[:most], last_lines=tuple(lines))
+    last = "\n".join(failure.last_lines)[-_TEXT:] if output else ""
+    lines = tuple(last.split("\n")) if last else ()
+    return replace(failure, message=failure.message[:most], last_lines=lines)
