@@ -123,22 +123,17 @@ def _is_own(pid: int) -> bool:
 def table_of(pid: int) -> dict[str, Any] | None:
     """Return the table of a forkserver; None if it has ended, or the process has no table."""
     directory = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+    # The process has ended, or belongs to another user; or the table is being written, or is not
+    # the forkserver's.
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         for name in os.listdir(directory):
             with contextlib.suppress(FileNotFoundError):  # the process has closed it
                 link = os.readlink(f"{directory}/{name}")
                 if link.rpartition("/")[2].startswith((TABLE, f"memfd:{TABLE}")):
                     with open(f"{directory}/{name}", "rb") as stream:
-                        return _parse_table(stream.read(_MAX_TABLE))
+                        table = json.loads(stream.read(_MAX_TABLE))
+                    return table if isinstance(table, dict) and table.keys() >= _KEYS else None
     return None
-
-
-def _parse_table(data: bytes) -> dict[str, Any] | None:
-    try:
-        table = json.loads(data)
-    except (ValueError, RecursionError):  # it is being written, or is not the forkserver's
-        return None
-    return table if isinstance(table, dict) and table.keys() >= _KEYS else None
 
 
 def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:

@@ -165,7 +165,8 @@ class Agent:
 
     async def _serve(self) -> Verdict:
         """Follow one coordinator after the other until the job has ended."""
-        kept, verdict, attempt = self._parent.note.read(), None, self._node.identity.attempt
+        verdict: Verdict | None = None
+        kept, attempt = self._parent.note.read(), self._node.identity.attempt
         why = self._parent.why or f"the agent of node {self._node_rank} was started again"
         lost = ConnectionLost(why, ended=True)
         coordinated = kept.get("coordinates", self._node_rank == 0)
@@ -180,21 +181,16 @@ class Agent:
         else:
             verdict = await self._join(lost if kept.get("joined") else None)
         while verdict is None:
-            end = await self._follow_orders()
-            if isinstance(end, messages.End):
-                return end.verdict
-            verdict = await self._on_coordinator_lost(end)
+            match await self._orders.get():
+                case messages.End() as end:
+                    verdict = end.verdict
+                case ConnectionLost() as end_of_link:
+                    verdict = await self._on_coordinator_lost(end_of_link)
+                case Succession() as known:
+                    self._note_succession(known)
+                case Order() as order:
+                    self._follow(order)
         return verdict
-
-    async def _follow_orders(self) -> messages.End | ConnectionLost:
-        while True:
-            message = await self._orders.get()
-            if isinstance(message, (messages.End, ConnectionLost)):
-                return message
-            if isinstance(message, Succession):
-                self._note_succession(message)
-            elif isinstance(message, Order):
-                self._follow(message)
 
     def _follow(self, order: Order) -> None:
         """Do what the coordinator wants and this node does not do yet."""
@@ -231,7 +227,7 @@ class Agent:
             await link.close()
         if not self._options.restarts:
             # An error of the connection may have discarded the end of the job.
-            return self._end_without_coordinator(lost)
+            return self._end_without_coordinator(self._text(lost))
         self._console.print(f"{self._text(lost)}; it may come back")
         deadline = time.monotonic() + _GONE_SECONDS
         while not self._report.state.idle and time.monotonic() < deadline:
@@ -267,16 +263,14 @@ class Agent:
         search = Search(self._node, self._hello, cancelled, self._deadline, first=lost is None)
         try:
             while (channel := await search.run(addresses, time.monotonic() + after)) is None:
-                if cancelled.done() or self._has_ended():
-                    return self._end_without_coordinator(lost)
                 if lost is not None and (earlier := await self._lost_one(lost)) is not None:
                     self._alone += 1
                     await self._coordinate(earlier)
                     return None
         except RendezvousError as error:
-            if lost is None:
+            if lost is None and not cancelled.done():
                 raise
-            return self._end_without_coordinator(lost, error.message)
+            return self._end_without_coordinator(f"{self._text(lost)}; {error.message}")
         self._orders = asyncio.Queue()
         self._link = Link(channel, options, self._orders, self._start)
         self._parent.keep(joined=True, coordinates=False)
@@ -337,10 +331,6 @@ class Agent:
         except MinorityError as error:
             self._coordinator = None
             self._orders.put_nowait(ConnectionLost(error.message))
-
-    def _has_ended(self) -> bool:
-        """Return whether the verdict of this attempt is in the shared job directory."""
-        return ends.has_result(self._node.directory, self._node.identity.attempt)
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -499,23 +489,18 @@ class Agent:
             ended_at=now(),
         )
 
-    def _end_without_coordinator(self, lost: ConnectionLost | None, why: str = "") -> Verdict:
-        """Return the verdict if the job was cancelled, or has ended without this node; else LOST.
-
-        Args:
-            lost: how the last connection ended; None if there was none.
-            why: why there is no other one.
-        """
+    def _end_without_coordinator(self, why: str) -> Verdict:
+        """Return the verdict if the job was cancelled or has ended; else LOST for this reason."""
         if self._requests.cancelled.done():
             return self._own_verdict(JobState.CANCELLED, self._requests.cancelled.result())
         recorded = ends.read_result(self._node.directory)
         if recorded is not None and recorded.attempt == self._node.identity.attempt:
             return recorded
-        texts = [self._text(lost)] if lost is not None else ["the job has ended without this node"]
-        return self._own_verdict(JobState.LOST, "; ".join(filter(None, [*texts, why])))
+        return self._own_verdict(JobState.LOST, why)
 
-    def _text(self, lost: ConnectionLost) -> str:
-        return f"node {self._node_rank} lost the coordinator: {lost.why}"
+    def _text(self, lost: ConnectionLost | None) -> str:
+        why = lost.why if lost is not None else "it was not found"
+        return f"node {self._node_rank} lost the coordinator: {why}"
 
     def _reports_end(self, verdict: Verdict) -> bool:
         """Return whether this node notifies of the end of the job."""
@@ -535,7 +520,8 @@ class Agent:
             if self._coordinator is None and not shared:
                 end["in_code"] = ends.files_in_code()
             ends.write(job_dir, node_rank, end=end)
-            if self._coordinator is not None and not self._has_ended():
+            recorded = ends.has_result(job_dir, self._node.identity.attempt)
+            if self._coordinator is not None and not recorded:
                 ends.write_result(job_dir, verdict)
         except OSError as error:
             self._console.print(

@@ -126,26 +126,27 @@ class Search:
     errors: dict[int, str] = field(default_factory=dict)
 
     async def run(self, addresses: Iterable[str], turn: float = math.inf) -> Channel | None:
-        """Join at one of some addresses; return None at `turn`, or if the job has ended.
+        """Join at one of some addresses; return None at `turn`.
 
         Args:
             addresses: where the coordinator may listen.
             turn: the monotonic time at which this agent becomes the coordinator itself.
 
         Raises:
-            RendezvousError: the coordinator refused this agent, or was not found in time; the
-                message names the address, ports and errors.
+            RendezvousError: the coordinator refused this agent, or was not found in time, or the
+                job is cancelled or over; the message names the address, ports and errors.
         """
         begin = time.monotonic()
         notice_at = begin + _FIRST_NOTICE
         directory, attempt = self.node.directory, self.node.identity.attempt
         attempts = [asyncio.create_task(self._join_at(each)) for each in dict.fromkeys(addresses)]
         try:
-            while (moment := time.monotonic()) < turn and not self.cancelled.done():
+            while (moment := time.monotonic()) < turn:
                 if not attempts or (moment > self.deadline and not self.first):
                     raise RendezvousError(f"{self._error()}; gave up after {moment - begin:.0f} s")
-                if not self.first and ends.has_result(directory, attempt):
-                    return None
+                over = not self.first and ends.has_result(directory, attempt)
+                if over or self.cancelled.done():
+                    raise RendezvousError("the job has ended without this node")
                 refused = ends.refusals(directory, attempt)
                 if why := next((each.message for each in refused if not each.node_rank), ""):
                     raise RendezvousError(f"node 0 did not start: {why}")
