@@ -14,14 +14,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from clusterjob.node.agent.connection import LocalLink
 from clusterjob.node.coordinator import Coordinator
 from clusterjob.node.environments.topology import Topology
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.rendezvous.identity import JobIdentity, NodeJob
+from clusterjob.node.rendezvous.membership import Membership, Peer
 from clusterjob.node.states import NodeState, Order
 from clusterjob.node.system import processes
 
@@ -40,25 +41,27 @@ def report(event: str) -> None:
     print(json.dumps(found), flush=True)
 
 
-async def act_as_node_0(link: LocalLink, joined: asyncio.Event) -> None:
+async def act_as_node_0(
+    orders: asyncio.Queue[Any], membership: Membership, peer: Peer, joined: asyncio.Event
+) -> None:
     """Answer the coordinator like an agent without workers."""
     known = -1
     while True:
-        order = await link.orders.get()
+        order = await orders.get()
         if not isinstance(order, Order):
             continue
         state = NodeState(order.round, started=True, idle=order.stop is not None)
         if order.world is not None and order.round > known:
             known = order.round
             report("started")
-            link.send(state)
+            membership.receive(peer, state)
             joined.set()
         if order.collect:
-            link.send(messages.StacksCollected(order.round))
-            link.send(replace(state, collected=True))
+            membership.receive(peer, messages.StacksCollected(order.round))
+            membership.receive(peer, replace(state, collected=True))
         if order.stop is not None:
             report("stopping")
-            link.send(state)
+            membership.receive(peer, state)
 
 
 async def main(nnodes: int, job_dir: Path, token: bytes) -> None:
@@ -76,10 +79,11 @@ async def main(nnodes: int, job_dir: Path, token: bytes) -> None:
     while not coordinator.membership.tasks:  # it listens when these run
         await asyncio.sleep(0)
     hello = messages.Hello(0, "host0", pid=os.getpid(), attempt=0, nnodes=nnodes, nproc=1)
-    link = LocalLink(coordinator.membership, hello)
+    orders: asyncio.Queue[Any] = asyncio.Queue()
+    peer = coordinator.membership.join(hello, orders.put_nowait)
     report("listening")
     joined = asyncio.Event()
-    acting = asyncio.create_task(act_as_node_0(link, joined))
+    acting = asyncio.create_task(act_as_node_0(orders, coordinator.membership, peer, joined))
     waiting = asyncio.create_task(_report_heartbeats(joined))
     verdict = await running
     report("ended")

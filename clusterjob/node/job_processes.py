@@ -73,10 +73,8 @@ def on_node(job_id: str, node: int) -> NodeProcesses:
     tables: list[tuple[int, int, dict[str, Any]]] = []
     tasks: list[tuple[int, dict[str, str]]] = []
     for pid, environ in _of_job(job_id):
-        table = None
-        with contextlib.suppress(OSError):
-            table = table_of(pid)
-        if table is not None and table.get("node_rank") == node:
+        table = table_of(pid)
+        if table is not None and table["node_rank"] == node:
             tables.append((table["attempt"], pid, table))
         own = next((environ[name] for name in _NODE_VARIABLES if name in environ), None)
         if own == str(node):
@@ -94,64 +92,48 @@ def on_node(job_id: str, node: int) -> NodeProcesses:
 
 def of_forkserver(pid: int) -> NodeProcesses:
     """Return the processes of a forkserver's node; without ranks if it has ended."""
-    table = None
-    with contextlib.suppress(OSError):
-        table = table_of(pid)
+    table = table_of(pid)
     return NodeProcesses() if table is None else _in_table(pid, table)
 
 
 def _of_job(job_id: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the user's processes that were started for the job, with their environments."""
-    user = os.geteuid()
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == os.getpid():
-            continue
-        try:
-            if os.stat(f"/proc/{name}").st_uid != user:
-                continue
-        except OSError:
-            continue
-        environ = processes.environment_of(int(name))
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        environ = processes.environment_of(pid)
         wanted = environ.get(contract.JOB_ID) == job_id and MARK not in environ
-        if wanted and not _is_set_user_id(int(name)):
-            yield int(name), environ
+        if wanted and pid != os.getpid() and _is_own(pid):
+            yield pid, environ
 
 
-def _is_set_user_id(pid: int) -> bool:
-    """Return whether a process got its user from its program's set-user-ID bit.
+def _is_own(pid: int) -> bool:
+    """Return whether a process is the user's, and not by its program's set-user-ID bit.
 
-    Another user may have chosen its environment and its open files.
+    Another user may have chosen the environment and the open files of such a program.
     """
     try:
+        owner = os.stat(f"/proc/{pid}").st_uid
         data = Path(f"/proc/{pid}/auxv").read_bytes()
     except OSError:
         return False
     words = struct.unpack(f"{len(data) // struct.calcsize('L')}L", data)
-    return bool(dict(zip(words[::2], words[1::2], strict=False)).get(_AT_SECURE))
+    secure = dict(zip(words[::2], words[1::2], strict=False)).get(_AT_SECURE)
+    return owner == os.geteuid() and not secure
 
 
 def table_of(pid: int) -> dict[str, Any] | None:
-    """Return the table of a forkserver; None if the process has no table.
-
-    Raises:
-        OSError: the process has ended, or belongs to another user.
-    """
+    """Return the table of a forkserver; None if it has ended, or the process has no table."""
     directory = f"/proc/{pid}/fd"
-    for name in os.listdir(directory):
-        with contextlib.suppress(FileNotFoundError):  # the process has closed it
-            link = os.readlink(f"{directory}/{name}")
-            if link.rpartition("/")[2].startswith((TABLE, f"memfd:{TABLE}")):
-                with open(f"{directory}/{name}", "rb") as stream:
-                    return _parse_table(stream.read(_MAX_TABLE))
+    # The process has ended, or belongs to another user; or the table is being written, or is not
+    # the forkserver's.
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        for name in os.listdir(directory):
+            with contextlib.suppress(FileNotFoundError):  # the process has closed it
+                link = os.readlink(f"{directory}/{name}")
+                if link.rpartition("/")[2].startswith((TABLE, f"memfd:{TABLE}")):
+                    with open(f"{directory}/{name}", "rb") as stream:
+                        table = json.loads(stream.read(_MAX_TABLE))
+                    return table if isinstance(table, dict) and table.keys() >= _KEYS else None
     return None
-
-
-def _parse_table(data: bytes) -> dict[str, Any] | None:
-    try:
-        table = json.loads(data)
-    except (ValueError, RecursionError):  # it is being written, or is not the forkserver's
-        return None
-    return table if isinstance(table, dict) and table.keys() >= _KEYS else None
 
 
 def _in_table(pid: int, table: dict[str, Any]) -> NodeProcesses:
@@ -196,13 +178,11 @@ def _among_tasks(
         number = int(environ["RANK"])
         if int(fields[1]) not in pids or number not in by_rank:
             by_rank[number] = RankProcess(number, pid, environ=environ)
-    if not by_rank:
-        return NodeProcesses(forkserver=forkserver, started=True)
     ranks = tuple(by_rank[number] for number in sorted(by_rank))
-    world = ranks[0].environ.get("WORLD_SIZE", "")
+    world = ranks[0].environ.get("WORLD_SIZE", "") if ranks else ""
     return NodeProcesses(
         ranks,
-        first=min(by_rank),
+        first=min(by_rank, default=0),
         count=len(by_rank),
         world=int(world) if _RANK.fullmatch(world) else len(by_rank),
         forkserver=forkserver,

@@ -94,12 +94,11 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
 
     options, stdin = _stdin_of_workers(options, topology, job_dir)
     early = processes.collect_signals(preemptible=options.warning is not None)
-    parent = None
-    if options.restarts:
-        parent = AgentParent(topology, options, job_dir=job_dir, attempt=job.attempt)
-        exit_code = parent.run()
-        if exit_code is not None:
-            return exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = AgentParent(topology, options, job_dir=job_dir, attempt=job.attempt)
+    if options.restarts and (exit_code := parent.run()) is not None:
+        return exit_code
     forkserver_pid, agent_end = _fork_forkserver(
         topology,
         replace(options, require_gpus=_required_gpus(options, finding, nproc, environ)),
@@ -110,7 +109,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     )
     processes.raise_open_files()  # the forkserver and the workers keep the old limit
     processes.adopt_orphans()
-    is_first = parent is None or not parent.starts  # not after an agent that was killed
+    is_first = not parent.why  # not after an agent that was killed
     if is_first:
         events.add_environment(
             job_dir, topology.node_rank, detection.describe(finding), attempt=job.attempt
@@ -127,7 +126,7 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     console = Console(
         LogReader(job_dir, node=topology.node_rank, attempt=job.attempt) if shown else None,
         numbered=numbered,
-        note=parent.console if parent is not None else None,
+        note=parent.console if options.restarts else None,
     )
     if job.is_open and topology.node_rank == 0 and is_first:
         origin = f"the nodes that {topology.source} names" if job.peers else "any address"
@@ -139,18 +138,11 @@ def launch(options: LaunchOptions, environ: Mapping[str, str]) -> int:
     notifier = _notifier(notifications, node)
 
     async def live() -> Verdict:
-        agent = Agent(
-            node,
-            nproc,
-            forkserver=ForkserverClient(forkserver_pid, agent_end, early=early),
-            console=console,
-            notifier=notifier,
-            parent=parent,
-        )
+        forkserver = ForkserverClient(forkserver_pid, agent_end, early=early)
+        agent = Agent(node, nproc, forkserver, console=console, parent=parent, notifier=notifier)
         verdict = await agent.run()
-        logs = job_dir if temporary and not numbered else None
-        _print_verdict(console, verdict, coordinates=agent.coordinates, logs=logs)
-        await agent.finish_notifications()
+        if temporary and not numbered and verdict.state is not JobState.SUCCEEDED:
+            console.print(f"logs: {job_dir}")
         # Write all output while the signal handlers are set: a platform may stop this node when
         # another node has ended.
         console.close()
@@ -189,21 +181,6 @@ def _place(finding: Finding, options: LaunchOptions, environ: Mapping[str, str])
     return topology
 
 
-def _print_verdict(
-    console: Console, verdict: Verdict, *, coordinates: bool, logs: Path | None
-) -> None:
-    """Print the verdict; of a job that failed, also where its logs are."""
-    succeeded = verdict.state is JobState.SUCCEEDED
-    if coordinates:
-        console.print(verdict.text())
-    elif not succeeded:
-        console.print(f"{verdict.state}: {verdict.reason}")
-    if logs is not None and not succeeded:
-        console.print(f"logs: {logs}")
-    if coordinates:
-        console.print_verdict(verdict)
-
-
 def _choose_workers(options: LaunchOptions, topology: Topology, environ: Mapping[str, str]) -> int:
     """Restrict this node to the GPUs of --gpus, and return its number of workers.
 
@@ -217,9 +194,7 @@ def _choose_workers(options: LaunchOptions, topology: Topology, environ: Mapping
         gpus = len(chosen)
     if options.nproc_per_node is not None:
         return _worker_count(options.nproc_per_node, gpus)
-    if options.gpus is not None:
-        return gpus or 1
-    return topology.nproc_per_node or gpus or 1
+    return (options.gpus is None and topology.nproc_per_node) or gpus or 1
 
 
 def _required_gpus(
@@ -313,20 +288,16 @@ def _fork_forkserver(
     job: JobIdentity,
     job_dir: Path,
     stdin: int | None,
-    parent: AgentParent | None,
+    parent: AgentParent,
 ) -> tuple[int, socket.socket]:
     """Fork the forkserver; return its pid and the agent's end of the socket pair.
 
     Only the agent's process returns. A forked worker runs the program.
     """
     agent_end, forkserver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sys.stdout.flush()
-    sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         agent_end.close()
-        if parent is not None:
-            parent.close()
         _serve_as_forkserver(
             Forkserver(
                 forkserver_end,
@@ -336,8 +307,8 @@ def _fork_forkserver(
                 attempt=job.attempt,
                 node_rank=topology.node_rank,
                 stdin=stdin,
-                agent_parent=parent.pid if parent is not None else None,
-                lease=parent.lease if parent is not None else None,
+                agent_parent=parent.pid if options.restarts else None,
+                lease=parent.lease if options.restarts else None,
             )
         )
     forkserver_end.close()

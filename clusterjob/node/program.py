@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib.util
 import os
 import pkgutil
+import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -27,6 +27,8 @@ _LAUNCHER_FILES = (
     __file__,
     "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
+    "<frozen runpy>",
+    runpy.__file__,
 )
 
 _MAX_SOURCE = 1 << 20  # bytes
@@ -129,36 +131,29 @@ _FIRST = {
 }  # fmt: skip
 
 
-def read_ahead(program: Program, source: bytes = b"") -> None:
+def read_ahead(program: Program) -> None:
     """Read the program's script and its directory once for all workers that are forked next.
 
     Otherwise each worker reads them: all workers of a job at once, from a shared disk. A worker
     still reads what cannot be read here, and shows the error.
-
-    Args:
-        program: the program.
-        source: what `Program.source` has returned just before.
     """
     _sources.clear()
-    _shadowed.clear()
     directory = os.getcwd()
     if program.kind == "script":
         path = os.path.join(directory, program.target)
         directory = os.path.dirname(os.path.realpath(path))
         # A pipe can be read only once; each process has its own /dev/stdin and /proc/self.
         if os.path.isfile(path) and not path.startswith(("/dev/", "/proc/")):
-            if 0 < len(source) < _MAX_SOURCE:
-                _sources[path] = source
-            else:
-                with contextlib.suppress(OSError), open(path, "rb") as stream:
-                    _sources[path] = stream.read()
+            with contextlib.suppress(OSError), open(path, "rb") as stream:
+                _sources[path] = stream.read()
     with contextlib.suppress(Exception):  # an environment's own finder may raise anything
         finder: Any = pkgutil.get_importer(directory)
         finder.invalidate_caches()
-        for name in sys.stdlib_module_names & sys.modules.keys() - _FIRST:
-            spec = finder.find_spec(name)
-            if spec is not None and spec.loader is not None:
-                _shadowed.append(name)
+        names = sys.stdlib_module_names & sys.modules.keys() - _FIRST
+        specs = [(name, finder.find_spec(name)) for name in names]
+        _shadowed[:] = [
+            name for name, spec in specs if spec is not None and spec.loader is not None
+        ]
 
 
 def run_as_main(program: Program, on_failure: Callable[[str, int, str, str], None]) -> NoReturn:
@@ -171,7 +166,6 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str, str], Non
             program. This is the time of the failure: atexit handlers and other threads are waited
             for later.
     """
-    failure: BaseException | None = None
     sys.orig_argv = program.argv(sys.executable)
     try:
         code, module = _load_module(program) if program.kind == "module" else _load_script(program)
@@ -185,7 +179,7 @@ def run_as_main(program: Program, on_failure: Callable[[str, int, str, str], Non
         raise
     except BaseException as error:
         failure = error
-    if failure is None:
+    else:
         sys.exit(0)
     interrupted = isinstance(failure, KeyboardInterrupt)
     exit_code = 130 if interrupted else 1
@@ -203,17 +197,14 @@ def _show(error: BaseException) -> None:
     It goes through the program's sys.excepthook, with only the program's own frames.
     """
     _strip(error)
-    hook_error: BaseException | None = None
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
         raise
     except BaseException as failed:
-        hook_error = failed
-    if hook_error is not None:
+        _strip(failed)
         sys.stderr.write("Error in sys.excepthook:\n")
-        _strip(hook_error)
-        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
+        sys.__excepthook__(type(failed), failed, failed.__traceback__)
         sys.stderr.write("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, error.__traceback__)
 
@@ -277,41 +268,24 @@ def _load_script(program: Program) -> tuple[types.CodeType, types.ModuleType]:
             file=sys.stderr,
         )
         sys.exit(2)
-    try:
-        code = compile(source, path, "exec", dont_inherit=True)
-    except ValueError as error:  # null bytes, before Python 3.11.4
-        raise SyntaxError(str(error)) from None
-    return code, _fresh_main(path, loader)
+    return compile(source, path, "exec", dont_inherit=True), _fresh_main(path, loader)
 
 
 def _load_module(program: Program) -> tuple[types.CodeType, types.ModuleType]:
     sys.argv = ["-m", *program.args]
     _prepend_to_path(os.getcwd())
-    name = program.target
+    finder: Any = runpy  # what `python -m` calls, and pdb; it has no public name
     try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{name}.__main__"
-            spec = importlib.util.find_spec(name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # as in runpy
-        _refuse(f"Error while finding module specification for {name!r} ({summary(error)})")
-    if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
-        package = f"; {program.target!r} is a package and cannot be directly executed"
-        _refuse(f"No module named {name}{package if name != program.target else ''}")
-    code = spec.loader.get_code(spec.name)
-    if code is None:
-        _refuse(f"No code object available for {name}")
+        name, spec, code = finder._get_module_details(program.target, finder._Error)
+    except finder._Error as error:
+        print(f"{sys.executable}: {error}", file=sys.stderr)
+        sys.exit(1)
     module = _fresh_main(spec.origin or "", spec.loader)
     module.__spec__ = spec
     module.__package__ = spec.parent
     module.__dict__["__cached__"] = spec.cached
     sys.argv[0] = spec.origin or name
     return code, module
-
-
-def _refuse(message: str) -> NoReturn:
-    print(f"{sys.executable}: {message}", file=sys.stderr)
-    sys.exit(1)
 
 
 def _fresh_main(path: str, loader: object) -> types.ModuleType:

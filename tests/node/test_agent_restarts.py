@@ -274,7 +274,7 @@ def test_agent_killed_after_cancel_is_not_started_again(make_job: MakeJob) -> No
     job.agents[0].terminate()
     job.wait_for("told")
     os.kill(job.agent_of(0), signal.SIGKILL)
-    assert job.wait() == [-signal.SIGKILL]
+    assert job.wait() == [128 + signal.SIGKILL]
     assert job.node_end(0)["state"] == "LOST"
     assert not own_processes()
 

@@ -1,4 +1,4 @@
-"""Workers measure how long they wait in collectives, with the real torch and gloo."""
+"""Workers measure how long they wait for others in DDP, with the real torch and gloo."""
 
 from __future__ import annotations
 
@@ -16,41 +16,31 @@ TRAIN = """
     import torch, torch.distributed as dist
     from torch import nn
 
-    how, slow = sys.argv[1], int(sys.argv[2])
+    slow = int(sys.argv[1])
     names = ("clusterjob.node.workers.torch_patches", "clusterjob_torch_patches")
     measured = next(filter(None, map(sys.modules.get, names)))
     measured.INTERVAL = 0.5
     found = []
-    measured._send_waits = lambda step, waited: found.append((step, waited))
     dist.init_process_group("gloo")
-    layers = [nn.Linear(32, 32), nn.BatchNorm1d(32)] if how == "buffers" else [nn.Linear(32, 32)]
-    model = nn.Sequential(*layers)
-    if how != "python":
-        model = nn.parallel.DistributedDataParallel(model)
+    measured.send = lambda kind, **fields: found.append((fields["step"], fields["waited"]))
+    model = nn.parallel.DistributedDataParallel(nn.Linear(32, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(60):
         time.sleep(0.04 if dist.get_rank() == slow else 0.0)
         optimizer.zero_grad()
         model(torch.ones(4, 32)).sum().backward()
-        if how == "python":
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
         optimizer.step()
     print(json.dumps(found[-1]))
     dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "slow", "start"),
-    [("ddp", 1, "fork"), ("buffers", 0, "fork"), ("python", 1, "exec")],
-    ids=["DDP", "DDP with buffers of a slow rank 0", "all_reduce in Python, by exec"],
-)
+@pytest.mark.parametrize(("slow", "start"), [(1, "fork"), (0, "exec")])
 def test_wait_of_slow_rank_is_shorter_by_its_lateness(
-    make_job: MakeJob, how: str, slow: int, start: str
+    make_job: MakeJob, slow: int, start: str
 ) -> None:
     job = make_job()
-    words = ("--start", start, "--nproc-per-node", "2", job.script(TRAIN), how, str(slow))
+    words = ("--start", start, "--nproc-per-node", "2", job.script(TRAIN), str(slow))
     job.start(0, *words, python=WITH_TORCH)
     assert job.wait() == [0], job.stderr(job.agents[0])
     step, waited = zip(*(json.loads(job.log(0, f"rank{rank}.out")) for rank in (0, 1)), strict=True)
@@ -84,15 +74,14 @@ def test_no_metrics_leaves_torch_as_it_is(make_job: MakeJob) -> None:
     job = make_job()
     script = job.script("""
         import torch.distributed as dist
-        from torch.optim import optimizer
         dist.init_process_group("gloo")
-        print(hasattr(dist.Work.wait, "__wrapped__"), hasattr(dist._broadcast_coalesced,
-              "__wrapped__"), len(optimizer._global_optimizer_post_hooks))
+        print(hasattr(dist.Logger.set_runtime_stats_and_log, "__wrapped__"),
+              hasattr(dist.Reducer.set_logger, "__wrapped__"))
         dist.destroy_process_group()
     """)
     for words in ((), ("--no-metrics",)):
         job = make_job()
         job.start(0, *words, script, python=WITH_TORCH)
         assert job.wait() == [0]
-        wanted = "False False 0\n" if words else "True True 1\n"
+        wanted = "False False\n" if words else "True True\n"
         assert job.log(0, "rank0.out") == wanted

@@ -196,20 +196,6 @@ def test_server_that_never_answers_delays_last_process_by_at_most_ten_seconds(
     assert "notify: the last notification was not sent in time" in job.stderr(agent)
 
 
-def test_second_interrupt_ends_wait_for_notification(make_job: MakeJob) -> None:
-    job = make_job(1)
-    with silent() as url:
-        [agent] = [job.start(0, job.script(WAITS), env=settings(url))]
-        wait_until(job.path("up").exists, TEST_TIMEOUT, "the worker")
-        agent.send_signal(signal.SIGINT)
-        wait_until((job.dir / "result.json").exists, TEST_TIMEOUT, "the verdict")
-        time.sleep(0.6)  # an earlier SIGINT belongs to the same Ctrl-C
-        begin = time.monotonic()
-        agent.send_signal(signal.SIGINT)
-        assert agent.wait(TEST_TIMEOUT) == 143
-        assert time.monotonic() - begin < 5  # else 10 s
-
-
 def test_attempt_after_lost_attempt_is_notified_as_requeue(make_job: MakeJob, hook: Hook) -> None:
     job = make_job(1)
     env = settings(hook.url, on="requeue")

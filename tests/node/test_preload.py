@@ -79,11 +79,11 @@ def test_workers_that_train_share_one_import_of_the_compiler(make_job: MakeJob, 
 def test_cuda_that_a_fork_would_break_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    assert not preload._fork_breaks_cuda(torch)
+    assert not preload._fork_breaks_cuda()
     for broken in (False, True):
         # A function of torch for CUDA.
         monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda broken=broken: broken, False)
-        assert preload._fork_breaks_cuda(torch) is broken
+        assert preload._fork_breaks_cuda() is broken
 
 
 def test_driver_that_keeps_a_killed_process_does_not_keep_the_forkserver(

@@ -451,10 +451,9 @@ def test_script_with_coding_declaration_is_decoded(make_job: MakeJob, start: str
     assert as_worker(job, start, "script.py") == Run(0, "'\\xe9'\n", "")
 
 
-@pytest.mark.parametrize("source", [b"x = 1\0", b"x = '\xff'"])
-def test_undecodable_script_fails_with_syntax_error(make_job: MakeJob, source: bytes) -> None:
+def test_undecodable_script_fails_with_syntax_error(make_job: MakeJob) -> None:
     job = make_job()
-    (job.directory / "script.py").write_bytes(source)
+    (job.directory / "script.py").write_bytes(b"x = '\xff'")
     actual = as_worker(job, "fork", "script.py")
     assert actual.code == 1
     assert "SyntaxError" in actual.err

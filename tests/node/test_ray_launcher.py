@@ -43,7 +43,7 @@ def test_node_runs_one_worker_that_knows_the_program() -> None:
     words = ["--launcher", "ray", "--nproc-per-node", "4", "--cpus-per-task", "2", "a.py", "-x"]
     options = ray_node.node_options(parse([*words, "--start", "y"]))
     assert (options.nproc_per_node, options.start, options.program.kind) == (1, "exec", "module")
-    assert options.program.args[1:] == ("300", "8", "script", "a.py", "-x", "--start", "y")
+    assert options.program.args[1:] == ("300", "8", sys.executable, "a.py", "-x", "--start", "y")
 
 
 def test_missing_ray_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The output of workers: nothing is lost when files are reopened or processes are killed."""
+"""The output of workers: nothing is lost when files are reopened or the forkserver is killed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from procs import TEST_TIMEOUT, Job, wait_until
-
-from clusterjob.node.workers import output_drain
 
 MakeJob = Callable[..., Job]
 
@@ -45,7 +42,7 @@ print("out 4"), print("err 3", file=sys.stderr)
     assert job.log(0, "rank0.err") == "err 1\nerr 2\nerr 3\n"
 
 
-def test_no_output_is_lost_when_the_process_that_writes_it_is_killed(make_job: MakeJob) -> None:
+def test_output_goes_on_when_the_process_that_writes_it_is_killed(make_job: MakeJob) -> None:
     text = """
 for number in range(300_000):
     if number % 60_000 == 30_000:
@@ -54,34 +51,9 @@ for number in range(300_000):
 """
     job = make_job()
     assert run(job, DRAIN + text) == 0
-    assert job.log(0, "rank0.out") == "".join(f"{number}\n" for number in range(300_000))
-
-
-def test_output_between_the_pipes_is_written_by_the_next_process(tmp_path: Path) -> None:
-    pipes, write_end = output_drain.open_stream()
-    os.write(pipes[2], b"1\n")
-    os.write(write_end, b"2\n")
-    os.close(write_end)
-    pid, control = output_drain.start()
-    output_drain.add(control, pipes, tmp_path / "out")
-    control.close()
-    os.waitpid(pid, 0)
-    assert (tmp_path / "out").read_text() == "1\n2\n"
-    for end in pipes:
-        os.close(end)
-
-
-def test_output_reaches_a_file_that_has_no_splice(tmp_path: Path) -> None:
-    pipes, write_end = output_drain.open_stream()
-    log = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    stream = output_drain._Stream("out", *pipes, log)
-    for _ in range(2):
-        os.write(write_end, b"x" * 70_000)
-        assert stream.move()
-    os.close(write_end)
-    assert not stream.move()
-    stream.close()
-    assert (tmp_path / "out").read_text() == "x" * 140_000
+    lines = job.log(0, "rank0.out").splitlines()
+    assert (lines[0], lines[-1]) == ("0", "299999")
+    assert len(set(lines)) == len(lines)  # what is lost has at most the size of a pipe, each time
 
 
 def test_last_output_is_kept_when_the_forkserver_is_killed(make_job: MakeJob) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from launching import MARGIN, waited_seconds
 from procs import TEST_TIMEOUT, WITH_TORCH, Job, wait_until
 
+from clusterjob.node.contract import World
+from clusterjob.node.stacks.grouping import Frame, RankStack, ThreadStack
 from clusterjob.node.stacks.offer import SIGNAL
+from clusterjob.node.states import Probe
 from clusterjob.node.system.codec import MalformedMessageError
 from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers.worker_failures import Failures, WorkerStatus
 
 MakeJob = Callable[..., Job]
 HOST = socket.gethostname()
@@ -136,6 +141,54 @@ def test_signal_handler_of_script_is_not_called(make_job: MakeJob) -> None:
     assert not job.path("hit").exists()
     assert "has not joined the rendezvous; it sleeps" in job.log(0, "rank0.err")
     assert job.result["failure"]["rank"] == 1
+
+
+WORLD = World(
+    0, "gpu0", 29500, agent_store=True, node_rank=1, nnodes=2, nproc=4, first_rank=4, world_size=8
+)
+
+
+def test_each_worker_that_others_wait_for_is_described(tmp_path: Path) -> None:
+    failures = Failures(1, "gpu1", directory=tmp_path, attempt=0, under_torchrun=False)
+    status = WorkerStatus(failures, WORLD)
+    probe = Probe(1, (4, 5, 6, 7), gave_up=True)
+    lines, _ = status.describe(probe, [])
+    assert lines[0] == (
+        "rank 4 (node 1, local rank 0, host gpu1): was not started: its node still imports torch"
+    )
+    status.started, status.ended[0] = time.monotonic() - 9.2, "exited with code 0"
+    log = tmp_path / "rank6.err"
+    log.touch()
+    frames = {
+        5: (Frame("/p/clusterjob/bootstrap.py", 7, "init"),),
+        6: (Frame("/w/a.py", 40, "load_data"), Frame("/w/train.py", 9, "<module>")),
+        7: (),
+    }
+    stacks = [
+        RankStack(
+            rank, 1, "gpu1", 1000 + rank, "sleeps", bool(own), (ThreadStack("MainThread", own),)
+        )
+        for rank, own in frames.items()
+    ]
+    lines, missing = status.describe(probe, stacks)
+    texts = [line.partition("): ")[2] for line in lines]
+    assert texts == [
+        "exited with code 0 and never joined the rendezvous",
+        "has run for 9 s and is inside bootstrap.init(); it is in bootstrap.py line 7, init",
+        "has run for 9 s and has not reached bootstrap.init(); it is in a.py line 40, load_data",
+        "has run for 9 s and has not joined the rendezvous; it sleeps",
+    ]
+    assert lines[2].startswith("rank 6 (node 1, local rank 2, host gpu1, pid 1006): ")
+    assert [each.rank for each in missing] == [4, 5, 6, 7]
+    assert missing[2].message.startswith(
+        "the others gave up waiting for it (pid 1006): it has run for 9 s"
+    )
+    assert missing[2].last_lines[1:] == (
+        '  File "/w/a.py", line 40 in load_data',
+        '  File "/w/train.py", line 9 in <module>',
+    )
+    assert "the others gave up waiting for this process, which has run for" in log.read_text()
+    assert not status.describe(Probe(2, (6,)), stacks)[1]
 
 
 @pytest.mark.parametrize("ranks", ["1", 1, None, [True], [-1], ["1"], [[1]], {"1": 1}, [0] * 9])

@@ -77,7 +77,7 @@ def test_failure_that_is_too_long_for_one_write_is_cut() -> None:
     pipe = forkserver_messages.ReportPipe()
     failing = forkserver_messages.WorkerFailing(3, 1.0, "x" * 9000, 1, where="y" * 9000)
     forkserver_messages.report(pipe.ends[1], failing)
-    assert list(pipe.read()) == [replace(failing, message="x" * 300, where="y" * 300)]
+    assert list(pipe.read()) == [replace(failing, message="x" * 900, where="y" * 300)]
     for descriptor in pipe.ends:
         os.close(descriptor)
 

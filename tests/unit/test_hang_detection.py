@@ -279,7 +279,7 @@ def test_flight_recorder_without_pipes_sets_no_variable(
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("os.mkfifo", refuse)
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
     assert FlightRecorder(tmp_path, 0, attempt=0).variables({}, 0) == {}
 
 

@@ -13,18 +13,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fuzzing import JSON, changed, fuzz
 from hypothesis import strategies as st
 
-from clusterjob.node.agent.node_workers import NodeWorkers, StackReports
+from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.contract import World
 from clusterjob.node.environments.topology import Topology
-from clusterjob.node.logs.console import Console
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.rendezvous import messages
@@ -40,7 +38,6 @@ from clusterjob.node.states import (
     Probed,
     Request,
 )
-from clusterjob.node.system import crashes
 from clusterjob.node.system.codec import MalformedMessageError, plain
 from clusterjob.node.verdict import Failure
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -147,7 +144,7 @@ def test_texts_of_a_failure_are_cut_to_4_kib_and_the_end_of_the_output_stays(
     report.fail(replace(failure(0), last_lines=lines), time.monotonic(), exited=True)
     [found] = report.now().failing
     assert len(found.failure.message) == 4096
-    assert sum(map(len, found.failure.last_lines)) == 4096
+    assert len("\n".join(found.failure.last_lines)) == 4096
     assert found.failure.last_lines[-40:] == lines[-40:]
 
 
@@ -246,12 +243,11 @@ def workers(tmp_path: Path, report: StateReport) -> Iterator[NodeWorkers]:
     identity = JobIdentity("job", 0, b"token", [1], has_torch=False)
     node = NodeJob(topology, options, identity, tmp_path, print_line=print)
     agent_end, forkserver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    console = Console(None, numbered=False, note=None)
     with agent_end, forkserver_end:
-        made = NodeWorkers(node, ForkserverClient(os.getpid(), agent_end), console, report)
+        # The process has no table of workers.
+        made = NodeWorkers(node, ForkserverClient(os.getpid(), agent_end), report, print)
         made.fail_node("srun was killed")
         yield made
-    console.close()
 
 
 def test_node_that_fails_before_the_first_round_says_so_when_the_round_begins(
@@ -271,40 +267,24 @@ def test_order_that_is_repeated_is_answered_once(
     workers.start(Order(0, world=WORLD))
     found = Found(1, 0, ("rank 5: it sleeps",))
     order = Order(0, world=WORLD, report=True, probe=Probe(1, (0,)), found=found)
-    workers.answer(order, Order(0))
+    for answer in workers.answer(order, Order(0)):
+        asyncio.run(answer)
     known = report.state
     assert known.reported
     assert known.probed is not None
     assert "was not started" in known.probed.lines[0]
-    workers.answer(order, order)
+    assert not workers.answer(order, order)
     assert report.state == known
     assert log.read_text().count("it sleeps") == 1
 
 
-def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_none() -> None:
-    async def sampled(*orders: Order) -> list[int]:
-        report, done, found = StateReport(), Order(0), []
-        report.begin(0)
-        workers: Any = SimpleNamespace(signs_of_life=lambda: (0.0, -1))
-        unused: Any = None
-        reports = StackReports(
-            os.getpid(),  # it has no table of workers
-            0,
-            workers=workers,
-            connection=unused,
-            report=report,
-            crashes=crashes.Crashes(),
-        )
-        for order in orders:
-            reports.follow(order, done)
-            done = order
-            report.changed.clear()
-            try:
-                await asyncio.wait_for(report.changed.wait(), 1.0)
-                found.append(report.state.sampled)
-            except asyncio.TimeoutError:
-                found.append(-1)
-        return found
-
-    orders = Order(0, sample=1), Order(0, sample=2), Order(0, sample=2), Order(0)
-    assert asyncio.run(sampled(*orders)) == [1, 2, -1, -1]
+def test_node_takes_a_sample_for_each_number_and_none_when_the_stop_asks_for_none(
+    workers: NodeWorkers, report: StateReport
+) -> None:
+    done, found = Order(0), []
+    for order in Order(0, sample=1), Order(0, sample=2), Order(0, sample=2), Order(0):
+        for answer in workers.answer(order, done):
+            asyncio.run(answer)
+            found.append(report.state.sampled)
+        done = order
+    assert found == [1, 2]

@@ -62,7 +62,7 @@ class Noted(Notifier):
 def events_of(noted: Noted, report: Callable[[Noted], None]) -> list[Event]:
     async def run() -> list[Event]:
         report(noted)
-        await noted.close(asyncio.get_running_loop().create_future())
+        await noted.close()
         return noted.events
 
     return asyncio.run(run())

@@ -30,7 +30,7 @@ from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
 from clusterjob.node.metrics.stragglers import Lateness, StragglerWatch, Wait
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.verdict import JobState
-from clusterjob.node.workers import forkserver_messages
+from clusterjob.node.workers import forkserver_messages, torch_patches
 from clusterjob.node.workers.torch_patches import Waits
 
 Sent = list[tuple[float, float]]
@@ -62,67 +62,44 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 # -- the measurement in a worker -------------------------------------------------------------------
 
 
-def steps(waits: Waits, clock: Clock, count: int, *, step: float, waited: float) -> None:
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    made: Sent = []
+    monkeypatch.setattr(torch_patches, "send", lambda _, step, waited: made.append((step, waited)))
+    return made
+
+
+def steps(waits: Waits, clock: Clock, count: int, *, step: float, waited: float | None) -> None:
     for _ in range(count):
         clock.now += step
-        waits.add_wait(waited)
-        waits.end_step()
+        waits.end_step(waited)
 
 
-def make_waits(sent: Sent, *, on_host: bool = True) -> Waits:
-    return Waits(lambda step, waited: sent.append((step, waited)), on_host=lambda: on_host)
-
-
-def test_mean_step_and_wait_are_sent_every_5_s(clock: Clock) -> None:
-    sent: Sent = []
-    steps(make_waits(sent), clock, 210, step=0.1, waited=0.025)
+def test_usual_step_and_wait_are_sent_every_5_s(clock: Clock, sent: Sent) -> None:
+    steps(Waits(), clock, 180, step=0.1, waited=0.025)
     assert sent == [(pytest.approx(0.1), pytest.approx(0.025))] * 4
 
 
-def test_first_steps_and_rare_long_waits_do_not_count(clock: Clock) -> None:
-    sent: Sent = []
-    waits = make_waits(sent)
-    steps(waits, clock, 3, step=30.0, waited=29.0)
+def test_first_steps_and_rare_long_waits_do_not_count(clock: Clock, sent: Sent) -> None:
+    waits = Waits()
     for _ in range(6):
+        steps(waits, clock, 1, step=20.0, waited=19.0)  # the others wait for a checkpoint
         steps(waits, clock, 49, step=0.1, waited=0.01)
-        steps(waits, clock, 1, step=2.0, waited=1.9)  # the others wait for a checkpoint
     assert sent
     assert all(one == (pytest.approx(0.1), pytest.approx(0.01)) for one in sent)
 
 
-def test_several_optimizers_are_one_step_and_a_job_without_collectives_has_none(
-    clock: Clock,
+def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(
+    clock: Clock, sent: Sent
 ) -> None:
-    sent: Sent = []
-    waits = make_waits(sent)
-    for _ in range(200):
-        clock.now += 0.1
-        waits.add_wait(0.05)
-        waits.end_step()
-        clock.now += 0.1
-        waits.end_step()
-    assert sent[-1] == (pytest.approx(0.2), pytest.approx(0.05))
-    alone: Sent = []
-    other = make_waits(alone)
-    for _ in range(200):
-        clock.now += 0.1
-        other.end_step()
-    assert not alone
-
-
-def test_iterations_whose_timers_were_not_read_have_a_length_and_no_wait(clock: Clock) -> None:
-    sent: Sent = []
-    waits = make_waits(sent, on_host=False)
+    waits = Waits()
     for number in range(300):
-        clock.now += 0.1
-        waits.add_iteration(0.04 if number % 7 == 0 else None)
-        waits.end_step()
+        steps(waits, clock, 1, step=0.1, waited=0.04 if number % 7 == 0 else None)
     assert sent[-1] == (pytest.approx(0.1), pytest.approx(0.04))
 
 
-def test_waits_are_unknown_if_a_collective_does_not_keep_its_thread(clock: Clock) -> None:
-    sent: Sent = []
-    steps(make_waits(sent, on_host=False), clock, 200, step=0.1, waited=0.0)
+def test_process_whose_timers_are_never_read_sends_nothing(clock: Clock, sent: Sent) -> None:
+    steps(Waits(), clock, 200, step=0.1, waited=None)
     assert not sent
 
 

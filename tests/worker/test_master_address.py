@@ -147,7 +147,7 @@ def test_address_is_job_store_if_host_and_port_match(
 ) -> None:
     monkeypatch.setenv(torch_patches.STORE, "127.0.0.1:2345")
     assert torch_patches.served_at("127.0.0.1", 2345) == "127.0.0.1"
-    assert torch_patches.served_at("localhost", 2345) == "localhost"
+    assert torch_patches.served_at("localhost", 2345) == "127.0.0.1"
     assert torch_patches.served_at("127.0.0.1", 2346) is None
     assert torch_patches.served_at("192.0.2.1", 2345) is None
     monkeypatch.setenv(torch_patches.STORE, "192.0.2.1:2345")

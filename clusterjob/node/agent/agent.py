@@ -1,36 +1,44 @@
-"""Run one node's part of a job: join the coordinator, follow its orders, record the end."""
+"""Run one node's part of a job: join the coordinator, follow its orders, record the end.
+
+An agent that loses the coordinator looks for it at its old address and at those of the nodes that
+may take its place. Such a node becomes the coordinator itself when its turn comes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
+import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import preflight
-from clusterjob.node.agent.connection import Connection
-from clusterjob.node.agent.node_metrics import NodeMetrics
-from clusterjob.node.agent.node_workers import NodeWorkers, StackReports
+from clusterjob.node.agent import node_metrics
+from clusterjob.node.agent.connection import Link, Search
+from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.state_report import StateReport
 from clusterjob.node.agent.stop_requests import StopRequests
+from clusterjob.node.coordinator import Coordinator, MinorityError
 from clusterjob.node.decide import MEASURED
 from clusterjob.node.environments import this_node, worker_variables
 from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.console import Console
-from clusterjob.node.logs.events import now
+from clusterjob.node.logs.events import Phase, now
 from clusterjob.node.logs.job_dir import PREFLIGHT_LOG
-from clusterjob.node.rendezvous import messages
+from clusterjob.node.rendezvous import messages, succession
 from clusterjob.node.rendezvous.identity import NodeJob
-from clusterjob.node.rendezvous.messages import Succession
-from clusterjob.node.stacks import grouping
-from clusterjob.node.states import Measure, Order, OrderWithStore
+from clusterjob.node.rendezvous.messages import ConnectionLost, Succession
+from clusterjob.node.rendezvous.succession import Earlier
+from clusterjob.node.states import Measure, Order, OrderWithStore, Stop
 from clusterjob.node.system import crashes, files, network, processes
 from clusterjob.node.verdict import CANCELLED_EXIT_CODE, JobState, Verdict
 from clusterjob.node.workers.forkserver_client import ForkserverClient
@@ -39,7 +47,14 @@ if TYPE_CHECKING:
     from clusterjob.node.notifications.notifier import Notifier
 
 _RENEW_INTERVAL = 0.5  # seconds
-_GONE_SECONDS = 6.0  # seconds for the workers to end before this node joins again
+_GONE_SECONDS, _PAUSE = 6.0, 0.02  # seconds for the workers to end before this node joins again
+_END_SECONDS = 2.0  # seconds for the coordinator to close its connections
+# Seconds to look for the coordinator before another node takes its place: if it was killed, as it
+# may come back, and if it is silent.
+_RETURN_SECONDS, _SEARCH_SECONDS = 3.0, 1.0
+_AGAIN_SECONDS = 5.0  # more seconds for each time that no other node has joined this one
+_LOOK_SECONDS = 0.5  # seconds for a coordinator that runs to answer
+_TURN_SECONDS = 3.0  # seconds for each successor to become the coordinator
 
 
 class Agent:
@@ -50,8 +65,8 @@ class Agent:
         nproc: workers of this node.
         forkserver: the forkserver, which was forked before.
         console: prints the agent's messages and the workers' output.
+        parent: starts this agent again if it is killed.
         notifier: sends notifications if the coordinator is here; None without --notify.
-        parent: starts this agent again if it is killed; None without restarts.
     """
 
     def __init__(
@@ -60,118 +75,42 @@ class Agent:
         nproc: int,
         forkserver: ForkserverClient,
         console: Console,
+        parent: AgentParent,
         notifier: Notifier | None = None,
-        parent: AgentParent | None = None,
     ) -> None:
-        topology, self._job = node.topology, node.identity
-        self._topology = topology
+        self._begin = time.monotonic()
+        self._node = node
+        self._node_rank = node.topology.node_rank
         self._options = node.options
-        self._job_dir = node.directory
         self._forkserver = forkserver
         self._console = console
         self._notifier = notifier
         self._parent = parent
-        self._replaces = parent is not None and parent.starts > 0  # an agent that was killed
-        self._process = os.getpid() if parent is None else parent.pid  # the scheduler's child
-        self._supervisor = this_node.supervisor(os.environ, self._process)
+        self._supervisor = this_node.supervisor(os.environ, parent.pid)
         self._crashes = crashes.Crashes()
-        self._report = StateReport((parent is not None and parent.kept("rounds")) or 0)
-        self._requests = StopRequests(
-            node.options, node.directory, attempt=self._job.attempt, report=self._report
+        self._report = StateReport(
+            parent.note.read().get("rounds", 0), tells_life=node.options.hang_timeout is not None
         )
+        self._requests = StopRequests(node, self._report)
         # One more port, which rank 0 binds itself.
         self._held = worker_variables.hold_ports(nproc + 1)
-        self._connection = Connection(
-            node,
-            self._hello(nproc),
-            report=self._report,
-            requests=self._requests,
-            crashes=self._crashes,
-            notifier=notifier,
-            parent=parent,
-            polls=self._supervisor is not None,
-        )
-        self._workers = NodeWorkers(node, forkserver, console, report=self._report)
-        self._stacks = StackReports(
-            forkserver.pid,
-            topology.node_rank,
-            workers=self._workers,
-            connection=self._connection,
-            report=self._report,
-            crashes=self._crashes,
-        )
-        self._metrics = NodeMetrics(
-            node,
-            forkserver.pid,
-            workers=self._workers,
-            note=parent.usage if parent is not None else None,
-        )
+        self._hello = self._make_hello(nproc)
+        self._workers = NodeWorkers(node, forkserver, self._report, self._send)
+        self._sampler = node_metrics.sampler_of(node, self._workers, parent.usage)
         self._order = Order()  # the last one
         self._measuring: asyncio.Task[None] | None = None  # of the preflight
+        self._orders: asyncio.Queue[Any] = asyncio.Queue()  # messages of the coordinator
+        self._link: Link | None = None  # if the coordinator is on another node
+        self._coordinator: Coordinator | None = None  # if it is, or was, in this process
+        self._coordinating: asyncio.Task[None] | None = None
+        self._earlier: Earlier | None = None  # the coordinator whose place this one may take
+        self._position = 0.0  # how many nodes come before this one
+        self._deadline: float | None = None  # of the search that goes on
+        self._alone = 0  # how often this agent has become the coordinator since the last round
         self._ended = False
 
-    # -- from join to verdict ----------------------------------------------------------------------
-
-    async def run(self) -> Verdict:
-        """Run this node's part of the job until its processes have ended; return the verdict."""
-        files.use_thread()
-        self._workers.phases.begin(None if self._replaces else self._process)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._forkserver.control, self._receive)
-        self._requests.listen(self._forkserver.early)
-        if self._notifier is not None:
-            self._workers.spared = self._notifier.pids
-            if self._topology.node_rank == 0 and not self._replaces:
-                self._notifier.attempt_begins(self._job.attempt)
-        await self._metrics.serve()
-        following = asyncio.create_task(self._follow_output())
-        self._crashes.watch(following)
-        self._crashes.watch(asyncio.create_task(self._connection.report()))
-        try:
-            verdict = await self._serve()
-        except Exception as error:
-            if isinstance(error, ClusterJobError):
-                verdict = self._own_verdict(JobState.FAILED, error.message)
-            else:
-                who = f"the agent of node {self._topology.node_rank} on {this_node.node_name()}"
-                why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
-                verdict = self._own_verdict(JobState.FAILED, why)
-                self._connection.end_job(verdict)
-            await self._connection.stop_coordinating()
-        finally:
-            following.cancel()
-        self._ended = True
-        if self._notifier is not None and self._reports_end(verdict):
-            self._notifier.ended(verdict)
-        self._workers.stop_ordered = True
-        self._stop_measuring()
-        await self._forkserver.quit()
-        self._workers.flight_recorder.close()
-        # Background processes of the setup lines.
-        processes.kill_descendants(*self._workers.spared)
-        self._workers.phases.flush()
-        # After all earlier writes.
-        await loop.run_in_executor(files.disk, self._workers.timeline.note)
-        self._console.finish()
-        self._record_end(verdict)
-        for holder in self._held:
-            holder.close()
-        await self._connection.end()
-        return verdict
-
-    @property
-    def coordinates(self) -> bool:
-        """Whether the coordinator is in this process."""
-        return self._connection.coordinates
-
-    async def finish_notifications(self) -> None:
-        """Wait a limited time until the end is notified; a second Ctrl-C ends the wait."""
-        if self._notifier is not None:
-            await self._notifier.close(hurry=self._requests.kill_now)
-            processes.kill_descendants()
-
-    def _hello(self, nproc: int) -> messages.Hello:
-        topology = self._topology
+    def _make_hello(self, nproc: int) -> messages.Hello:
+        topology, job = self._node.topology, self._node.identity
         address = this_node.own_address(topology)
         # Node 0 of hosts with several addresses has them all in `address`.
         host = address.partition(",")[0]
@@ -180,145 +119,284 @@ class Agent:
             node_rank=topology.node_rank,
             host=this_node.node_name(),
             pid=os.getpid(),
-            attempt=self._job.attempt,
+            attempt=job.attempt,
             nnodes=topology.nnodes,
             nproc=nproc,
             address=address,
-            counted_by=self._job.counted_by,
+            counted_by=job.counted_by,
             endpoints=tuple(network.with_port(host, port) for port in ports),
             wants_endpoints=worker_variables.may_use_paddle(self._options.program),
-            again=self._parent is not None and bool(self._parent.kept("joined")),
             rounds=self._report.state.seen,
-            key=self._job.key,
+            key=job.key,
         )
 
+    # -- from join to verdict ----------------------------------------------------------------------
+
+    async def run(self) -> Verdict:
+        """Run this node's part of the job until its processes have ended; return the verdict."""
+        files.use_thread()
+        first = not self._parent.why  # no agent that was killed
+        if first:  # the node's script has become this process, or its parent
+            began = time.monotonic() - processes.age(self._parent.pid)
+            self._workers.phases.add(Phase.SETUP, at=began)
+        self._workers.phases.add(Phase.IMPORT)
+        asyncio.get_running_loop().add_reader(self._forkserver.control, self._receive)
+        self._requests.listen(self._forkserver.early)
+        if self._notifier is not None:
+            self._workers.spared = self._notifier.pids
+            if self._node_rank == 0 and first:
+                self._notifier.attempt_begins(self._node.identity.attempt)
+        await node_metrics.serve(self._node, self._sampler)
+        following = self._start(self._follow_output())
+        self._start(self._send_states())
+        self._start(self._keep_lease())
+        serving = asyncio.create_task(self._serve())
+        await asyncio.wait({serving, self._crashes.first}, return_when=asyncio.FIRST_COMPLETED)
+        error = serving.exception() if serving.done() else self._crashes.first.result()
+        verdict = serving.result() if error is None else self._failed(error)
+        serving.cancel()
+        following.cancel()
+        await self._end(verdict)
+        if self._notifier is not None:
+            await self._notifier.close()
+            processes.kill_descendants()
+        return verdict
+
     async def _serve(self) -> Verdict:
-        connection = self._connection
-        if not await connection.join():
-            ended = self._without_coordinator()
-            return ended or self._own_verdict(JobState.LOST, "the job has ended without this node")
-        self._crashes.watch(asyncio.create_task(self._keep_lease()))
-        while True:
-            order = await connection.next_order()
-            if isinstance(order, messages.End):
-                return order.verdict
-            if isinstance(order, messages.ConnectionLost):
-                if (lost := await self._on_coordinator_lost(order)) is not None:
-                    return lost
-            elif isinstance(order, Succession):
-                connection.note_successors(order)
-            elif isinstance(order, Order):
-                self._follow(order)
+        """Follow one coordinator after the other until the job has ended."""
+        verdict: Verdict | None = None
+        kept, attempt = self._parent.note.read(), self._node.identity.attempt
+        why = self._parent.why or f"the agent of node {self._node_rank} was started again"
+        lost = ConnectionLost(why, ended=True)
+        coordinated = kept.get("coordinates", self._node_rank == 0)
+        if coordinated:
+            self._earlier = succession.from_disk(self._node.directory, attempt, why=why)
+        if self._earlier is not None:
+            # Another node may have become the coordinator meanwhile.
+            self._parent.keep(successors=list(self._earlier.state.addresses))
+            verdict = await self._join(lost, _LOOK_SECONDS)
+        elif coordinated:
+            await self._coordinate(None)
+        else:
+            verdict = await self._join(lost if kept.get("joined") else None)
+        while verdict is None:
+            match await self._orders.get():
+                case messages.End() as end:
+                    verdict = end.verdict
+                case ConnectionLost() as end_of_link:
+                    verdict = await self._on_coordinator_lost(end_of_link)
+                case Succession() as known:
+                    self._note_succession(known)
+                case Order() as order:
+                    self._follow(order)
+        return verdict
 
     def _follow(self, order: Order) -> None:
         """Do what the coordinator wants and this node does not do yet."""
-        round_ = self._report.state.round
-        if order.round < round_:
+        if order.round < self._report.state.round:
             return
         done, self._order = self._order, order
-        if order.round > round_ and (order.world is not None or order.stop is not None):
-            round_ = order.round
-            self._report.begin(round_)
+        if order.round > self._report.state.round and (order.world or order.stop):
+            self._report.begin(order.round)
             if order.world is not None:
-                self._connection.note_round()
-                self._renew_lease()  # that of the last coordinator may be over
-                self._metrics.begin_round(order.world)
+                self._deadline, self._alone = None, 0  # a search was successful
+                if self._options.metrics:
+                    self._sampler.begin_round(order.world.restart)
                 self._workers.start(order)
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
-            self._workers.stop(order.stop.grace, order.stop.signal, early=order.stop.early)
+            self._workers.stop(order.stop)
         if order.warned and not done.warned:
             self._workers.warn()
-        if order.measure is None:
-            self._stop_measuring()
-        elif done.measure is None:
-            self._measuring = asyncio.create_task(self._measure(order, order.measure))
-            self._crashes.watch(self._measuring)
-        if order.round == round_:
-            done = done if done.round == round_ else Order()
-            self._workers.answer(order, done)
-            self._stacks.follow(order, done)
+        if order.measure is not None and done.measure is None:
+            self._measuring = self._start(self._measure(order, order.measure))
+        elif order.measure is None and self._measuring is not None:
+            self._measuring.cancel()
+        if order.round == self._report.state.round:
+            done = done if done.round == order.round else Order()
+            for answer in self._workers.answer(order, done):
+                self._start(answer)
 
-    async def _on_coordinator_lost(self, lost: messages.ConnectionLost) -> Verdict | None:
+    async def _on_coordinator_lost(self, lost: ConnectionLost) -> Verdict | None:
         """Stop the workers, and go on with the next coordinator; else return the verdict."""
-        connection, node_rank = self._connection, self._topology.node_rank
         # The coordinator may still receive messages of this node.
-        connection.send(messages.CoordinatorLost(lost.why))
-        reason = f"node {node_rank} lost the coordinator: {lost.why}"
-        saved = ("", 0)
-        if not self._options.restarts:  # else other nodes may start workers soon
+        self._send(messages.CoordinatorLost(lost.why))
+        self._workers.stop(Stop(0.0, signal.SIGKILL))
+        if self._link is not None:
+            link, self._link = self._link, None
+            await link.close()
+        if not self._options.restarts:
             # An error of the connection may have discarded the end of the job.
-            if (verdict := self._recorded()) is not None:
-                return verdict
-            restart = max(0, self._report.state.round)
-            round_ = grouping.Round(self._job.job_id, self._job.attempt, restart, node_rank)
-            saved = await self._stacks.save(self._job_dir, round_, why=reason)
-        self._workers.stop(0.0, signal.SIGKILL)
-        if self._options.restarts:
-            await connection.close()
-            self._console.print(f"{reason}; it may come back")
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._workers.gone.wait(), _GONE_SECONDS)
-            try:
-                if await connection.join_again(lost):
+            return self._end_without_coordinator(self._text(lost))
+        self._console.print(f"{self._text(lost)}; it may come back")
+        deadline = time.monotonic() + _GONE_SECONDS
+        while not self._report.state.idle and time.monotonic() < deadline:
+            await asyncio.sleep(_PAUSE)
+        # An agent that was killed comes back after a second.
+        return await self._join(lost, _RETURN_SECONDS if lost.ended else _SEARCH_SECONDS)
+
+    # -- join, or coordinate -----------------------------------------------------------------------
+
+    async def _join(self, lost: ConnectionLost | None, after: float = math.inf) -> Verdict | None:
+        """Join the coordinator, or become it; else return the verdict of this node.
+
+        Args:
+            lost: how the last connection ended; None if this node has never joined.
+            after: seconds after which the first of the other nodes becomes the coordinator.
+
+        Raises:
+            RendezvousError: the coordinator refused this agent, or was not found in time.
+        """
+        options = self._options
+        after += self._alone * _AGAIN_SECONDS + self._position * _TURN_SECONDS
+        if self._earlier is None:
+            after = math.inf
+        if self._deadline is None:
+            wait = options.return_timeout
+            if lost is None or options.spares or options.min_nodes is not None:
+                wait = max(wait, options.join_timeout)  # the job can go on without this node
+            self._deadline = time.monotonic() + wait
+        addresses = [self._node.topology.master_addr]
+        if lost is not None:
+            addresses += self._parent.note.read().get("successors", [])
+        cancelled = self._requests.cancelled
+        search = Search(self._node, self._hello, cancelled, self._deadline, first=lost is None)
+        try:
+            while (channel := await search.run(addresses, time.monotonic() + after)) is None:
+                if lost is not None and (earlier := await self._lost_one(lost)) is not None:
+                    self._alone += 1
+                    await self._coordinate(earlier)
                     return None
-            except RendezvousError as error:
-                reason += f"; {error.message}"
-            if (verdict := self._without_coordinator()) is not None:
-                return verdict
-        verdict = self._own_verdict(JobState.LOST, reason)
-        return replace(verdict, evidence=saved[0], evidence_ranks=saved[1])
+        except RendezvousError as error:
+            if lost is None and not cancelled.done():
+                raise
+            return self._end_without_coordinator(f"{self._text(lost)}; {error.message}")
+        self._orders = asyncio.Queue()
+        self._link = Link(channel, options, self._orders, self._start)
+        self._parent.keep(joined=True, coordinates=False)
+        self._report.changed.set()
+        return None
+
+    async def _lost_one(self, lost: ConnectionLost) -> Earlier | None:
+        """Return the coordinator whose place this agent may take; None if it may not."""
+        if (earlier := self._earlier) is None:
+            return None
+        state, topology, gone = earlier.state, self._node.topology, frozenset[int]()
+        ended = succession.confirmed_ended
+        if earlier.moved and await asyncio.to_thread(ended, state, topology.source):
+            gone = frozenset({state.node})
+        # Could the job go on if all nodes but the coordinator's joined this one?
+        others = set(range(topology.nnodes)) - ({state.node} if earlier.moved else set())
+        if not succession.may_go_on(state.lasting.groups, others, gone):
+            return None
+        return replace(earlier, why=lost.why, ended=lost.ended, gone=gone)
+
+    def _note_succession(self, message: Succession) -> None:
+        """Record which nodes may take the coordinator's place, and that this node knows it."""
+        nodes, seen = [each.node for each in message.successors], message.rounds_seen
+        self._earlier = None
+        if message.state is not None and self._node_rank in nodes:
+            self._position = nodes.index(self._node_rank)
+            self._earlier = Earlier(
+                message.state,
+                why="",
+                ended=False,
+                moved=message.state.node != self._node_rank,
+                received_at=time.monotonic(),
+            )
+        self._parent.keep(successors=[each.address for each in message.successors], rounds=seen)
+        if seen != self._report.state.seen:
+            self._hello = replace(self._hello, rounds=seen)
+            self._report.set(seen=seen)
+
+    async def _coordinate(self, earlier: Earlier | None) -> None:
+        """Become the coordinator: at the start of the job, or in the place of an earlier one."""
+        self._parent.keep(joined=True, coordinates=True)
+        topology = replace(self._node.topology, master_addr=self._hello.address)
+        node = replace(self._node, topology=topology)
+        self._coordinator = Coordinator(node, self._crashes.watch, self._notifier, earlier)
+        self._orders = asyncio.Queue()
+        self._peer = self._coordinator.membership.join(self._hello, self._orders.put_nowait)
+        if self._supervisor is not None:
+            # The coordinator informs the other nodes.
+            self._start(self._requests.poll_job_dir())
+            await asyncio.sleep(0)
+        # Requests may have arrived during the imports: the coordinator then starts no workers.
+        self._send(self._report.now())
+        self._coordinating = self._start(self._run_coordinator(self._coordinator))
+
+    async def _run_coordinator(self, coordinator: Coordinator) -> None:
+        try:
+            await coordinator.run()
+        except MinorityError as error:
+            self._coordinator = None
+            self._orders.put_nowait(ConnectionLost(error.message))
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a background task; its error ends the job."""
+        task = asyncio.create_task(work)
+        self._crashes.watch(task)
+        return task
+
+    def _send(self, message: Any) -> None:
+        """Send the coordinator a message, if there is one."""
+        if self._link is not None:
+            self._link.send(message)
+        elif self._coordinator is not None:
+            self._coordinator.membership.receive(self._peer, message)
+
+    async def _send_states(self) -> None:
+        """Send the state of the node whenever it changes."""
+        while True:
+            await self._report.changed.wait()
+            self._report.changed.clear()
+            self._send(self._report.now())
 
     def _receive(self) -> None:
         """Handle one message of the forkserver; if it was lost, let another agent replace this."""
         if not (why := self._workers.receive()):
             return
         asyncio.get_running_loop().remove_reader(self._forkserver.control)
-        if (
-            self._parent is not None
-            and self._parent.starts_again
-            and not self._ended
-            and not self._requests.cancelled.done()
-        ):
-            self._connection.send(self._report.now())  # this process ends before its next turn
-            self._parent.replace_agent(why)
+        is_over = self._ended or self._requests.cancelled.done()
+        if self._parent.left and not is_over:
+            self._send(self._report.now())  # this process ends before its next turn
+            self._parent.keep(why=why)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     async def _keep_lease(self) -> None:
-        while self._parent is not None:
-            self._renew_lease()
-            await asyncio.sleep(_RENEW_INTERVAL)
-
-    def _renew_lease(self) -> None:
         """Tell the forkserver, which outlives this process, until when the workers may run."""
-        if self._parent is not None and (heard_at := self._connection.heard_at):
-            self._parent.lease.write({"until": heard_at + self._options.lease})
+        while True:
+            if self._link is not None or self._coordinator is not None:
+                heard_at = time.monotonic() if self._link is None else self._link.heard_at
+                self._parent.lease.write({"until": heard_at + self._options.lease})
+            await asyncio.sleep(_RENEW_INTERVAL)
 
     async def _follow_output(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(log_files.INTERVAL)
-            grown = await loop.run_in_executor(files.disk, self._workers.timeline.note)
-            self._workers.phases.on_output(grown)
-            self._workers.phases.flush()
+            grown = await loop.run_in_executor(files.disk, self._workers.look_at_output)
+            self._workers.note_output(grown)
             if (waits := self._workers.waits.due()) is not None:
-                self._connection.send(waits)
-            if self._options.hang_timeout is not None:
-                self._report.note_alive(*self._workers.signs_of_life())
+                self._send(waits)
             self._console.show()
-            if self._supervisor is not None and self._supervisor[1] != processes.parent(
-                self._process
-            ):
-                why = f"{self._supervisor[0]}, the parent of this node's agent, was killed"
-                self._supervisor = None
-                self._workers.fail_node(why)
-                if self._parent is not None:  # the next round must not use this node
-                    raise ClusterJobError(why)
+            if self._supervisor is not None:
+                name, pid = self._supervisor
+                if pid != processes.parent(self._parent.pid):
+                    self._supervisor = None
+                    why = f"{name}, the parent of this node's agent, was killed"
+                    self._workers.fail_node(why)
+                    if self._options.restarts:  # the next round must not use this node
+                        raise ClusterJobError(why)
 
     # -- the preflight -----------------------------------------------------------------------------
 
     async def _measure(self, order: Order, wanted: Measure) -> None:
         """Measure this node in a process of its own, which ends with this call."""
-        topology, store = self._topology, order.store if isinstance(order, OrderWithStore) else None
-        directory = log_files.node_directory(self._job_dir, topology.node_rank)
+        topology = self._node.topology
+        store = order.store if isinstance(order, OrderWithStore) else None
+        directory = log_files.node_directory(self._node.directory, topology.node_rank)
         given = vars(wanted) | {
             "node": topology.node_rank,
             "listener": store.fileno() if store is not None else None,
@@ -354,14 +432,50 @@ class Agent:
         with contextlib.suppress(ValueError):
             found = json.loads(data)
         if store is not None:  # before the state: the coordinator in this process needs both
-            self._connection.send(messages.PreflightFound(found))
+            self._send(messages.PreflightFound(found))
         self._report.set(measured=found.get("error", MEASURED)[:300])
 
-    def _stop_measuring(self) -> None:
-        if self._measuring is not None:
-            self._measuring.cancel()
-
     # -- the end -----------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException) -> Verdict:
+        """Return the verdict of an agent that cannot go on; if it is broken, the job ends.
+
+        After another error, the other nodes may go on.
+        """
+        if isinstance(error, ClusterJobError):
+            why = error.message
+        else:
+            who = f"the agent of node {self._node_rank} on {this_node.node_name()}"
+            why = f"{who} (pid {os.getpid()}) failed: {crashes.summary(error)}"
+        verdict = self._own_verdict(JobState.FAILED, why)
+        if self._coordinator is not None and not isinstance(error, ClusterJobError):
+            self._coordinator.membership.broadcast(messages.End(verdict))
+        if self._coordinating is not None:
+            self._coordinating.cancel()
+        return verdict
+
+    async def _end(self, verdict: Verdict) -> None:
+        """End all processes of this node, and record the end."""
+        self._ended = True
+        if self._notifier is not None and self._reports_end(verdict):
+            self._notifier.ended(verdict)
+        self._report.stop()
+        await self._forkserver.quit()
+        self._workers.flight_recorder.close()
+        # Background processes of the setup lines.
+        processes.kill_descendants(*self._workers.spared)
+        # After all earlier writes.
+        await asyncio.get_running_loop().run_in_executor(files.disk, self._workers.timeline.note)
+        self._console.finish()
+        self._record_end(verdict)
+        if self._coordinator is not None:
+            self._console.print(verdict.text())
+            self._console.print_verdict(verdict)
+        elif verdict.state is not JobState.SUCCEEDED:
+            self._console.print(f"{verdict.state}: {verdict.reason}")
+        if self._coordinating is not None:  # it lets the others read the verdict
+            await asyncio.wait([self._coordinating], timeout=_END_SECONDS)
+            self._coordinating.cancel()
 
     def _own_verdict(self, state: JobState, reason: str) -> Verdict:
         """Return the verdict of this node, whose coordinator gives none."""
@@ -371,40 +485,43 @@ class Agent:
             CANCELLED_EXIT_CODE if cancelled else 1,
             reason=reason,
             failure=None if cancelled else self._workers.failures.of_node(reason),
-            attempt=self._job.attempt,
+            attempt=self._node.identity.attempt,
             ended_at=now(),
         )
 
-    def _recorded(self) -> Verdict | None:
-        """Return the verdict of this attempt from the shared job directory; None without one."""
-        verdict = ends.read_result(self._job_dir)
-        return verdict if verdict is not None and verdict.attempt == self._job.attempt else None
-
-    def _without_coordinator(self) -> Verdict | None:
-        """Return the verdict if the job was cancelled, or has ended without this node."""
+    def _end_without_coordinator(self, why: str) -> Verdict:
+        """Return the verdict if the job was cancelled or has ended; else LOST for this reason."""
         if self._requests.cancelled.done():
             return self._own_verdict(JobState.CANCELLED, self._requests.cancelled.result())
-        return self._recorded()
+        recorded = ends.read_result(self._node.directory)
+        if recorded is not None and recorded.attempt == self._node.identity.attempt:
+            return recorded
+        return self._own_verdict(JobState.LOST, why)
+
+    def _text(self, lost: ConnectionLost | None) -> str:
+        why = lost.why if lost is not None else "it was not found"
+        return f"node {self._node_rank} lost the coordinator: {why}"
 
     def _reports_end(self, verdict: Verdict) -> bool:
         """Return whether this node notifies of the end of the job."""
-        if self.coordinates or self._topology.node_rank:
-            return self.coordinates
-        if verdict.state is JobState.LOST:  # the other nodes go on if they are the larger part
-            return self._topology.nnodes <= 2
-        return not self._connection.follows
+        # The other nodes go on without a lost one if they are the larger part.
+        ends_here = verdict.state is not JobState.LOST or self._node.topology.nnodes <= 2
+        alone = self._node_rank == 0 and self._link is None
+        return self._coordinator is not None or (alone and ends_here)
 
     def _record_end(self, verdict: Verdict) -> None:
         """Write this node's end, and the job's verdict if the coordinator here could not."""
-        job_dir, node_rank = self._job_dir, self._topology.node_rank
+        job_dir, node_rank = self._node.directory, self._node_rank
         try:
-            end = verdict.to_json() | {"host": this_node.node_name(), "usage": self._metrics.end()}
+            usage = node_metrics.usage(self._node, self._sampler, self._begin)
+            end = verdict.to_json() | {"host": this_node.node_name(), "usage": usage}
             # One node looks at each copy of the code: the coordinator's, and those with a copy.
             shared = node_rank and log_files.node_directory(job_dir, 0).exists()
-            if not self.coordinates and not shared:
+            if self._coordinator is None and not shared:
                 end["in_code"] = ends.files_in_code()
             ends.write(job_dir, node_rank, end=end)
-            if self.coordinates and not ends.has_result(job_dir, self._job.attempt):
+            recorded = ends.has_result(job_dir, self._node.identity.attempt)
+            if self._coordinator is not None and not recorded:
                 ends.write_result(job_dir, verdict)
         except OSError as error:
             self._console.print(

@@ -1,189 +1,124 @@
-"""The metrics of one node: whose processes are sampled, their Prometheus port, their sums."""
+"""The metrics of one node: whose processes are sampled, the Prometheus port, sums, durations."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from typing import Any
 
 from clusterjob.node import job_processes
 from clusterjob.node.agent.node_workers import NodeWorkers
-from clusterjob.node.contract import World
 from clusterjob.node.environments import this_node
-from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
+from clusterjob.node.logs.events import Phase, read_phases
 from clusterjob.node.metrics.sampler import Sampler
 from clusterjob.node.metrics.samples import NodeFacts
 from clusterjob.node.rendezvous.identity import NodeJob
-from clusterjob.node.system import devices, processes
+from clusterjob.node.system import devices
 from clusterjob.node.system.shared_note import SharedNote
 
 
-class NodeMetrics:
-    """Sample the workers of one node, unless ``--no-metrics`` is given.
+def sampler_of(node: NodeJob, workers: NodeWorkers, note: SharedNote) -> Sampler:
+    """Return the sampler of a node's workers.
 
     Args:
         node: the job, as this node sees it.
-        forkserver: pid of the forkserver.
         workers: the workers.
-        note: keeps the sums for the next agent of this node; None if there will be none.
+        note: keeps the sums for the next agent of this node.
     """
 
-    def __init__(
-        self,
-        node: NodeJob,
-        forkserver: int,
-        workers: NodeWorkers,
-        note: SharedNote | None = None,
-    ) -> None:
-        self._begin = time.monotonic()
-        topology, job_dir = node.topology, node.directory
-        self._topology = topology
-        self._options = node.options
-        self._job = node.identity
-        self._job_dir = job_dir
-        self._forkserver = forkserver
-        self._workers = workers
-        self._print = node.print_line
-        self._rounds: dict[int, float] = {}  # the begin of each
-        self._found: dict[int, int] = {}  # the rank of each worker by pid
-        self._changed = True
-        self._server: asyncio.Server | None = None
-        facts = NodeFacts(
-            topology.node_rank,
-            this_node.node_name(),
-            attempt=self._job.attempt,
-            cores=devices.usable_cores(),
-            memory=0,
+    def ranks() -> dict[int, int]:
+        found = job_processes.of_forkserver(workers.forkserver.pid).ranks
+        return {each.pid: each.rank for each in found if each.rank is not None}
+
+    facts = NodeFacts(
+        node.topology.node_rank,
+        this_node.node_name(),
+        attempt=node.identity.attempt,
+        cores=devices.usable_cores(),
+        memory=0,
+    )
+    return Sampler(
+        node.directory,
+        facts,
+        workers=ranks,
+        quiet=lambda: time.monotonic() - workers.report.alive_at,
+        waits=workers.waits.newest,
+        environ=os.environ,
+        note=note,
+    )
+
+
+async def serve(node: NodeJob, sampler: Sampler) -> None:
+    """Serve the metrics on --metrics-port until this process ends; print one line on an error."""
+    topology, port = node.topology, node.options.metrics_port
+    if not port:
+        return
+    if topology.nnodes > 1 and topology.master_addr in ("127.0.0.1", "localhost"):
+        port += topology.node_rank  # all nodes are on this machine
+    from clusterjob.node.metrics import prometheus
+
+    job_id = node.identity.job_id
+    try:
+        await prometheus.serve(
+            port, lambda: prometheus.text_of(job_id, sampler.latest, sampler.usage)
         )
-        self._sampler = Sampler(
-            job_dir,
-            facts,
-            workers=self._ranks,
-            quiet=self._quiet,
-            waits=workers.waits.newest,
-            environ=os.environ,
-            note=note,
-        )
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", "") or error
+        node.print_line(f"node {topology.node_rank} serves no metrics on port {port}: {why}")
 
-    async def serve(self) -> None:
-        """Serve the metrics on --metrics-port; if the port is in use, print one line."""
-        port = self._options.metrics_port
-        if not port:
-            return
-        if self._topology.nnodes > 1 and self._topology.master_addr in ("127.0.0.1", "localhost"):
-            port += self._topology.node_rank  # all nodes are on this machine
-        from clusterjob.node.metrics import prometheus
 
-        try:
-            self._server = await prometheus.serve(
-                port,
-                lambda: prometheus.text_of(
-                    self._job.job_id, self._sampler.latest, self._sampler.usage
-                ),
-            )
-        except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", "") or error
-            self._print(f"node {self._topology.node_rank} serves no metrics on port {port}: {why}")
+def usage(node: NodeJob, sampler: Sampler, begin: float) -> dict[str, Any]:
+    """End the samples; return their sums and the node's durations for the end record.
 
-    def begin_round(self, world: World) -> None:
-        """Follow the workers of a round that starts."""
-        self._rounds[world.restart] = time.monotonic()
-        self._changed = True
-        if self._options.metrics:
-            self._sampler.begin_round(world.restart)
+    Args:
+        node: the job, as this node sees it.
+        sampler: takes the samples.
+        begin: the monotonic time at which this agent has begun.
+    """
+    sums, node_rank = sampler.stop() or {}, node.topology.node_rank
+    if sampler.error:
+        node.print_line(f"node {node_rank} has no more metrics: {sampler.error}")
+    return sums | durations(node, begin)
 
-    def end(self) -> dict[str, Any]:
-        """End the samples; return the sums for the end record."""
-        if self._server is not None:
-            self._server.close()
-        sums = self._sampler.stop() or {}
-        if self._sampler.error:
-            self._print(
-                f"node {self._topology.node_rank} has no more metrics: {self._sampler.error}"
-            )
-        return sums | self._durations()
 
-    def _quiet(self) -> float:
-        began = max(self._rounds.values())
-        return time.monotonic() - max(
-            self._workers.timeline.grown_at, self._workers.alive_at, began
-        )
+def durations(node: NodeJob, begin: float) -> dict[str, Any]:
+    """Return the number of this node's GPUs, and durations by its monotonic clock, in seconds.
 
-    # -- the workers -------------------------------------------------------------------------------
-
-    def _ranks(self) -> dict[int, int]:
-        """Return the rank of each worker by pid; called by the sampler's thread."""
-        alive = [processes.start_ticks(pid) is not None for pid in self._found]
-        # torchrun may start workers later than its agent.
-        complete = all(alive) or self._options.launcher == "agent"
-        if self._changed or not (any(alive) and complete):
-            ranks = job_processes.of_forkserver(self._forkserver).ranks
-            found = {each.pid: each.rank for each in ranks if each.rank is not None}
-            # The table of the last round is there until the forkserver begins the next one.
-            if any(processes.start_ticks(pid) is not None for pid in found):
-                self._found, self._changed = found, False
-        return self._found
-
-    # -- the end record ----------------------------------------------------------------------------
-
-    def _durations(self) -> dict[str, Any]:
-        """Return the number of this node's GPUs, and durations by its monotonic clock, in seconds.
-
-        ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
-        ran; ``restarts`` and ``restart_seconds``: from the first end of a worker until the next
-        round ran; ``ran``: per rank, from the begin of the last round to the rank's end.
-        """
-        now = time.monotonic()
-        begins = [
-            each
-            for each in read_phases(self._job_dir, self._topology.node_rank)
-            if each.attempt == self._job.attempt
-        ]
-        first = min((each.monotonic for each in begins), default=self._begin)
+    ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
+    ran; ``restarts`` and ``restart_seconds``: from the first end of a worker until the next
+    round ran; ``ran``: per rank, from the begin of the last round to the rank's end.
+    """
+    now, attempt = time.monotonic(), node.identity.attempt
+    first, started = begin, dict[int, float]()
+    running, ended = dict[int, float](), dict[int, dict[int, float]]()
+    for each in read_phases(node.directory, node.topology.node_rank):
+        at, restart = each.monotonic, each.restart
         # A phase of another boot is not of this attempt.
-        begin = first if now - 30 * 86400 < first <= self._begin else self._begin
+        if each.attempt != attempt or not now - 30 * 86400 < at <= now:
+            continue
+        first = min(first, at)
+        if each.rank is None and each.phase is Phase.RUNNING:
+            started[restart] = at
         # The first output of a rank that joins no group says nothing about its start.
-        formed = [each for each in begins if each.phase is not Phase.RUNNING or not each.detail]
-        # An agent that was started again knows the rounds before from the file.
-        rounds = {
-            each.restart: each.monotonic
-            for each in begins
-            if each.phase is Phase.RUNNING and each.rank is None and each.monotonic <= self._begin
-        } | self._rounds
-        running = {
-            number: _last(formed, Phase.RUNNING, number) or at for number, at in rounds.items()
-        }
-        last = max(rounds, default=-1)
-        lost = 0.0
-        for number in running.keys() - {0}:
-            ended = _times(begins, Phase.ENDED, number - 1)
-            if not ended:  # the agent was killed
-                began = rounds.get(number - 1, self._begin) < self._begin < rounds[number]
-                ended = [self._begin if began else rounds[number]]
-            lost += max(0.0, running[number] - min(ended))
-        return {
-            "visible_gpus": devices.visible_gpus(os.environ),
-            "wall": round(now - begin, 1),
-            "waited": round(rounds.get(0, now) - begin, 1),
-            "startup": round(running[0] - begin, 1) if 0 in running else None,
-            "restarts": max(0, last),
-            "restart_seconds": round(lost, 1),
-            "ran": {
-                str(each.rank): round(each.monotonic - rounds[last], 1)
-                for each in begins
-                if each.phase is Phase.ENDED and each.restart == last and each.rank is not None
-            },
-        }
-
-
-def _times(begins: list[PhaseBegin], phase: Phase, restart: int) -> list[float]:
-    return [
-        each.monotonic
-        for each in begins
-        if each.phase is phase and each.restart == restart and each.rank is not None
+        elif each.phase is Phase.RUNNING and not each.detail:
+            running[restart] = max(at, running.get(restart, at))
+        elif each.rank is not None and each.phase is Phase.ENDED:
+            ended.setdefault(restart, {})[each.rank] = at
+    running, last = started | running, max(started, default=-1)
+    # If the agent was killed, nobody has recorded the ends of the workers.
+    lost = [
+        running[restart] - min(ended.get(restart - 1, {}).values(), default=started[restart])
+        for restart in started
+        if restart > 0
     ]
-
-
-def _last(begins: list[PhaseBegin], phase: Phase, restart: int) -> float | None:
-    return max(_times(begins, phase, restart), default=None)
+    return {
+        "visible_gpus": devices.visible_gpus(os.environ),
+        "wall": round(now - first, 1),
+        "waited": round(started.get(0, now) - first, 1),
+        "startup": round(running[0] - first, 1) if 0 in running else None,
+        "restarts": max(0, last),
+        "restart_seconds": round(sum(max(0.0, each) for each in lost), 1),
+        "ran": {
+            str(rank): round(at - started[last], 1) for rank, at in ended.get(last, {}).items()
+        },
+    }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from clusterjob.node.system.shared_note import SharedNote
 
 # Seconds for the forkserver of a killed agent to stop its workers; then they are killed.
 _CLEAR_SECONDS = 5.0
-_KEPT = ("joined", "coordinates", "successors", "rounds")  # notes of an agent for the next one
 _SI_KERNEL = 0x80  # `si_code` of Ctrl-C in a terminal, which the agent gets too
 
 
@@ -37,138 +35,84 @@ class AgentParent:
         attempt: the number of the job's attempt, from 0.
 
     Attributes:
-        starts: how many agents were killed before this one.
-        why: how the last one of them ended, such as ``the agent ... was killed``; empty without.
+        pid: this process.
+        why: how the agent before this one ended, such as ``the agent ... was killed``; empty for
+            the first one.
+        left: how many agents may follow this one.
         console, usage: the progress of the console and of the samples, for the next agent.
         lease: until when the workers may run, for the forkserver.
+        note: the values that this agent and those before it have kept; see `keep`.
     """
 
     def __init__(
         self, topology: Topology, options: LaunchOptions, job_dir: Path, attempt: int
     ) -> None:
-        self.starts = 0
+        self.pid = os.getpid()
         self.why = ""
         self.console, self.usage, self.lease = SharedNote(), SharedNote(), SharedNote(64)
-        self._note = SharedNote(1 << 16)
-        self._node_rank = node_rank = topology.node_rank
-        # Node 0's last agent starts no workers: it gives the verdict.
-        self._most = options.max_restarts + options.machine_restarts(topology.nnodes)
-        self._most += node_rank == 0
+        self.note = SharedNote(1 << 16)
+        self._node_rank = topology.node_rank
         self._job_dir = job_dir
         self._attempt = attempt
-        self._signals = {
-            *processes.handled_signals(preemptible=options.warning is not None),
-            signal.SIGCHLD,
-        }
-        self._pid = os.getpid()
-        # Processes that outlive an agent: background processes of the setup lines.
-        self._spared: list[int] = []
-        self._ordered = False  # whether this node was asked to stop
+        # Node 0's last agent starts no workers: it gives the verdict.
+        most = options.max_restarts + options.machine_restarts(topology.nnodes)
+        self.left = most + (topology.node_rank == 0) if options.restarts else 0
+        numbers = processes.handled_signals(preemptible=options.warning is not None)
+        self._signals = {*numbers, signal.SIGCHLD}
 
     def run(self) -> int | None:
         """Run agents until one ends by itself; return its exit code, or None in an agent."""
         processes.adopt_orphans()
-        self._spared += processes.descendants(self._pid)
+        spared = processes.descendants(self.pid)  # background processes of the setup lines
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         while True:
-            sys.stdout.flush()
-            sys.stderr.flush()
             agent = os.fork()
             if agent == 0:
-                processes.die_with_parent(self._pid)
+                processes.die_with_parent(self.pid)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 return None
-            status = self._wait(agent)
+            status, ordered = self._wait(agent)
             if not os.WIFSIGNALED(status):
                 processes.kill_descendants()
                 return os.WEXITSTATUS(status)
-            self._clear()
-            name = processes.signal_name(os.WTERMSIG(status))
+            deadline = time.monotonic() + _CLEAR_SECONDS
+            while processes.descendants(self.pid, *spared):
+                if time.monotonic() > deadline:
+                    processes.kill_descendants(*spared)
+                time.sleep(0.02)
+            number = os.WTERMSIG(status)
             who = f"the agent of node {self._node_rank} on {this_node.node_name()} (pid {agent})"
-            self.why = self.kept("why") or f"{who} was killed by {name}"
-            if not self._may_start():
-                return self._give_up(who, os.WTERMSIG(status))
-            self.starts += 1
-            self._note.write({name: self.kept(name) for name in _KEPT})
+            was_killed = f"{who} was killed by {processes.signal_name(number)}"
+            self.why = self.note.read().get("why") or was_killed
+            is_over = ends.cancelled(self._job_dir) or ends.has_result(self._job_dir, self._attempt)
+            if ordered or is_over or not self.left:
+                ends.write_lost(self._job_dir, self._node_rank, self._attempt, f"{who} was killed")
+                processes.kill_descendants()
+                return 128 + number
+            self.left -= 1
+            self.keep(why="")
 
-    # -- in the agent ------------------------------------------------------------------------------
+    def _wait(self, agent: int) -> tuple[int, bool]:
+        """Forward signals until the agent has ended; return its wait status, and whether any came.
 
-    @property
-    def pid(self) -> int:
-        """The parent's pid."""
-        return self._pid
+        A signal asks this node to stop.
+        """
+        ordered = False
+        while True:
+            for pid, status in processes.ended_children():
+                if pid == agent:
+                    return status, ordered
+            got = signal.sigwaitinfo(self._signals)
+            if got.si_signo != signal.SIGCHLD:
+                ordered = True
+                if got.si_signo != signal.SIGINT or got.si_code != _SI_KERNEL:
+                    processes.send_signal(agent, got.si_signo)
 
-    @property
-    def starts_again(self) -> bool:
-        """Whether another agent follows if this one is killed."""
-        return self.starts < self._most
-
-    def keep(self, name: str, value: Any) -> None:
-        """Note a value for the parent and the next agent.
+    def keep(self, **values: Any) -> None:
+        """In an agent: keep values for the parent and the next agent.
 
         ``joined``: whether this node has joined the coordinator; ``coordinates``: whether this node
         is the coordinator's; ``successors``: addresses where the next coordinator may listen;
         ``rounds``: the newest round that it has seen, plus 1; ``why``: why this agent kills itself.
         """
-        self._note.write(self._note.read() | {name: value})
-
-    def kept(self, name: str) -> Any:
-        """Return a value that `keep` noted; None if there is none."""
-        return self._note.read().get(name)
-
-    def replace_agent(self, why: str) -> None:
-        """End this agent, so that the next one starts a new forkserver."""
-        self.keep("why", why)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def close(self) -> None:
-        """Free the notes in a process that runs user code."""
-        for note in (self.console, self.usage, self._note):
-            note.close()
-
-    # -- in the parent -----------------------------------------------------------------------------
-
-    def _wait(self, agent: int) -> int:
-        """Forward signals until the agent has ended; return its wait status."""
-        while True:
-            for pid, status in processes.ended_children():
-                if pid == agent:
-                    return status
-            got = signal.sigwaitinfo(self._signals)
-            if got.si_signo != signal.SIGCHLD:
-                self._ordered = True
-                if got.si_signo != signal.SIGINT or got.si_code != _SI_KERNEL:
-                    processes.send_signal(agent, got.si_signo)
-
-    def _clear(self) -> None:
-        """Wait until the killed agent's forkserver and workers have ended."""
-        deadline = time.monotonic() + _CLEAR_SECONDS
-        while True:
-            list(processes.ended_children())
-            below = set(processes.descendants(self._pid))
-            for pid in self._spared:
-                below -= {pid, *processes.descendants(pid)}
-            if not below:
-                return
-            if time.monotonic() > deadline:
-                for pid in below:
-                    processes.send_signal(pid, signal.SIGKILL)
-            time.sleep(0.02)
-
-    def _may_start(self) -> bool:
-        return not (
-            self._ordered
-            or not self.starts_again
-            or ends.cancelled(self._job_dir)
-            or ends.has_result(self._job_dir, self._attempt)
-        )
-
-    def _give_up(self, who: str, number: int) -> int:
-        """Record the loss of the agent, and end by the same signal."""
-        ends.write_lost(self._job_dir, self._node_rank, self._attempt, f"{who} was killed")
-        processes.kill_descendants()
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        os.kill(self._pid, number)
-        return 128 + number
+        self.note.write(self.note.read() | values)

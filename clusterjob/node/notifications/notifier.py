@@ -86,14 +86,12 @@ class Notifier:
             final=True,
         )
 
-    async def close(self, hurry: asyncio.Future[None]) -> None:
-        """Wait until everything is sent, at most 10 s, or until `hurry` is done."""
+    async def close(self) -> None:
+        """Wait until everything is sent, at most 10 s."""
         if not self._sending:
             return
-        sending = asyncio.ensure_future(asyncio.wait(self._sending))
-        either: set[asyncio.Future[Any]] = {sending, hurry}
-        await asyncio.wait(either, timeout=_LAST_SEND, return_when=asyncio.FIRST_COMPLETED)
-        if not sending.done():
+        _, unsent = await asyncio.wait(self._sending, timeout=_LAST_SEND)
+        if unsent:
             self._print_line("notify: the last notification was not sent in time")
             for task in self._sending:
                 task.cancel()

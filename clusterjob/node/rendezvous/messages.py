@@ -41,7 +41,6 @@ class Hello:
         counted_by: the platform's variable from which node_rank was read.
         endpoints: the host:port that this node holds for each worker, and one more.
         wants_endpoints: whether its workers need the endpoints of all nodes.
-        again: whether the node has joined before.
         rounds: the number of the newest round that the node has seen, plus 1; 0 without one.
         key: drawn by the node; to join again it needs the same one.
     """
@@ -56,7 +55,6 @@ class Hello:
     counted_by: Text = ""
     endpoints: Annotated[tuple[Text, ...], Limit(MAX_WORKERS + 1)] = ()
     wants_endpoints: bool = False
-    again: bool = False
     rounds: Number = 0
     key: Text = ""
 

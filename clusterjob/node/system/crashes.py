@@ -21,9 +21,11 @@ class Crashes:
         self._loop.set_exception_handler(self._of_loop)
         threading.excepthook = self._of_thread
         self.first: asyncio.Future[BaseException] = self._loop.create_future()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def watch(self, task: asyncio.Task[Any]) -> None:
-        """Record the error of a task that should run as long as the agent."""
+        """Record the error of a background task, and keep the task until its end."""
+        self._tasks.add(task)
         task.add_done_callback(self._of_task)
 
     def _of_loop(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -39,6 +41,7 @@ class Crashes:
             self._loop.default_exception_handler(context)
 
     def _of_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._note(error)

@@ -122,6 +122,13 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
+def age(pid: int) -> float:
+    """Return for how many seconds a process has run."""
+    ticks = start_ticks(pid) or 0
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return max(0.0, age)
+
+
 def _start_time(pid: int) -> int | None:
     """Return a process's start time in seconds since the epoch, from ps; None if it has ended."""
     import subprocess  # slow to load, and Linux does not need it
@@ -210,10 +217,18 @@ def parse_environment(data: bytes) -> dict[str, str]:
     return {name: value for name, equals, value in pairs if equals}
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the live (not zombie) descendants of a process, the nearest first."""
+def descendants(pid: int, *keep: int | None) -> list[int]:
+    """Return the live (not zombie) descendants of a process, the nearest first.
+
+    Args:
+        pid: the process.
+        keep: pids of descendants that are left out, with all processes below them.
+    """
     stats = running()
-    return [each for each in below(pid, children(stats)) if stats[each][0] not in "ZX"]
+    found = children(stats)
+    kept = {each for top in filter(None, keep) for each in (top, *below(top, found))}
+    live = [each for each in below(pid, found) if stats[each][0] not in "ZX"]
+    return [each for each in live if each not in kept]
 
 
 def children(stats: Mapping[int, list[str]]) -> dict[int, list[int]]:
@@ -240,14 +255,12 @@ def kill_descendants(*keep: int | None) -> None:
     """
     for _ in range(100):
         try:
-            left = set(descendants(os.getpid()))
-            for pid in filter(None, keep):
-                left -= {pid, *descendants(pid)}
+            left = descendants(os.getpid(), *keep)
         except OSError:  # no descriptor is free; PR_SET_PDEATHSIG ends the workers instead
             return
         if not left:
             return
-        for pid in sorted(left):
+        for pid in left:
             send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 

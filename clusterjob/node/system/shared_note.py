@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import mmap
-import struct
 import zlib
 from typing import Any
-
-_HEADER = struct.Struct("<QII")  # number of the value, its bytes, checksum of both and the value
-_NUMBER = struct.Struct("<QI")
 
 
 class SharedNote:
     """A JSON object that outlives the process that wrote it.
 
-    If the writer is killed while it writes, the value before is still there.
+    There are two places for it, in turn: if the writer is killed while it writes, or another
+    process reads at that moment, the value before is still there.
 
     Args:
         size: maximum bytes of the value; a larger value is not written.
@@ -24,37 +21,27 @@ class SharedNote:
     def __init__(self, size: int = 1 << 20) -> None:
         self._size = size
         # Anonymous: no descriptor that a worker could inherit. Unused pages need no memory.
-        self._memory = mmap.mmap(-1, 2 * (_HEADER.size + size))
+        self._memory = mmap.mmap(-1, 2 * size)
 
     def write(self, value: dict[str, Any]) -> None:
         """Replace the value."""
-        data = json.dumps(value).encode()
-        if len(data) <= self._size:
-            number = self._newest()[0] + 1
-            checksum = zlib.crc32(data, zlib.crc32(_NUMBER.pack(number, len(data))))
-            place = self._place(number)
-            record = _HEADER.pack(number, len(data), checksum) + data
-            self._memory[place : place + len(record)] = record
+        number = self._newest()[0] + 1
+        data = json.dumps([number, value]).encode()
+        line = b"%08x%s\n" % (zlib.crc32(data), data)
+        if len(line) <= self._size:
+            place = number % 2 * self._size
+            self._memory[place : place + len(line)] = line
 
     def read(self) -> dict[str, Any]:
         """Return the last value that was written completely; empty if there is none."""
-        value: dict[str, Any] = json.loads(self._newest()[1])
-        return value
+        return self._newest()[1]
 
-    def close(self) -> None:
-        """Free the memory in this process; the note cannot be used here any more."""
-        self._memory.close()
-
-    def _place(self, number: int) -> int:
-        return number % 2 * (_HEADER.size + self._size)
-
-    def _newest(self) -> tuple[int, bytes]:
-        found = [(0, b"{}")]
-        for place in (self._place(0), self._place(1)):
-            number, length, checksum = _HEADER.unpack_from(self._memory, place)
-            begin = place + _HEADER.size
-            if 0 < length <= self._size:
-                data = self._memory[begin : begin + length]
-                if zlib.crc32(data, zlib.crc32(_NUMBER.pack(number, length))) == checksum:
-                    found.append((number, data))
-        return max(found)
+    def _newest(self) -> tuple[int, dict[str, Any]]:
+        found: list[tuple[int, dict[str, Any]]] = [(0, {})]
+        for place in (0, self._size):
+            end = self._memory.find(b"\n", place, place + self._size)
+            checksum, data = self._memory[place : place + 8], self._memory[place + 8 : max(0, end)]
+            if checksum == b"%08x" % zlib.crc32(data):
+                number, value = json.loads(data)
+                found.append((number, value))
+        return max(found, key=lambda each: each[0])

@@ -1,9 +1,8 @@
 """Ask torch's flight recorder of each worker for a dump: its last collectives.
 
-torch records the collectives of a process. With NCCL, a thread of torch writes the record to a file
-when something is written into a pipe; these variables name both. With gloo, torch has no such
-thread: `torch_patches` adds it. The dumps are in the logs. The pipes are on this machine: the job
-directory may be on a disk that many nodes share.
+torch records the collectives of NCCL. A thread of torch writes the record to a file when something
+is written into a pipe; these variables name both. The dumps are in the logs. The pipes are on this
+machine: the job directory may be on a disk that many nodes share.
 """
 
 from __future__ import annotations
@@ -51,13 +50,17 @@ class FlightRecorder:
     def variables(self, environ: Mapping[str, str], restart: int) -> dict[str, str]:
         """Return the workers' variables of a round.
 
-        They are empty if the user has set them, or if no pipe can be made here: torch's NCCL group
-        would fail then.
+        They are empty if the user has set them, or if no directory can be made for the pipes:
+        torch's NCCL group would fail then.
         """
         if any(name in environ for name in (PIPE_FILE, DUMP_FILE, OLD_DUMP_FILE)):
             return {}
-        if self._pipes is None and not self._make_pipes():
-            return {}
+        if self._pipes is None:
+            memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
+            try:
+                self._pipes = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
+            except OSError:
+                return {}
         pipe, dump = self._paths(restart)
         if _has_new_names():
             return {PIPE_FILE: pipe, DUMP_FILE: dump}
@@ -72,11 +75,7 @@ class FlightRecorder:
             seconds: maximum time to wait for the files.
         """
         prefix, target = self._paths(restart)
-        wanted = []
-        for rank in ranks:
-            for pipe, dump in (("pipe", ""), ("json.pipe", ".json")):
-                if _write(f"{prefix}{rank}.{pipe}"):
-                    wanted.append(Path(f"{target}{rank}{dump}"))
+        wanted = [Path(f"{target}{rank}") for rank in ranks if _write(f"{prefix}{rank}.pipe")]
         until = time.monotonic() + seconds
         while not all(path.exists() for path in wanted) and time.monotonic() < until:
             time.sleep(_POLL)
@@ -89,15 +88,6 @@ class FlightRecorder:
         if self._pipes is not None:
             shutil.rmtree(self._pipes, ignore_errors=True)
             self._pipes = None
-
-    def _make_pipes(self) -> bool:
-        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None  # TMPDIR may be a shared disk
-        try:
-            self._pipes = Path(tempfile.mkdtemp(prefix="clusterjob-pipes-", dir=memory))
-            os.mkfifo(self._pipes / "try", 0o600)
-        except OSError:
-            self.close()
-        return self._pipes is not None
 
     def _paths(self, restart: int) -> tuple[str, str]:
         """Return the paths of the pipes and of the dumps of a round, without the rank."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +30,24 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import collect, grouping, offer
+from clusterjob.node.stacks import grouping, offer
 from clusterjob.node.stacks.collect import StackRequest, catches
 from clusterjob.node.system import processes
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
 from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import output_drain, preload, snapshot_imports, worker_process
-from clusterjob.node.workers.worker_process import RunningWorker, WorkerStart
+from clusterjob.node.workers.worker_process import WorkerStart
 
 # Processes that workers leave behind get SIGTERM, then SIGKILL. In between, multiprocessing's
 # resource tracker frees the shared memory. It ignores SIGTERM and waits until the last process that
 # holds its pipe, such as a DataLoader worker, has ended.
-_LEFTOVER_TERM = 0.1
-_LEFTOVER_KILL = 0.5
+_LEFTOVERS = ((0.1, signal.SIGTERM), (0.5, signal.SIGKILL))
 # Seconds for a worker to begin its handler of SIGTERM after a failure, or to end after it.
 _EARLY_KILL = 1.0
 _ORPHANED_GRACE = 0.5  # seconds between SIGTERM and SIGKILL when the agent is gone
 _SWEEP_INTERVAL = 0.02
 _LEASE_INTERVAL, _LEASE_MARGIN = 0.5, 1.0
-# Limits of a stack that is sent to the agent; the worker's log has all of it.
-_MAX_LINES, _MAX_LINE = 40, 300
 
 
 class WarningPipe:
@@ -84,35 +81,6 @@ class WarningPipe:
         """Signal to the workers that they are being stopped now."""
         os.close(self.write_end)
         os.close(self._read_end)
-
-
-@dataclass
-class _Probe:
-    """A probe of workers that other ranks wait for; after `end` it needs no more answers."""
-
-    message: messages.ProbeWorkers
-    asked: list[tuple[RunningWorker, StackRequest]]
-    end: float
-
-
-@dataclass
-class _Stop:
-    """A stop of all workers in progress.
-
-    Attributes:
-        begun, kill_at: the times of the first signal and of SIGKILL.
-        early: whether a worker that saves nothing is killed before that time.
-        empty_since: when the last worker ended.
-        terminated: whether what the workers left behind got SIGTERM.
-        stacks: of workers whose handler of SIGTERM has ended, by pid.
-    """
-
-    begun: float
-    kill_at: float
-    early: bool
-    empty_since: float | None = None
-    terminated: bool = False
-    stacks: dict[int, StackRequest] = field(default_factory=dict)
 
 
 class Forkserver:
@@ -155,14 +123,13 @@ class Forkserver:
         self._agent_pid = os.getppid()
         self._agent_parent = agent_parent
         self._fork = False
-        self._running: dict[int, RunningWorker] = {}  # by pid
+        self._running: dict[int, int] = {}  # the local rank of each worker, by pid
         self._table: int | None = None  # see `_write_table`
-        self._source = b""
         self._store: int | None = None
         # pipes of the workers' output, and the files
-        self._streams: list[tuple[tuple[int, ...], Path]] = []
-        self._probe: _Probe | None = None
-        self._stop: _Stop | None = None
+        self._streams: list[tuple[int, Path]] = []
+        self._stop: Iterator[None] | None = None  # the steps of a stop of all workers
+        self._kill_at, self._kills_early = 0.0, False
         # The state of the SIGTERM handlers in Python, and since when, by local rank.
         self._sigterm: dict[int, tuple[str, float]] = {}
         # The pipe of this round's workers; None if the job cannot be preempted.
@@ -204,17 +171,19 @@ class Forkserver:
         self._open()
         self._send(messages.Ready(why, drain=self._drain_pid))
         while not (self._quit and self._stop is None):
-            for key, _ in self._selector.select(self._select_timeout()):
-                if key.fd == self._wake_read:
-                    os.read(self._wake_read, 4096)
-                elif key.fd == self._reports.read_end:
-                    self._read_reports()
-                elif (found := self._handle_message()) is not None:
+            pause = _SWEEP_INTERVAL if self._stop is not None else _LEASE_INTERVAL
+            ready = {descriptor for descriptor, _ in self._poll.poll(1000 * pause)}
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+            self._read_reports()
+            if self._control.fileno() in ready:
+                found = self._handle_message()
+                if found is not None:
                     return found
             self._reap()
             self._check_lease()
-            self._continue_stop()
-            self._continue_probe()
+            if self._stop is not None:
+                next(self._stop, None)
         self._drain.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._drain_pid, 0)
@@ -234,40 +203,25 @@ class Forkserver:
             return "a command, not a Python program" if options.start == "fork" else None
         if options.program.on_stdin:
             return "the script is on standard input"
-        self._source = source = options.program.source()
-        why = None
-        file = options.program.file
-        if (b"\0" in source and file.suffix != ".py") or (
-            options.program.kind == "script" and file.is_dir()
-        ):
+        source, file = options.program.source(), options.program.file
+        if file.suffix != ".py":
             return "not a Python source file"  # a zipapp, a .pyc, a directory with __main__.py
-        if options.start == "auto":
-            why = preload.changed_variable(source, file)
-        if why is None:
-            why = preload.preload_torch(training=preload.trains(source))
+        why = preload.changed_variable(source, file) if options.start == "auto" else None
+        why = why or preload.preload_torch(training=preload.trains(source))
         self._fork = why is None
         return why
 
     def _open(self) -> None:
-        signal.set_wakeup_fd(-1)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._reports = messages.ReportPipe()
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: os.write(self._wake_write, b"."))
         # Not epoll: its descriptor would be shared with every forked worker.
-        self._selector = selectors.PollSelector()
+        self._poll = select.poll()
         for descriptor in (self._control.fileno(), self._wake_read, self._reports.read_end):
-            self._selector.register(descriptor, selectors.EVENT_READ)
+            self._poll.register(descriptor, select.POLLIN)
         # Replace SIGKILL by SIGTERM, which then has no effect. From here on, EOF on the control
         # socket reports the agent's death, and this process lives on to stop the workers.
         processes.die_with_parent(self._agent_pid, signal.SIGTERM)
-
-    def _select_timeout(self) -> float | None:
-        if self._probe is not None:
-            return collect.POLL_SECONDS
-        if self._stop is not None:
-            return _SWEEP_INTERVAL
-        return None if self._lease is None else _LEASE_INTERVAL
 
     def _handle_message(self) -> Program | None:
         try:
@@ -276,7 +230,7 @@ class Forkserver:
             data, descriptors = b"", []
         if not data:
             self._agent_gone = self._quit = True
-            self._selector.unregister(self._control.fileno())
+            self._poll.unregister(self._control.fileno())
             self._begin_stop(_ORPHANED_GRACE)
             return None
         message = messages.FROM_AGENT.decode(json.loads(data))
@@ -291,8 +245,6 @@ class Forkserver:
                     self._signal(
                         [*self._running], processes.signal_number(self._options.warn_signal)
                     )
-            case messages.ProbeWorkers():
-                self._begin_probe(message)
             case messages.ReportEnds():
                 self._reap()
                 self._send(messages.EndsReported())
@@ -314,7 +266,6 @@ class Forkserver:
         self, world: World, variables: dict[str, str], descriptors: list[int]
     ) -> Program | None:
         self._sigterm.clear()
-        self._drop_probe()
         if self._table is not None:  # the workers must not inherit it
             os.close(self._table)
             self._table = None
@@ -332,9 +283,8 @@ class Forkserver:
             variables[contract.WARNING_FD] = self._warning.name
         starts = self._starts(world, variables, directory=directory)
         if self._fork:
-            snapshot_imports.install(os.environ)
-            program.read_ahead(self._options.program, self._source)
-            self._source = b""  # it may change before the next round
+            snapshot_imports.install()
+            program.read_ahead(self._options.program)
         error = self._no_gpus
         for start in starts:
             try:
@@ -352,9 +302,7 @@ class Forkserver:
                 self._control.detach()
                 self._drain.detach()
                 return self._options.program
-            self._running[pid] = RunningWorker(
-                pid, start.local_rank, started=time.monotonic(), err=start.err
-            )
+            self._running[pid] = start.local_rank
         self._write_table(world, starts)
         return None
 
@@ -370,7 +318,7 @@ class Forkserver:
                 streams=(writers[0], writers[1]),
                 close=[
                     *self._own_descriptors(),
-                    *(end for pipes, _ in self._streams for end in pipes),
+                    *(pipe for pipe, _ in self._streams),
                 ],
                 stdin=self._stdin,
                 is_script=self._options.program.on_stdin,
@@ -388,7 +336,7 @@ class Forkserver:
         keeps the environments in an anonymous file. Only the user's own processes can open it,
         through /proc/PID/fd, and nothing is on a disk. Without RANK, torchrun starts the workers.
         """
-        pids = {worker.local_rank: worker.pid for worker in self._running.values()}
+        pids = {local_rank: pid for pid, local_rank in self._running.items()}
         table = {
             "node_rank": self._node_rank,
             "attempt": self._attempt,
@@ -412,9 +360,9 @@ class Forkserver:
 
     def _open_stream(self, path: Path) -> int:
         """Return a descriptor; what a worker writes to it is written into a file."""
-        pipes, write_end = output_drain.open_stream()
-        self._streams.append((pipes, path))
-        output_drain.add(self._drain, pipes, path)
+        pipe, write_end = output_drain.open_stream()
+        self._streams.append((pipe, path))
+        output_drain.add(self._drain, pipe, path)
         return write_end
 
     def _starts(
@@ -452,31 +400,28 @@ class Forkserver:
         for pid, status in ended:
             if pid == self._drain_pid:
                 self._drain_pid, self._drain = output_drain.start()
-                for pipes, path in self._streams:
+                for pipe, path in self._streams:
                     with contextlib.suppress(OSError):
-                        output_drain.add(self._drain, pipes, path)
+                        output_drain.add(self._drain, pipe, path)
             elif pid == self._store:
                 self._store = None
-                if self._stop is None and (
-                    os.waitstatus_to_exitcode(status) != worker_process.NO_TORCH
-                ):
+                if self._stop is None:
                     self._send(messages.StoreExited(status))
             elif pid in self._running:
                 self._read_reports()  # a worker's report must be sent before its exit
-                local_rank = self._running.pop(pid).local_rank
-                self._send(messages.WorkerExited(local_rank, status, time.monotonic()))
+                message = messages.WorkerExited(self._running.pop(pid), status, time.monotonic())
+                self._send(message)
 
     def _read_reports(self) -> None:
-        local_ranks = {worker.local_rank for worker in self._running.values()}
         reports = [*self._reports.read()]
         if any(isinstance(message, messages.WorkerFailing) for message in reports):
             output_drain.flush(self._drain)  # the agent looks for a traceback in the output
         for message in reports:
-            # Of torchrun's workers, only these messages arrive here.
-            ours = (messages.WorkerPhase, messages.WorkerWaits)
             if isinstance(message, messages.WorkerHandler):
                 self._sigterm[message.local_rank] = (message.state, time.monotonic())
-            elif message.local_rank in local_ranks or isinstance(message, ours):
+            elif (
+                message.local_rank in self._running.values() or self._options.launcher == "torchrun"
+            ):
                 self._send(message)
 
     def _check_lease(self) -> None:
@@ -495,58 +440,6 @@ class Forkserver:
         if self._over > _LEASE_MARGIN:
             self._begin_stop(0.0, signal.SIGKILL)
 
-    # -- probing -----------------------------------------------------------------------------------
-
-    def _begin_probe(self, message: messages.ProbeWorkers) -> None:
-        self._drop_probe()
-        asked = [
-            (worker, StackRequest(worker.pid))
-            for worker in self._running.values()
-            if worker.local_rank in message.local_ranks
-        ]
-        self._probe = _Probe(message, asked, end=time.monotonic() + collect.ANSWER_SECONDS)
-
-    def _drop_probe(self) -> None:
-        for _, asked in self._probe.asked if self._probe is not None else ():
-            asked.close()
-        self._probe = None
-
-    def _continue_probe(self) -> None:
-        if self._probe is None:
-            return
-        message, asked = self._probe.message, self._probe.asked
-        for _, each in asked:
-            each.step()
-        if time.monotonic() < self._probe.end and not all(each.done for _, each in asked):
-            return
-        self._probe = None
-        found = tuple(self._describe(worker, each, message) for worker, each in asked)
-        if not message.note:
-            self._send(messages.WorkersProbed(message.final, found))
-
-    def _describe(
-        self, worker: RunningWorker, asked: StackRequest, message: messages.ProbeWorkers
-    ) -> messages.ProbedWorker:
-        threads = tuple(asked.answer().values())
-        frames = threads[0].frames if threads else ()
-        shown = tuple(grouping.frame_line(frame)[:_MAX_LINE] for frame in frames[:_MAX_LINES])
-        doing = grouping.position_text(frames) if frames else f"it {collect.state_of(worker.pid)}"
-        if message.note:
-            log_files.append(worker.err, [f"{message.note}; {doing}", *shown])
-        if any(
-            frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames
-        ):
-            how = "is inside bootstrap.init()"
-        elif frames or not (asked.offered or self._fork):
-            how = "has not reached bootstrap.init()"
-        else:  # a forked worker offers its stack before it runs the program
-            how = "has not joined the rendezvous"
-        text = f"has run for {time.monotonic() - worker.started:.0f} s and {how}; {doing}"
-        if message.final and threads:
-            lines = [f"the others gave up waiting for this process, which {text}"]
-            log_files.append(worker.err, lines + grouping.to_lines(threads))
-        return messages.ProbedWorker(worker.local_rank, worker.pid, text=text[:1000], stack=shown)
-
     # -- stopping ----------------------------------------------------------------------------------
 
     def _begin_stop(
@@ -559,48 +452,45 @@ class Forkserver:
             self._warning = None
         moment = time.monotonic()
         if self._stop is not None:  # a handler must not run twice
-            self._stop.early |= early
-            self._stop.kill_at = min(moment + grace, self._stop.kill_at)
+            self._kills_early |= early
+            self._kill_at = min(moment + grace, self._kill_at)
             return
-        self._stop = _Stop(moment, moment + grace, early=early)
+        self._kill_at, self._kills_early = moment + grace, early
         # Send SIGINT to a command's child processes too, as Ctrl-C in a terminal does: a shell
         # would not forward it.
         below = []
         if number == signal.SIGINT and not self._options.program.is_python:
             below = [child for pid in self._running for child in processes.descendants(pid)]
         self._signal([*self._running, *below], number)
+        self._stop = self._stop_steps(moment)
 
-    def _continue_stop(self) -> None:
-        stop, moment = self._stop, time.monotonic()
-        if stop is None:
-            return
-        if self._running:
-            if moment >= stop.kill_at:
+    def _stop_steps(self, begun: float) -> Iterator[None]:
+        """Kill the workers when it is time, then what they left behind; a step takes 20 ms."""
+        stacks: dict[int, StackRequest] = {}  # of workers whose handler of SIGTERM has ended
+        while self._running:
+            if time.monotonic() >= self._kill_at:
                 self._signal(self._below(), signal.SIGKILL)
-            elif stop.early:
-                workers = self._running.values()
-                idle = [worker.pid for worker in workers if self._is_idle(worker, stop)]
+            elif self._kills_early:
+                idle = [pid for pid in self._running if self._is_idle(pid, begun, stacks)]
                 self._signal(idle, signal.SIGKILL)
-            return
-        if stop.empty_since is None:
-            stop.empty_since = moment
-        if self._store is not None:
-            processes.send_signal(self._store, signal.SIGKILL)
-            return  # continue after the store is reaped
-        leftovers = self._below()
-        if leftovers:
-            if moment >= stop.empty_since + _LEFTOVER_KILL:
-                self._signal(leftovers, signal.SIGKILL)
-            elif moment >= stop.empty_since + _LEFTOVER_TERM and not stop.terminated:
-                stop.terminated = True
-                self._signal(leftovers, signal.SIGTERM)
-            return
-        for asked in stop.stacks.values():
+            yield
+        for asked in stacks.values():
             asked.close()
+        while self._store is not None:
+            processes.send_signal(self._store, signal.SIGKILL)
+            yield
+        empty = time.monotonic()
+        for seconds, number in _LEFTOVERS:
+            while self._below() and time.monotonic() < empty + seconds:
+                yield
+            self._signal(self._below(), number)
+        while left := self._below():
+            self._signal(left, signal.SIGKILL)
+            yield
         self._stop = None
         output_drain.flush(self._drain)
-        for end in (end for pipes, _ in self._streams for end in pipes):
-            os.close(end)
+        for pipe, _ in self._streams:
+            os.close(pipe)
         self._streams.clear()
         self._send(messages.WorkersGone())
 
@@ -608,22 +498,22 @@ class Forkserver:
         """Return the processes that the workers started, and the workers."""
         return [pid for pid in processes.descendants(os.getpid()) if pid != self._drain_pid]
 
-    def _is_idle(self, worker: RunningWorker, stop: _Stop) -> bool:
+    def _is_idle(self, pid: int, begun: float, stacks: dict[int, StackRequest]) -> bool:
         """Return whether a worker that got SIGTERM saves nothing, by its handler of SIGTERM."""
-        state, since = self._sigterm.get(worker.local_rank, ("", 0.0))
-        if time.monotonic() < max(since, stop.begun) + _EARLY_KILL or state == "begun":
+        state, since = self._sigterm.get(self._running[pid], ("", 0.0))
+        if time.monotonic() < max(since, begun) + _EARLY_KILL or state == "begun":
             return False
         if self._options.launcher == "torchrun" or state not in ("set", "ended"):
-            return not catches(worker.pid, signal.SIGTERM)
+            return not catches(pid, signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
-        if worker.pid not in stop.stacks:
-            stop.stacks[worker.pid] = StackRequest(worker.pid)
-        asked = stop.stacks[worker.pid]
+        if pid not in stacks:
+            stacks[pid] = StackRequest(pid)
+        asked = stacks[pid]
         if not asked.done:
             asked.step()
             return False
-        main = next(iter(stop.stacks.pop(worker.pid).answer().values()), None)
+        main = next(iter(stacks.pop(pid).answer().values()), None)
         return main is not None and grouping.waits_for_peers(main.frames)
 
     @staticmethod

@@ -19,15 +19,11 @@ from clusterjob.node.system.codec import Codec, Limit
 
 MESSAGE_BYTES = 1 << 17  # maximum of one message; SOCK_SEQPACKET keeps message boundaries
 MAX_NAMED = 8  # maximum ranks that one message names
-# Maximum bytes of an atomic write to a pipe (pipe(7): 4096 on Linux).
-_ATOMIC_WRITE = 4096
-_SHORT = 300  # characters of a message that does not fit
-_MAX_MESSAGE = 4096  # characters of a worker's message
+_MAX_TEXT, _MAX_WHERE = 900, 300  # characters of a failure
 # Maximum bytes of one reading: a worker may write without end. It is the largest size of a pipe.
 _MAX_READ = 1 << 20
 _MAX_REST = 1 << 16  # bytes of a line without an end
 _Rank = Annotated[int, Limit((1 << 24) - 1)]
-_ExitCode = Annotated[int, Limit(255)]
 
 # -- from the agent ------------------------------------------------------------------------------
 
@@ -63,19 +59,6 @@ class StopWorkers:
 
 
 @dataclass(frozen=True)
-class ProbeWorkers:
-    """Report the state of workers; with a note, write note and stacks into their logs instead.
-
-    Attributes:
-        final: whether the ranks that wait for them have given up.
-    """
-
-    local_ranks: tuple[int, ...]
-    final: bool
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class ReportEnds:
     """Report every worker that has ended by now, then answer `EndsReported`."""
 
@@ -103,11 +86,11 @@ class WorkerFailing:
 
     local_rank: int
     monotonic: float
-    message: str
-    exit_code: _ExitCode
+    message: Annotated[str, Limit(_MAX_TEXT, cuts=True)]
+    exit_code: Annotated[int, Limit(255)]
     kind: str = ""
     started: bool = True
-    where: str = ""
+    where: Annotated[str, Limit(_MAX_WHERE, cuts=True)] = ""
 
 
 @dataclass(frozen=True)
@@ -201,30 +184,6 @@ class StoreExited:
 
 
 @dataclass(frozen=True)
-class ProbedWorker:
-    """The state of a worker that other ranks wait for.
-
-    Attributes:
-        pid: its process id; None if it does not run.
-        text: its current activity, or how it ended.
-        stack: its main thread's frames, innermost first.
-    """
-
-    local_rank: int
-    pid: int | None
-    text: str
-    stack: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class WorkersProbed:
-    """The answer to `ProbeWorkers`."""
-
-    final: bool
-    workers: tuple[ProbedWorker, ...]
-
-
-@dataclass(frozen=True)
 class EndsReported:
     """The answer to `ReportEnds`, after the `WorkerExited` messages."""
 
@@ -234,7 +193,7 @@ class WorkersGone:
     """The answer to `StopWorkers`: no process of the workers is left."""
 
 
-FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ProbeWorkers, ReportEnds, Quit)
+FROM_AGENT = Codec(StartRound, WarnWorkers, StopWorkers, ReportEnds, Quit)
 FROM_WORKER = Codec(
     WorkerFailing, WorkerWaiting, WorkerAlive, WorkerPhase, WorkerWaits, WorkerHandler
 )
@@ -242,7 +201,6 @@ FROM_FORKSERVER = Codec(
     Ready,
     WorkerExited,
     StoreExited,
-    WorkersProbed,
     EndsReported,
     WorkersGone,
     WorkerFailing,
@@ -257,26 +215,22 @@ FROM_FORKSERVER = Codec(
 
 
 def report(report_fd: int, message: Any) -> None:
-    """Write a message of this worker into the report pipe.
+    """Write a message of this worker into the report pipe, in one write.
 
-    It is one line in one write: lines of several workers must not mix. A failure that is too long
-    for that is cut.
+    Lines of several workers must not mix: the text of a failure is cut to what a pipe takes at once
+    (4096 bytes on Linux, pipe(7)).
 
     Args:
         report_fd: the write end of the forkserver's report pipe.
         message: a message of `FROM_WORKER`.
     """
-    line = _line(message)
-    if len(line) > _ATOMIC_WRITE and isinstance(message, WorkerFailing):
-        short = replace(message, message=message.message[:_SHORT], where=message.where[:_SHORT])
-        line = _line(short)
-    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
-        os.write(report_fd, line)
-
-
-def _line(message: Any) -> bytes:
+    if isinstance(message, WorkerFailing):
+        text, where = message.message[:_MAX_TEXT], message.where[:_MAX_WHERE]
+        message = replace(message, message=text, where=where)
     # Not `encode_json`: several threads of a worker report.
-    return json.dumps(FROM_WORKER.encode(message)).encode() + b"\n"
+    line = json.dumps(FROM_WORKER.encode(message), ensure_ascii=False) + "\n"
+    with contextlib.suppress(OSError):  # the forkserver has ended; the kernel kills this worker too
+        os.write(report_fd, line.encode(errors="replace"))
 
 
 class ReportPipe:
@@ -300,18 +254,12 @@ class ReportPipe:
             while len(data) < _MAX_READ and (chunk := os.read(self.read_end, 65536)):
                 data += chunk
         *lines, rest = data.split(b"\n")
-        self._rest = rest if len(rest) <= _MAX_REST else b""
+        self._rest = rest[:_MAX_REST]
         for line in lines:
-            try:
+            # User code can write anything into the pipe.
+            with contextlib.suppress(ValueError, RecursionError):
                 message = FROM_WORKER.decode(json.loads(line))
-            except (ValueError, RecursionError):
-                continue  # user code can write anything into the pipe
-            if isinstance(message, WorkerFailing):
-                message = replace(
-                    message,
-                    monotonic=min(message.monotonic, time.monotonic()),
-                    message=message.message[:_MAX_MESSAGE],
-                    where=message.where[:_SHORT],
-                    started=True,
-                )
-            yield message
+                if isinstance(message, WorkerFailing):
+                    began = min(message.monotonic, time.monotonic())
+                    message = replace(message, monotonic=began, started=True)
+                yield message

@@ -19,55 +19,28 @@ if TYPE_CHECKING:
 PATCHES = "clusterjob_torch_patches"
 SNAPSHOT = "clusterjob_snapshot_imports"
 STACKS = "clusterjob_stacks"
-# The function of `torch_patches` that patches a module.
-_CHANGED = {
+# What is patched when it is imported, and the function of `torch_patches` that does it.
+_PATCHED = {
     "torch.distributed.distributed_c10d": "patch_groups",
     "torch.distributed.rendezvous": "patch_stores",
     "torch": "",  # its import takes seconds, which the job's phase shows
     "signal": "",
 }
-_MARK = "_changed_by_clusterjob"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def install():
     # type: () -> None
-    """Patch torch.distributed now if it is loaded, else when it is imported.
+    """Patch modules now if they are loaded, else when they are imported.
 
     Do nothing if the hook is installed already.
     """
     if any(getattr(finder, "of_clusterjob", False) for finder in sys.meta_path):
         return  # the parent process or an outer job has installed it
-    for name in _CHANGED:
+    for name in _PATCHED:
         if name in sys.modules:
-            _change(sys.modules[name])
+            _patch(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
-    show = sys.excepthook
-
-    def excepthook(kind, error, trace):
-        # type: (Any, Any, Any) -> None
-        """Show an uncaught exception; see Python's documentation."""
-        _strip(error)
-        show(kind, error, trace)
-
-    sys.excepthook = excepthook
-
-
-def _strip(error):
-    # type: (Any) -> None
-    """Remove the frames of the hook and its patches from the traceback of an exception."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        frame = error.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            called = frame.tb_next
-            own = os.path.dirname(called.tb_frame.f_code.co_filename) == _HERE
-            if own and called.tb_next is not None:
-                frame.tb_next = called.tb_next
-            else:
-                frame = called
-        error = error.__cause__ or error.__context__
 
 
 class _Finder:
@@ -78,50 +51,40 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         # type: (str, Any, Any) -> Any
         """Return the spec of a module to patch; None for all other modules."""
-        spec = self._spec_of_others(name, path, target) if name in _CHANGED else None
-        if spec is not None:
+        if name not in _PATCHED:
+            return None
+        from _frozen_importlib_external import PathFinder
+
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module):
                 # type: (ModuleType) -> None
-                patches = _patches() if name == "torch" else None
-                if patches is None:
-                    execute(module)
-                else:
-                    patches.tell("import")
-                    try:
-                        execute(module)
-                    finally:
-                        patches.tell("imported")
-                _change(module)
+                _tell(name, "import")
+                execute(module)
+                _tell(name, "imported")
+                _patch(module)
 
             spec.loader.exec_module = exec_module
         return spec
 
-    def _spec_of_others(self, name, path, target):
-        # type: (str, Any, Any) -> Any
-        for finder in sys.meta_path:
-            # Some finders have only find_module. Two hooks would call each other without an end.
-            find = getattr(finder, "find_spec", None)
-            if find is not None and not getattr(finder, "of_clusterjob", False):
-                spec = find(name, path, target)
-                if spec is not None:
-                    return spec
-        return None
+
+def _tell(name, phase):
+    # type: (str, str) -> None
+    patches = _patches() if name == "torch" else None
+    if patches is not None:
+        patches.tell(phase)
 
 
-def _change(module):
+def _patch(module):
     # type: (ModuleType) -> None
-    # Another finder that calls all finders may cause a second call.
-    if hasattr(module, _MARK):
-        return
-    setattr(module, _MARK, True)
     if module.__name__ == "signal":
         _report_sigterm(module)
-    elif _CHANGED[module.__name__]:
+    elif _PATCHED[module.__name__]:
         patches = _patches()
         if patches is not None:
-            getattr(patches, _CHANGED[module.__name__])(module)
+            getattr(patches, _PATCHED[module.__name__])(module)
 
 
 def _report_sigterm(module):
@@ -166,9 +129,9 @@ def _patches():
     # type: () -> Any
     """Return the module `torch_patches`; None if the job's directory was removed."""
     if __name__ != "sitecustomize":
-        from importlib import import_module
+        from clusterjob.node.workers import torch_patches
 
-        return import_module("clusterjob.node.workers.torch_patches")
+        return torch_patches
     sys.path.insert(0, _HERE)
     try:
         return __import__(PATCHES)
@@ -176,21 +139,6 @@ def _patches():
         return None
     finally:
         sys.path.remove(_HERE)
-
-
-def _use_snapshot():
-    # type: () -> None
-    if os.environ.get("CLUSTERJOB_CODE_TREE"):
-        imports = __import__(SNAPSHOT)
-        imports.run_kept_script(os.environ)
-        imports.install(os.environ)
-
-
-def _offer_stacks():
-    # type: () -> None
-    # The processes below a rank have RANK too; they offer their stacks without harm.
-    if "RANK" in os.environ:
-        __import__(STACKS).offer()
 
 
 def _run_hidden_sitecustomize():
@@ -210,8 +158,13 @@ def _run_hidden_sitecustomize():
 if __name__ == "sitecustomize":
     if sys.version_info >= (3, 7):  # every torch version that needs the patches requires 3.7
         try:
-            _use_snapshot()
-            _offer_stacks()
+            if os.environ.get("CLUSTERJOB_CODE_TREE"):
+                imports = __import__(SNAPSHOT)
+                imports.run_kept_script()
+                imports.install()
+            # The processes below a rank have RANK too; they offer their stacks without harm.
+            if "RANK" in os.environ:
+                __import__(STACKS).offer()
         except ImportError:  # the job's directory was removed
             pass
         if "CLUSTERJOB_TASK_RANK" not in os.environ:  # set with --launcher srun

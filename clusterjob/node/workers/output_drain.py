@@ -1,29 +1,24 @@
 """The process of a node that writes the workers' output into the log files.
 
 Each stream of a worker is a pipe. A plain file would be emptied when a program opens /dev/stderr
-for writing; sockets and append-only files refuse that. splice(2) moves the output: it is either in
-a pipe or in the file, so nothing is lost if this process is killed. The kernel locks a pipe while
-it copies to a file; the output therefore goes through a second pipe, and the worker need not wait
-for the file. The forkserver keeps both pipes and starts this process again. Without room on the
-disk the output waits in the pipes; after 2 s it is dropped, and a line says so.
+for writing; sockets and append-only files refuse that. A worker waits for the file only if the pipe
+is full. The forkserver keeps the pipes, and starts this process again if it is killed. Output that
+finds no room on the disk is dropped, and a line says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import select
 import signal
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 PIPE_BYTES = 1 << 20  # beyond 64 MiB of a user (pipe-user-pages-soft), pipes stay small
-_FULL_TIMEOUT = 2.0  # seconds to wait for room on the disk
 _FLUSH_SECONDS = 1.0  # an answer may take longer on a disk that hangs
 
 
@@ -42,25 +37,24 @@ def start() -> tuple[int, socket.socket]:
     return pid, own
 
 
-def open_stream() -> tuple[tuple[int, ...], int]:
-    """Return what `add` needs for one stream of a worker, and the end that the worker writes to."""
+def open_stream() -> tuple[int, int]:
+    """Return a pipe for one stream of a worker: the end for `add`, and that of the worker."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    buffer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    for pipe in (read_end, buffer[0]):
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return (read_end, *buffer), write_end
+    os.set_blocking(read_end, False)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return read_end, write_end
 
 
-def add(control: socket.socket, pipes: tuple[int, ...], path: Path) -> None:
-    """Let the process write into a file what comes from the pipes of `open_stream`.
+def add(control: socket.socket, pipe: int, path: Path) -> None:
+    """Let the process write into a file what comes from a pipe of `open_stream`.
 
     Raises:
         OSError: the file cannot be created, or the process has ended.
     """
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        socket.send_fds(control, [os.fsencode(path.name)], [*pipes, log])
+        socket.send_fds(control, [os.fsencode(path.name)], [pipe, log])
     finally:
         os.close(log)
 
@@ -76,76 +70,39 @@ def flush(control: socket.socket) -> None:
 
 @dataclass
 class _Stream:
-    """Pipes and their file.
-
-    `full_since` is when the disk became full, and `lost` what was dropped since.
-    """
+    """A pipe and its file; `lost` counts the bytes that have found no room on the disk."""
 
     name: str
     pipe: int
-    buffer_read: int
-    buffer_write: int
     log: int
-    full_since: float = 0.0
     lost: int = 0
 
     def move(self) -> bool:
-        """Move what is in the pipes; return whether a process can still write into the first."""
-        is_open = True
-        with contextlib.suppress(BlockingIOError):  # the first is empty, or the second full
-            is_open = _splice(self.pipe, self.buffer_write) > 0
+        """Write what is in the pipe now; return whether a process can still write into it."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.pipe, PIPE_BYTES)
+            self._write(data)
+            return bool(data)
+        return True
+
+    def _write(self, data: bytes) -> None:
+        note = f"\nclusterjob: {self.lost} bytes of output were lost: the disk was full\n"
+        left = memoryview((note.encode() if self.lost else b"") + data)
         try:
-            self._write()
-            self.full_since = 0.0
+            while left:
+                left = left[os.write(self.log, left) :]
+            self.lost = 0
         except OSError as error:
-            now = time.monotonic()
-            self.full_since = self.full_since or now
-            if now - self.full_since < _FULL_TIMEOUT:
-                return True
             if not self.lost:
                 text = f"clusterjob: output of {self.name} is lost: {error.strerror}\n"
                 with contextlib.suppress(OSError):  # the disk of agent.log may be full too
                     os.write(2, text.encode())
-            with contextlib.suppress(BlockingIOError):
-                self.lost += len(os.read(self.buffer_read, PIPE_BYTES))
-        return is_open
-
-    def _write(self) -> None:
-        if self.lost:
-            note = f"\nclusterjob: {self.lost} bytes of output were lost: the disk was full\n"
-            self._append(note.encode())
-            self.lost = 0
-        with contextlib.suppress(BlockingIOError):  # until the second pipe is empty
-            while True:
-                os.lseek(self.log, 0, os.SEEK_END)  # the agent appends lines too
-                try:
-                    _splice(self.buffer_read, self.log)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    # A file system without splice.
-                    self._append(os.read(self.buffer_read, PIPE_BYTES))
-
-    def _append(self, data: bytes) -> None:
-        os.lseek(self.log, 0, os.SEEK_END)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.log, view) :]
-
-    def close(self) -> None:
-        for descriptor in (self.pipe, self.buffer_read, self.buffer_write, self.log):
-            os.close(descriptor)
-
-
-def _splice(source: int, target: int) -> int:
-    # O_NONBLOCK of a pipe has no effect on splice before Linux 5.1.
-    return os.splice(source, target, PIPE_BYTES, flags=os.SPLICE_F_NONBLOCK)
+            self.lost += min(len(left), len(data))
 
 
 def _drain(control: socket.socket) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -158,26 +115,21 @@ def _drain(control: socket.socket) -> NoReturn:
     poll.register(control, select.POLLIN)
     is_open = True
     while is_open or streams:
-        full = [stream.pipe for stream in streams.values() if stream.full_since]
-        if full:
-            time.sleep(0.05)
-        ready = {descriptor for descriptor, _ in poll.poll(0 if full else None)}
-        for descriptor in ready.union(full):
-            if descriptor in streams and not streams[descriptor].move():
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        for descriptor in ready.intersection(streams):
+            if not streams[descriptor].move():
                 poll.unregister(descriptor)
-                streams.pop(descriptor).close()
-        if not is_open or control.fileno() not in ready:
+                os.close(streams.pop(descriptor).log)
+                os.close(descriptor)
+        if control.fileno() not in ready:
             continue
-        data, received, _, _ = socket.recv_fds(control, 256, 4)
+        data, received, _, _ = socket.recv_fds(control, 256, 2)
         if received:
-            stream = _Stream(os.fsdecode(data), *received)
-            streams[stream.pipe] = stream
-            stream.move()  # what an earlier process has left in the buffer
-            poll.register(stream.pipe, select.POLLIN)
+            streams[received[0]] = _Stream(os.fsdecode(data), *received)
+            poll.register(received[0], select.POLLIN)
         elif data:
             for stream in streams.values():
                 stream.move()
-                stream.move()  # the buffer may have been full
             with contextlib.suppress(OSError):
                 control.send(data)
         else:

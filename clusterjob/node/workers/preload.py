@@ -28,10 +28,6 @@ from clusterjob.node.system import devices, files
 from clusterjob.node.workers import hook
 
 _THREAD_ENDS = 0.2  # maximum seconds until /proc no longer lists a joined thread
-# The initial seed in versions of torch with a constant one (c10::detail's default_rng_seed_val).
-_TORCH_CONSTANT_SEED = 67280421310721
-
-
 # A script with one of these words uses an optimizer.
 _TRAINS = re.compile(
     rb"\boptim\b|\.backward\(|Trainer\b|Accelerator\b|\blightning\b|torch\.compile"
@@ -47,11 +43,7 @@ _READ_BY_IMPORT = re.compile(
     rb"""|TORCHINDUCTOR|TQDM)_[A-Z]\w*)(?:["']|\s*=)""",
     re.MULTILINE,
 )
-_IMPORT = re.compile(
-    rb"(?:^|;)[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b[ \t]*(\([^)]*\)|[^;#\n]*)"
-    rb"|import[ \t]+([^;#\n]+))",
-    re.MULTILINE,
-)
+_IMPORT = re.compile(rb"(?:^|;)[ \t]*(?:from|import)\b([^;(#\n]*(?:\([^)]*\))?)", re.MULTILINE)
 _MAX_FILES, _MAX_BYTES = 100, 1 << 20  # of a program that are read
 _GPU_TIMEOUT = 60.0  # seconds; a broken driver may block for ever
 
@@ -99,15 +91,11 @@ def changed_variable(source: bytes, file: Path) -> str | None:
 
 
 def _imported(text: bytes) -> Iterator[str]:
-    """Yield the modules that a text may import, as paths without an ending."""
-    for origin, members, modules in _IMPORT.findall(text):
-        of = origin.decode(errors="replace").strip(".").replace(".", "/")
-        if of:
-            yield of
-        for each in (members or modules).strip(b"() \t").split(b","):
-            name = each.decode(errors="replace").partition(" as ")[0].strip().replace(".", "/")
-            if name:
-                yield f"{of}/{name}" if of else name
+    """Yield the modules that a text may import, as paths without an ending, and other words."""
+    for statement in _IMPORT.findall(text):
+        first, *members = re.findall(r"[\w.]+", statement.decode(errors="replace")) or [""]
+        for module in (first, *members, *(f"{first}.{member}" for member in members)):
+            yield module.strip(".").replace(".", "/")
 
 
 def preload_torch(*, training: bool = False) -> str | None:
@@ -123,30 +111,25 @@ def preload_torch(*, training: bool = False) -> str | None:
     # A garbage collection would find nothing to free, and would unshare memory pages.
     gc.disable()
     hook.install()
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            return f"import torch failed: {error}"
-    except Exception as error:
-        # A broken installation can raise any exception; the worker shows the full error.
-        return f"import torch failed: {error}"
-    else:
-        if torch.cuda.is_initialized():
-            return "importing torch created a CUDA context"
-        # Modules that bootstrap.init() needs besides torch: this saves some milliseconds per rank.
-        from clusterjob import bootstrap  # noqa: F401
-        from clusterjob.worker import group
+    if has_torch():
+        try:
+            import torch
 
-        group.load_functional()
+            # Modules that bootstrap.init() needs: this saves some milliseconds per rank.
+            from clusterjob import bootstrap  # noqa: F401
+            from clusterjob.worker import group
+
+            group.load_functional()
+        except Exception as error:
+            # A broken installation can raise any exception; the worker shows the full error.
+            return f"import torch failed: {error}"
         if training:
-            # The worker shows the error of a broken installation; torch 1 has no such module.
+            # The worker shows the error of a broken installation.
             with contextlib.suppress(Exception):
-                import torch._dynamo
-        if _fork_breaks_cuda(torch):
-            return "importing torch called CUDA"
-    threads = _count_threads_after_fork()
-    if threads > 1:
+                import torch._dynamo  # noqa: F401
+    if _fork_breaks_cuda():
+        return "importing torch called CUDA"
+    if (threads := _count_threads()) > 1:
         return f"{threads} threads run after the import of torch"
     gc.freeze()
     if "triton" in sys.modules:
@@ -156,17 +139,6 @@ def preload_torch(*, training: bool = False) -> str | None:
     return None
 
 
-def _fork_breaks_cuda(torch: Any) -> bool:
-    """Return whether a forked worker cannot use CUDA, since this process has counted the GPUs."""
-    broken = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
-    if broken is None:  # a torch for the CPU
-        return False
-    child = os.fork()
-    if child == 0:
-        os._exit(int(broken()))
-    return os.waitpid(child, 0)[1] != 0
-
-
 def has_torch() -> bool:
     """Return whether this interpreter can find torch, without importing it."""
     import importlib.util
@@ -174,17 +146,22 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _count_threads_after_fork() -> int:
-    """Return the number of threads in this process after a fork.
+def _fork_breaks_cuda() -> bool:
+    """Return whether a forked worker cannot use CUDA, since this process has called it."""
+    # A torch for the CPU has no such function.
+    broken = getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_isInBadFork", bool)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(broken()))
+    return os.waitpid(child, 0)[1] != 0
+
+
+def _count_threads() -> int:
+    """Return the number of threads in this process; it has forked just before.
 
     OpenBLAS starts its thread pool when numpy is imported and stops it before every fork
     (pthread_atfork), so these threads are safe. A thread that is left after a fork is not safe.
     """
-    if len(os.listdir("/proc/self/task")) > 1:
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
     deadline = time.monotonic() + _THREAD_ENDS
     while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)  # /proc still lists a thread for a moment after pthread_join
@@ -212,9 +189,8 @@ def refresh_after_fork() -> None:
         # Python's own `random` reseeds itself after a fork; numpy's global state does not.
         numpy_random.seed()
     torch = sys.modules.get("torch")
-    if torch is not None and torch.initial_seed() != _TORCH_CONSTANT_SEED:
-        # This version of torch draws its initial seed, which must differ in each process.
-        torch.default_generator.seed()
+    if torch is not None:
+        torch.default_generator.seed()  # torch draws it when it is imported
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         # As `python -u`: the text before a crash is in the log. The same object, because modules of
         # the preload refer to it.

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,24 +34,32 @@ from clusterjob.node.program import Program
 from clusterjob.node.system import devices, network, processes
 
 _POLL = 0.1  # seconds between two looks at the processes
-_LOST = 3  # refused connections in a row after which the head is gone
-_ANSWER = 60.0  # seconds after the join timeout in which Ray's own client must have ended
+_LOST = 3  # attempts to connect in a row that fail after which the head is gone
+_CONNECT_TIMEOUT = 5.0
 _MAX_TEMPORARY = 16  # characters: the paths of Ray's sockets have at most 107
 _WITH_TOKENS = (2, 52)  # first version with tokens: docs.ray.io/en/latest/ray-security
-# Waits until all nodes have joined; prints the ranks of the others, which each node offers as a
-# resource.
-_WAIT = """
-import sys, time
-address, count, deadline = sys.argv[1], int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+# Waits until all nodes have joined, each of which offers its rank as a resource; then becomes the
+# program. Ray's own client may hang.
+_DRIVER = """
+import os, signal, sys, time
+address, count, timeout, *program = sys.argv[1:]
+deadline = time.monotonic() + float(timeout)
+signal.alarm(int(float(timeout)) + 60)
 import ray
 ray.init(address=address, logging_level="ERROR", log_to_driver=False)
 while True:
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    left = [k for k in range(count) if not any(f"clusterjob_node{k}" in each for each in alive)]
-    if not left or time.monotonic() > deadline:
+    names = [f"clusterjob_node{k}" for k in range(int(count))]
+    left = [str(k) for k, name in enumerate(names) if not any(name in each for each in alive)]
+    if not left:
         break
+    if time.monotonic() > deadline:
+        missing = ", ".join(left)
+        sys.exit(f"clusterjob: node {missing} has not joined the Ray cluster after {timeout} s")
     time.sleep(0.1)
-print(*left)
+ray.shutdown()
+signal.alarm(0)
+os.execvp(program[0], program)
 """
 
 
@@ -63,43 +71,58 @@ def node_options(options: LaunchOptions) -> LaunchOptions:
     parent = tempfile.gettempdir()
     if len(parent) > _MAX_TEMPORARY:
         parent = "/tmp"  # noqa: S108 - mkdtemp makes it private
-    directory = tempfile.mkdtemp(prefix="ray-", dir=parent)
-    atexit.register(_remove, directory, os.getpid())
+    directory, owner = tempfile.mkdtemp(prefix="ray-", dir=parent), os.getpid()
+    # A forked process inherits this handler.
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(directory, ignore_errors=True))
     cpus = (options.cpus_per_task or 0) * (options.nproc_per_node or 1)
-    program = options.program
     settings = (directory, f"{options.join_timeout:g}", str(cpus))
-    own = (*settings, program.kind, program.target, *program.args)
+    own = (*settings, *options.program.argv(sys.executable))
     return replace(
         options, program=Program("module", __name__, args=own), nproc_per_node=1, start="exec"
     )
 
 
-def _main(argv: Sequence[str]) -> int:
+def main() -> None:
+    """Run this node and end as the program ended."""
+    try:
+        code = _run(*sys.argv[1:])
+    except ClusterJobError as error:
+        sys.exit(f"clusterjob: {error.message}")
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def _run(directory: str, timeout: str, cpus: str, *program: str) -> int:
     """Run this node; return the exit code, negative for a signal.
 
     Raises:
-        ClusterJobError: Ray cannot run here, has ended, or a node has not joined.
+        ClusterJobError: Ray cannot run here, or has ended.
     """
-    directory, timeout, cpus, kind, target, *args = argv
-    rank, count = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
-    _check_version(count)
+    rank, count = int(os.environ["GROUP_RANK"]), os.environ["GROUP_WORLD_SIZE"]
+    _check_version(int(count))
     processes.adopt_orphans()  # so that `kill_descendants` finds Ray's daemons
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    head = _head()
-    address = f"[{head[0]}]:{head[1]}" if ":" in head[0] else f"{head[0]}:{head[1]}"
+    host, port = _head()
+    address = network.with_port(host, port)
     temporary = Path(directory) / os.environ["TORCHELASTIC_RESTART_COUNT"]
     temporary.mkdir(mode=0o700)
     environ = _environment(temporary)
     log = node_directory(Path(os.environ[contract.JOB_DIR]), rank) / "ray.log"
     if rank == 0:
         # Ray's client server cannot be left out, and its default port may be taken.
+        with socket.socket() as free:
+            free.bind(("", 0))
+            client_port = free.getsockname()[1]
         role = [
-            "--head", f"--port={head[1]}", f"--node-ip-address={head[0]}",
-            "--include-dashboard=false", f"--ray-client-server-port={_free_port()}",
+            "--head", f"--port={port}", f"--node-ip-address={host}",
+            "--include-dashboard=false", f"--ray-client-server-port={client_port}",
         ]  # fmt: skip
     else:
-        _wait_for_head(head, float(timeout))
-        own = network.address_towards(head[0]) or head[0]
+        _wait_for_head(host, port, float(timeout))
+        own = network.address_towards(host) or host
         role = [f"--address={address}", f"--node-ip-address={own}"]
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role,
@@ -123,15 +146,13 @@ def _main(argv: Sequence[str]) -> int:
             refused = 0
             while refused < _LOST:
                 time.sleep(_POLL)
-                refused = 0 if _answers(head) else refused + 1
+                refused = 0 if _answers(host, port) else refused + 1
                 if not refused:
                     check()
             return 0
-        _wait_for_head(head, float(timeout), check)
-        wait = [sys.executable, "-c", _WAIT, address, str(count), timeout]
-        _wait_for_nodes(wait, environ, check, seconds=float(timeout))
-        program = Program(kind, target, args=tuple(args)).argv(sys.executable)
-        driver = subprocess.Popen(program, env=environ | {"RAY_ADDRESS": address})
+        _wait_for_head(host, port, float(timeout), check)
+        words = [sys.executable, "-c", _DRIVER, address, count, timeout, *program]
+        driver = subprocess.Popen(words, env=environ | {"RAY_ADDRESS": address})
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, _: driver.send_signal(number))
         while driver.poll() is None:
@@ -174,49 +195,25 @@ def _head() -> tuple[str, int]:
         raise ClusterJobError(f"{host} cannot be resolved: {error.strerror}") from error
 
 
-def _answers(head: tuple[str, int]) -> bool:
+def _answers(host: str, port: int) -> bool:
     try:
-        socket.create_connection(head, timeout=5.0).close()
-    except TimeoutError:  # a slow network; the agents notice a lost node
-        return True
+        socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
     except OSError:
         return False
     return True
 
 
 def _wait_for_head(
-    head: tuple[str, int], seconds: float, check: Callable[[], None] = lambda: None
+    host: str, port: int, seconds: float, check: Callable[[], None] = lambda: None
 ) -> None:
     deadline = time.monotonic() + seconds
-    while not _answers(head):
+    while not _answers(host, port):
         check()
         if time.monotonic() > deadline:
             raise ClusterJobError(
-                f"Ray's head at {head[0]}:{head[1]} does not answer after {seconds:g} s"
+                f"Ray's head at {host}:{port} does not answer after {seconds:g} s"
             )
         time.sleep(_POLL)
-
-
-def _wait_for_nodes(
-    command: list[str], environ: dict[str, str], check: Callable[[], None], *, seconds: float
-) -> None:
-    limit = seconds + _ANSWER
-    nothing = subprocess.DEVNULL
-    try:
-        done = subprocess.run(
-            command, env=environ, stdin=nothing, capture_output=True, text=True, timeout=limit,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise ClusterJobError(f"Ray's head does not answer after {limit:g} s") from error
-    check()
-    if done.returncode:
-        raise ClusterJobError(f"Ray's nodes cannot be listed: {done.stderr.strip()[-1000:]}")
-    missing = done.stdout.split()
-    if missing:
-        raise ClusterJobError(
-            f"node {', '.join(missing)} has not joined the Ray cluster after {seconds:g} s"
-        )
 
 
 def _check_version(nodes: int) -> None:
@@ -236,29 +233,6 @@ def _check_version(nodes: int) -> None:
             " could run code as you; pip install 'ray>=2.52', or accept that with"
             " RAY_AUTH_MODE=disabled"
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
-
-
-def _remove(directory: str, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process inherits this handler
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def main() -> None:
-    """Run this node and end as the program ended."""
-    try:
-        code = _main(sys.argv[1:])
-    except ClusterJobError as error:
-        sys.exit(f"clusterjob: {error.message}")
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if code != -signal.SIGKILL else None
-        os.kill(os.getpid(), -code)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

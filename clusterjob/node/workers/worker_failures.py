@@ -6,16 +6,19 @@ A failure contains the last lines of stderr, and whether it is only an effect of
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterjob.node.contract import World
 from clusterjob.node.logs import failure_texts, log_files
 from clusterjob.node.logs.failure_texts import Meaning
-from clusterjob.node.system import processes
+from clusterjob.node.stacks import grouping
+from clusterjob.node.stacks.grouping import RankStack
+from clusterjob.node.states import Probe
+from clusterjob.node.system import files, processes
 from clusterjob.node.verdict import STACK_TITLE, Failure, FailureKind
-from clusterjob.node.workers.forkserver_messages import ProbedWorker
 
 _NO_NCCL_HINT = (
     '; this worker sees no GPU: use init_process_group("gloo"), or backend=None, which works with'
@@ -23,6 +26,8 @@ _NO_NCCL_HINT = (
 )
 # Limits for stderr. Many lines are read, because libraries may print warnings at the end.
 _MAX_LINES, _SHOWN_LINES, _MAX_BYTES = 200, 20, 65536
+# Limits of a worker's stack, and of the text about it, that are sent.
+_MAX_FRAMES, _MAX_LINE, _MAX_TEXT = 40, 300, 1000
 _MAX_EXITS = 8  # maximum ranks with exit code 0 that one message names
 
 
@@ -205,12 +210,14 @@ class WorkerStatus:
     Attributes:
         failures: makes the failures of this node's workers.
         world: the round.
+        started: the monotonic time at which they were started; None before.
         ended: the end of each ended worker, by local rank.
         exits: the monotonic time of each end with exit code 0, by local rank.
     """
 
     failures: Failures
     world: World
+    started: float | None = None
     ended: dict[int, str] = field(default_factory=dict)
     exits: dict[int, float] = field(default_factory=dict)
 
@@ -222,48 +229,69 @@ class WorkerStatus:
             for local_rank, at in first[:_MAX_EXITS]
         ]
 
-    def known(self, wanted: Sequence[int], *, started: bool) -> list[ProbedWorker]:
-        """Describe workers that do not run: they have not been started yet, or have ended.
+    def describe(
+        self, probe: Probe, stacks: Iterable[RankStack]
+    ) -> tuple[list[str], list[Failure]]:
+        """Describe workers that other ranks wait for, also in the logs of those that run.
 
         Args:
-            wanted: the local ranks of the workers.
-            started: whether this node's workers were started.
+            probe: the question, which names the workers.
+            stacks: the stacks of this node's living workers.
+
+        Returns:
+            One line about each worker, and its failure if the other ranks have given up.
         """
-        texts = (
-            {}
-            if started
-            else dict.fromkeys(wanted, "was not started: its node still imports torch")
-        )
-        texts |= {
-            rank: f"{self.ended[rank]} and never joined the rendezvous"
-            for rank in wanted
-            if rank in self.ended
-        }
-        return [ProbedWorker(rank, None, text=text, stack=()) for rank, text in texts.items()]
+        lines, failures = list[str](), list[Failure]()
+        running = {stack.rank: stack for stack in stacks}
+        for rank in probe.ranks:
+            local_rank, stack = rank - self.world.first_rank, running.get(rank)
+            frames = stack.main_frames[:_MAX_FRAMES] if stack is not None else ()
+            shown = tuple(grouping.frame_line(frame)[:_MAX_LINE] for frame in frames)
+            stderr, process = self.failures.stderr_of(self.world, local_rank), ""
+            if self.started is None:
+                text = "was not started: its node still imports torch"
+            elif stack is None:
+                text = f"{self.ended.get(local_rank, 'runs')} and never joined the rendezvous"
+            else:
+                process = f"pid {stack.pid}"
+                text = self._note(stack, probe, time.monotonic() - self.started, stderr)
+            where = ", ".join(filter(None, (f"host {self.failures.host}", process)))
+            lines.append(
+                f"rank {rank} (node {self.failures.node_rank}, local rank {local_rank}, {where}):"
+                f" {text}"
+            )
+            who = f"it ({process})" if process else "it"
+            failures.append(
+                Failure(
+                    rank,
+                    local_rank,
+                    node_rank=self.failures.node_rank,
+                    host=self.failures.host,
+                    exit_code=1,
+                    signal=None,
+                    message=f"the others gave up waiting for {who}: it {text}",
+                    last_lines=(STACK_TITLE, *shown)[:_SHOWN_LINES]
+                    if shown
+                    else log_files.last_lines(stderr),
+                    kind=FailureKind.RENDEZVOUS,
+                )
+            )
+        return lines, failures if probe.gave_up else []
 
-    def line(self, worker: ProbedWorker) -> str:
-        """Return one line about a worker that other ranks wait for."""
-        process = f", pid {worker.pid}" if worker.pid is not None else ""
-        return (
-            f"rank {self.world.first_rank + worker.local_rank} (node {self.failures.node_rank},"
-            f" local rank {worker.local_rank}, host {self.failures.host}{process}): {worker.text}"
-        )
-
-    def missing_failure(self, worker: ProbedWorker) -> Failure:
-        """Return the failure of a worker for which other ranks gave up waiting."""
-        process = f" (pid {worker.pid})" if worker.pid is not None else ""
-        if worker.stack:
-            last = (STACK_TITLE, *worker.stack)[:_SHOWN_LINES]
-        else:
-            last = log_files.last_lines(self.failures.stderr_of(self.world, worker.local_rank))
-        return Failure(
-            self.world.first_rank + worker.local_rank,
-            worker.local_rank,
-            node_rank=self.failures.node_rank,
-            host=self.failures.host,
-            exit_code=1,
-            signal=None,
-            message=f"the others gave up waiting for it{process}: it {worker.text}",
-            last_lines=last,
-            kind=FailureKind.RENDEZVOUS,
-        )
+    @staticmethod
+    def _note(stack: RankStack, probe: Probe, age: float, log: Path) -> str:
+        """Return what a worker does; write it into its log if the others do not wait any more."""
+        frames = stack.main_frames
+        doing = grouping.position_text(frames) if frames else f"it {stack.state}"
+        how = "has not reached bootstrap.init()" if frames else "has not joined the rendezvous"
+        if any(
+            frame.function == "init" and frame.file.endswith("bootstrap.py") for frame in frames
+        ):
+            how = "is inside bootstrap.init()"
+        text = f"has run for {age:.0f} s and {how}; {doing}"[:_MAX_TEXT]
+        note = f"{probe.note}; {doing}" if probe.note else ""
+        if probe.gave_up and frames:
+            note = f"the others gave up waiting for this process, which {text}"
+        if note:
+            files.later(log_files.append, log, [note, *grouping.to_lines(stack.threads)])
+        return text

@@ -22,7 +22,6 @@ from clusterjob.node.workers import forkserver_messages as messages
 from clusterjob.node.workers import hook, preload, snapshot_imports, torch_patches
 
 _NOT_STARTED = 127  # a shell's exit code for a command that it cannot start
-NO_TORCH = 3  # exit code of a store process that could not import torch
 
 
 # Python's site module imports sitecustomize (docs.python.org/3/library/site.html).
@@ -49,23 +48,6 @@ class WorkerStart:
     variables: dict[str, str]
     argv: list[str] | None
     out: Path
-    err: Path
-
-
-@dataclass(frozen=True)
-class RunningWorker:
-    """A worker that was started.
-
-    Attributes:
-        pid: its process id.
-        local_rank: its index on the node.
-        started: the monotonic time of its start.
-        err: the file of its stderr.
-    """
-
-    pid: int
-    local_rank: int
-    started: float
     err: Path
 
 
@@ -108,17 +90,16 @@ def start(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     try:
-        processes.die_with_parent(forkserver_pid)
+        _begin_child(forkserver_pid, [report_pipe[0], *close])
         os.setsid()  # as under torchrun: os.killpg(0, ...) of a rank reaches no other rank
-        _reset_signals()
-        if is_script:  # a descriptor with its own position
-            stdin = os.open(f"/dev/fd/{stdin}", os.O_RDONLY)
-        _connect_streams(
-            *streams,
-            stdin=stdin,
-            close=[report_pipe[0], *close],
-            reads=is_script or worker.local_rank == 0,
-        )
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        _connect_stdin(stdin, is_script=is_script, reads=worker.local_rank == 0)
+        for source, target in zip(streams, (1, 2), strict=True):
+            os.dup2(source, target)
+            os.close(source)
         os.environ.update(worker.variables)
         # The pid identifies the owner of the descriptor: a child of the worker inherits the
         # variable, but not the pipe.
@@ -154,20 +135,15 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
         close: descriptors of this process that the new one must not keep.
     """
     forkserver_pid = os.getpid()
-    log_end = _open_log(log)
     pid = os.fork()
     if pid != 0:
         os.close(listener)
-        os.close(log_end)
         return pid
     try:
-        processes.die_with_parent(forkserver_pid)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for descriptor in close:
-            os.close(descriptor)
-        os.dup2(log_end, 1)
-        os.dup2(log_end, 2)
+        _begin_child(forkserver_pid, close)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        for stream in (1, 2):
+            os.dup2(output, stream)
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         processes.raise_open_files()
         from torch.distributed import TCPStore
@@ -184,12 +160,37 @@ def start_store(world: World, listener: int, log: Path, close: Sequence[int]) ->
         while store is not None:
             signal.pause()
     except ImportError as error:
-        # torch is broken; a worker that imports it shows the full error.
+        # torch is broken; a worker that imports it shows the full error, and ends the round.
         os.write(2, f"cannot start torch's store: {error!r}\n".encode())
-        os._exit(NO_TORCH)
+        signal.pause()
     except BaseException as error:
         os.write(2, f"the store process failed: {error!r}\n".encode())
     os._exit(1)
+
+
+def _begin_child(parent: int, close: Sequence[int]) -> None:
+    """Leave the forkserver's state behind in a process that it has forked."""
+    processes.die_with_parent(parent)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor in close:
+        os.close(descriptor)
+
+
+def _connect_stdin(stdin: int | None, *, is_script: bool, reads: bool) -> None:
+    """Connect the standard input of a worker: empty, the caller's, or a script.
+
+    A script is opened again: each worker needs a position of its own.
+    """
+    path = f"/dev/fd/{stdin}" if is_script else os.devnull
+    if stdin is None or is_script or not reads:
+        own = os.open(path, os.O_RDONLY)
+        os.dup2(own, 0)
+        os.close(own)
+    elif stdin:
+        os.dup2(stdin, 0)
+    if stdin:
+        os.close(stdin)
 
 
 def write_hook(job_dir: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -229,35 +230,3 @@ def torchrun_command(program: Program, world: World, job_id: str) -> list[str]:
         world.master_addr, "--master-port", str(world.master_port), "--rdzv-id", job_id,
         "--max-restarts", "0", *flags, target, *program.args,
     ]  # fmt: skip
-
-
-def _open_log(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())
-
-
-def _connect_streams(
-    out: int, err: int, stdin: int | None, close: list[int], *, reads: bool
-) -> None:
-    for descriptor in close:
-        os.close(descriptor)
-    if stdin is None or not reads:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-    elif stdin:
-        os.dup2(stdin, 0)
-    if stdin:
-        os.close(stdin)
-    for source, target in ((out, 1), (err, 2)):
-        os.dup2(source, target)
-        os.close(source)
