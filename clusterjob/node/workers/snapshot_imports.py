@@ -36,7 +36,7 @@ def run_kept_script() -> None:
 
     Nothing happens if the script is the submitted version, is not in the tree, or is new.
     """
-    words, own = list(getattr(sys, "orig_argv", ())), getattr(sys, "argv", [""])
+    words, own = list(getattr(sys, "orig_argv", ())), getattr(sys, "argv", None) or [""]
     if own[0] in ("", "-", "-c", "-m") or words[-len(own) :][:1] != own[:1]:
         return
     kept = _kept(own[0])
