@@ -123,7 +123,7 @@ def patch_groups(module: Any) -> None:
 
 
 def _never_free(module: Any, *, files: bool = False) -> None:
-    """Keep the gloo backends of all groups for ever; those that meet in a file only with `files`.
+    """Keep the gloo backends of all groups for ever; those over a file only with `files`.
 
     ~ProcessGroupGloo in a forked child would wait for threads that do not exist there. ~FileStore
     of the last rank removes the file; the next run would find it.
