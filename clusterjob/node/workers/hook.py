@@ -66,7 +66,7 @@ class _Finder:
                 execute(module)
                 _patch(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

@@ -358,7 +358,7 @@ def _measure_waits() -> None:
             reducer._set_ddp_runtime_logging_sample_rate(rate)
         # The all-reduces overlap the computation; the rest is a wait.
         wait = values["backward_comm_time"] - values["backward_compute_comm_overlap_time"]
-        return max(0, wait) / 1e9
+        return float(max(0, wait)) / 1e9
 
     @functools.wraps(set_logger)
     def watched_set_logger(reducer: Any, logger: Any) -> Any:
@@ -374,7 +374,7 @@ def _measure_waits() -> None:
         waits.end_step(wait)
         return result
 
-    c10d.Reducer.set_logger = watched_set_logger  # type: ignore[method-assign]
+    c10d.Reducer.set_logger = watched_set_logger  # type: ignore[assignment, method-assign]
     c10d.Logger.set_runtime_stats_and_log = _never_compiled(watched_note)  # type: ignore[method-assign]
 
 
