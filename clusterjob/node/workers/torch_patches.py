@@ -63,11 +63,11 @@ def note_import(_torch: object) -> None:
     tell("imported")
 
 
-def send(kind: str, **fields: Any) -> None:
+def send(type_: str, **fields: Any) -> None:
     """Write a message into the agents' report pipe; do nothing outside of a worker.
 
     Args:
-        kind: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
+        type_: the name of the message, see `clusterjob.node.workers.forkserver_messages`.
         **fields: its fields without the local rank.
     """
     name, _, owner = os.environ.get("CLUSTERJOB_REPORT_FD", "").partition(":")
@@ -78,7 +78,7 @@ def send(kind: str, **fields: Any) -> None:
         return
     with contextlib.suppress(OSError, ValueError):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # torchrun itself has none
-        line = json.dumps({"type": kind, "local_rank": local_rank, **fields}).encode() + b"\n"
+        line = json.dumps({"type": type_, "local_rank": local_rank, **fields}).encode() + b"\n"
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(f"/proc/{owner}/fd/{int(name)}", flags)
         try:
