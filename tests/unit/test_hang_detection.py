@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,24 +56,21 @@ def stack(*main: str, rank: int = 0, answered: bool = True, **threads: str) -> R
 class Samples:
     """Samples of one rank, with counters that the test sets."""
 
-    IDLE = Activity(
-        io=0, written=0, cpu=0.0, runs=False, below_io=0, below_cpu=0.0, below_runs=False
-    )
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.activity, self.now = self.IDLE, 0.0
+        self.activity, self.now = Activity(io=0, cpu=0.0, below_io=0, runs=False), 0.0
+        self.hidden: list[bool] = []
         self.progress = Progress()
-        monkeypatch.setattr(
-            progress, "read_activity", lambda pids: dict.fromkeys(pids, self.activity)
-        )
+        monkeypatch.setattr(progress, "read_activity", self._read)
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def take(self, found: RankStack, *, first: bool = False, **used: Any) -> bool:
+    def _read(self, workers: dict[int, bool]) -> dict[int, Activity]:
+        self.hidden = list(workers.values())
+        return dict.fromkeys(workers, self.activity)
+
+    def take(self, *found: RankStack, first: bool = False, **used: Any) -> bool:
         self.now += 5.0
-        if used:
-            self.activity = replace(self.activity, **used)
-        self.progress.begin()
-        return self.progress.moved([found], first=first)
+        self.activity = replace(self.activity, **used)
+        return self.progress.sample(lambda: found, first=first)
 
 
 @pytest.fixture
@@ -94,50 +92,56 @@ def test_deeper_or_shallower_call_of_the_same_function_is_no_move(samples: Sampl
     assert samples.take(stack("a.py:main", "a.py:other"))
 
 
-@pytest.mark.parametrize("name", ["io", "written"])
-def test_rank_that_reads_or_writes_moves(samples: Samples, name: str) -> None:
-    assert samples.take(stack("a.py:main", "a.py:step"), **{name: 1})
-    assert not samples.take(stack("a.py:main", "a.py:step"))
-
-
-def test_batch_that_arrives_during_a_sample_counts_in_the_next(samples: Samples) -> None:
-    assert not samples.take(stack("a.py:main", "a.py:step"))
-    samples.now += 5.0
-    samples.progress.begin()
-    samples.activity = replace(samples.activity, io=1, written=900)  # a batch, and the stack
-    assert not samples.progress.moved([stack("a.py:main", "a.py:step")], first=False)
-    assert samples.take(stack("a.py:main", "a.py:step"))
-    assert not samples.take(stack("a.py:main", "a.py:step"))
-
-
 @pytest.mark.parametrize(
     ("used", "moves"),
     [
-        ({"below_cpu": 4.0}, True),
-        ({"below_cpu": 0.1}, False),  # a monitor
+        ({"io": 1}, True),
+        ({"cpu": 4.0}, True),
+        ({"cpu": 0.1}, False),  # a monitor
         ({"below_io": 50_000_000}, True),
         ({"below_io": 500_000}, False),
-        ({"cpu": 5.0, "runs": True}, False),  # its own loop
     ],
 )
-def test_work_below_a_rank_moves_it(samples: Samples, used: dict[str, Any], moves: bool) -> None:
+def test_rank_that_uses_its_files_or_works_below_moves(
+    samples: Samples, used: dict[str, Any], moves: bool
+) -> None:
     assert samples.take(stack("a.py:main", "a.py:step"), **used) is moves
+    assert not samples.take(stack("a.py:main", "a.py:step"))
+
+
+def test_stack_that_is_written_in_a_sample_is_no_move(samples: Samples) -> None:
+    def write() -> list[RankStack]:
+        samples.activity = replace(samples.activity, io=900)
+        return [stack("a.py:main", "a.py:step")]
+
+    assert not samples.progress.sample(write, first=False)
+    assert not samples.take(stack("a.py:main", "a.py:step"))
 
 
 def test_process_below_that_waits_for_a_core_works(samples: Samples) -> None:
-    assert not samples.take(stack("a.py:main", "a.py:step"), below_runs=True)
-    assert samples.take(stack("a.py:main", "a.py:step"), below_runs=True)
+    assert not samples.take(stack("a.py:main", "a.py:step"), runs=True)
+    assert samples.take(stack("a.py:main", "a.py:step"), runs=True)
 
 
-@pytest.mark.parametrize("main", [None, "<frozen importlib._bootstrap>:exec_module"])
-def test_cpu_counts_where_the_stack_does_not_show_the_work(
+@pytest.mark.parametrize("main", [None, "<frozen importlib._bootstrap>:exec_module", "a.py:step"])
+def test_main_thread_counts_as_below_where_the_stack_does_not_show_the_work(
     monkeypatch: pytest.MonkeyPatch, main: str | None
 ) -> None:
     samples = Samples(monkeypatch)
-    found = stack(main or "", answered=main is not None)
-    assert not samples.take(found, first=True)
-    assert not samples.take(found)
-    assert samples.take(found, cpu=4.0)
+    samples.take(stack(main or "", answered=main is not None), first=True)
+    assert samples.hidden == [main != "a.py:step"]
+
+
+def test_counters_of_a_main_thread_that_computes_grow_if_it_is_hidden() -> None:
+    own = os.getpid()
+    before = progress.read_activity({own: True})[own]
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+    after = {hidden: progress.read_activity({own: hidden})[own] for hidden in (True, False)}
+    assert after[True].cpu > before.cpu
+    assert after[True].runs
+    assert after[False].cpu < after[True].cpu
 
 
 def test_late_answer_is_no_move(samples: Samples) -> None:
@@ -161,8 +165,7 @@ def test_thread_that_works_moves_its_rank(samples: Samples) -> None:
 def test_new_worker_moves_and_no_worker_stands_still(samples: Samples) -> None:
     other = replace(stack("a.py:main", "a.py:step"), pid=99)
     assert samples.take(other)
-    samples.progress.begin()
-    assert samples.progress.moved([], first=False)
+    assert samples.take()
 
 
 # -- verdict and messages --------------------------------------------------------------------------
@@ -186,7 +189,8 @@ def test_verdict_names_the_rank_outside_of_the_collective() -> None:
     found, failure = hang_of(stacks, 600.0, step=12)
     assert (failure.kind, failure.rank) == (FailureKind.HANG, 1)
     assert failure.message == (
-        "no progress for 10m: ranks 0, 2 wait in all_reduce; rank 1 is in decode (data.py:7);"
+        "no progress for 10m: ranks 0, 2 wait in all_reduce (train.py:7);"
+        " rank 1 is in decode (data.py:7);"
         " last step 12"
     )
     assert failure.last_lines[1] == "decode (data.py:7)"

@@ -674,16 +674,12 @@ class StackReports:
 
     async def _take_sample(self, order: Order) -> None:
         try:
-            moved = await asyncio.to_thread(self._sample, first=order.first)
+            moved = await asyncio.to_thread(self._progress.sample, self._stacks, first=order.first)
         except _ERRORS:  # without a sample, nothing shows that the workers stand still
             moved = True
         self._report.note_alive(*self._workers.signs_of_life())
         if self._report.state.round == order.round:
             self._report.set(sampled=order.sample, moved=moved)
-
-    def _sample(self, *, first: bool) -> bool:
-        self._progress.begin()
-        return self._progress.moved(self._stacks(), first=first)
 
     def _stacks(self) -> list[RankStack]:
         found = job_processes.of_forkserver(self._forkserver)

@@ -31,7 +31,7 @@ from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
 from clusterjob.node.stacks import collect, grouping, offer
-from clusterjob.node.stacks.collect import StackRequest, catches
+from clusterjob.node.stacks.collect import StackRequest
 from clusterjob.node.system import processes
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -535,10 +535,10 @@ class Forkserver:
     def _describe(
         self, worker: RunningWorker, asked: StackRequest, message: messages.ProbeWorkers
     ) -> messages.ProbedWorker:
-        threads = tuple(asked.answer().values())
+        threads = asked.answer()
         frames = threads[0].frames if threads else ()
-        shown = tuple(grouping.frame_line(frame)[:_MAX_LINE] for frame in frames[:_MAX_LINES])
-        doing = grouping.position_text(frames) if frames else f"it {collect.state_of(worker.pid)}"
+        shown = tuple(line[:_MAX_LINE] for line in grouping.frame_lines(frames[:_MAX_LINES]))
+        doing = f"it {grouping.position_text(frames, collect.state_of(worker.pid))}"
         if message.note:
             log_files.append(worker.err, [f"{message.note}; {doing}", *shown])
         if any(
@@ -552,7 +552,9 @@ class Forkserver:
         text = f"has run for {time.monotonic() - worker.started:.0f} s and {how}; {doing}"
         if message.final and threads:
             lines = [f"the others gave up waiting for this process, which {text}"]
-            log_files.append(worker.err, lines + grouping.to_lines(threads))
+            for thread in threads:
+                lines += [f"{thread.name}:", *grouping.frame_lines(thread.frames)]
+            log_files.append(worker.err, lines)
         return messages.ProbedWorker(worker.local_rank, worker.pid, text=text[:1000], stack=shown)
 
     # -- stopping ----------------------------------------------------------------------------------
@@ -622,7 +624,7 @@ class Forkserver:
         if time.monotonic() < max(since, stop.begun) + _EARLY_KILL or state == "begun":
             return False
         if self._options.launcher == "torchrun" or state not in ("set", "ended"):
-            return not catches(worker.pid, signal.SIGTERM)
+            return not collect.has_signal(worker.pid, "SigCgt", signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
         if worker.pid not in stop.stacks:
@@ -631,8 +633,8 @@ class Forkserver:
         if not asked.done:
             asked.step()
             return False
-        main = next(iter(stop.stacks.pop(worker.pid).answer().values()), None)
-        return main is not None and grouping.waits_for_peers(main.frames)
+        threads = stop.stacks.pop(worker.pid).answer()
+        return bool(threads) and grouping.waits_for_peers(threads[0].frames)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:
