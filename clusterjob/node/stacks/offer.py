@@ -5,7 +5,8 @@ process, even if it executes another program just before they arrive.
 
 - `SIGNAL_FOR_PYTHON` has a handler in Python. The interpreter calls it in the main thread at a safe
   place, also if the thread sleeps in a call of Python's, and it writes the stacks of all threads.
-  It never runs while the main thread is in native code.
+  The signal interrupts system calls, as that of torch's DataLoader does; Python repeats them.
+  The handler never runs while the main thread is in native code.
 - Then `SIGNAL` is safe. faulthandler's handler is written in C: it writes the stack of the main
   thread, also if the thread holds the interpreter or waits in native code. At a place in Python
   code, Python 3.11 and 3.12 may crash in it. faulthandler can write the stacks of all threads, but
@@ -110,8 +111,6 @@ def offer() -> None:
                 # The exiting interpreter resets signal handlers, then ends faulthandler, which sets
                 # Python's handler again: a signal after that would crash the process.
                 atexit.register(faulthandler.unregister, number)
-            else:
-                _signal.siginterrupt(number, False)
     except (AttributeError, ImportError, OSError, RuntimeError, ValueError):
         pass  # outside of the main thread, or without faulthandler
 
