@@ -8,10 +8,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,13 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, ConfigError, SpecError
 from clusterjob.node.notifications import sender
 from clusterjob.node.notifications.notifier import Notifier
-from clusterjob.node.notifications.sender import Event, events_of_array
+from clusterjob.node.notifications.sender import Event, event_of, events_of_array, wanted, with_text
 from clusterjob.node.program import Program
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 SECRET = "pa55word"
+JOB = {"job_id": "a-1", "name": "a", "cluster": "lab"}
 
 
 def spec(tmp_path: Path, **fields: Any) -> JobSpec:
@@ -86,7 +86,7 @@ def test_verdict_is_sent_to_those_who_asked_for_its_kind(
         for kind in ("start", "end", "failure", "requeue")
     }
     assert {kind for kind, events in sent.items() if events} == kinds
-    assert {each.event for events in sent.values() for each in events} == {event}
+    assert {each["event"] for events in sent.values() for each in events} == {event}
 
 
 def test_first_restarts_are_sent_to_those_who_asked_for_failures() -> None:
@@ -108,13 +108,13 @@ def test_text_of_any_failure_is_short_and_harmless(message: str, host: str) -> N
     failure = Failure(3, 1, node_rank=1, host=host, exit_code=1, signal=None, message=message)
     end = verdict(JobState.FAILED, reason=f"{failure.who}: {message}", failure=failure)
     [event] = events_of(Noted("end"), lambda noted: noted.ended(end))
-    lines = replace(event, seconds=7500.2).facts()["text"].split("\n")
+    lines = with_text(event | {"seconds": 7500.2})["text"].split("\n")
     assert len(lines) == 3
     assert lines[0] == "a (a-1) on lab: FAILED, exit code 1, after 2:05:00"
     assert lines[-1] == "clusterjob logs a-1"
     assert all(sanitize(line) == line for line in lines)
     assert max(map(len, lines)) <= 500
-    assert len(event.host) <= 500
+    assert len(event["host"]) <= 500
 
 
 def test_place_that_hangs_delays_script_that_cannot_start_its_agent_by_a_timeout(
@@ -142,7 +142,7 @@ def test_missing_apprise_is_said_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "apprise", None)  # its import fails
     send = functools.partial(sender._notify, f"json://{SECRET}")
-    sender._deliver("json://", send, [Event("end", "a-1")])
+    sender._deliver("json://", send, [event_of("end", JOB, "SUCCEEDED", "")])
     assert capfd.readouterr().out == (
         f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd\n"
     )
@@ -275,56 +275,53 @@ def test_urls_of_named_services_are_accepted(url: str) -> None:
 # -- arrays ----------------------------------------------------------------------------------------
 
 
+def element(index: int, kind: str, state: str, *, final: bool = False) -> Event:
+    return event_of(kind, JOB | {"job_id": f"a-1_{index}"}, state, "why", final=final)
+
+
 def merge(root: Path, event: Event, elements: int = 3) -> list[Event]:
-    directory = root / "elements" / event.job_id.partition("_")[2]
+    directory = root / "elements" / event["job_id"].partition("_")[2]
     directory.mkdir(parents=True, exist_ok=True)
     return events_of_array(event, directory, elements)
 
 
 def ended(root: Path, index: int, state: JobState, elements: int = 3) -> list[Event]:
     kind = {JobState.SUCCEEDED: "end", JobState.FAILED: "failure"}.get(state, "requeue")
-    event = Event(kind, f"a-1_{index}", name="a", state=str(state), reason="why", final=True)
-    return merge(root, event, elements)
+    return merge(root, element(index, kind, str(state), final=True), elements)
 
 
 def test_array_sends_first_failure_and_one_end(tmp_path: Path) -> None:
-    start = Event("start", "a-1_0", state="RUNNING")
+    start = element(0, "start", "RUNNING")
     assert merge(tmp_path, start) == [start]
-    assert merge(tmp_path, Event("start", "a-1_1", state="RUNNING")) == []
-    assert merge(tmp_path, Event("failure", "a-1_1", state="RESTARTING")) == []
+    assert merge(tmp_path, element(1, "start", "RUNNING")) == []
+    assert merge(tmp_path, element(1, "failure", "RESTARTING")) == []
     assert ended(tmp_path, 0, JobState.SUCCEEDED) == []
     [failure] = ended(tmp_path, 1, JobState.FAILED)
-    assert (failure.job_id, failure.state, failure.reason) == ("a-1_1", "FAILED", "why")
-    assert not failure.wanted(["end"]), "the array has not ended"
+    assert (failure["job_id"], failure["state"], failure["reason"]) == ("a-1_1", "FAILED", "why")
+    assert not wanted(failure, ["end"]), "the array has not ended"
     [end] = ended(tmp_path, 2, JobState.FAILED)
-    assert (end.event, end.job_id, end.state) == ("failure", "a-1", "FAILED")
-    assert end.reason == "3 elements: 2 FAILED (1-2); 1 SUCCEEDED"
-    assert end.wanted(["end"])
+    assert (end["event"], end["job_id"], end["state"]) == ("failure", "a-1", "FAILED")
+    assert end["reason"] == "3 elements: 2 FAILED, 1 SUCCEEDED"
+    assert wanted(end, ["end"])
     assert ended(tmp_path, 2, JobState.FAILED) == [], "an element that runs again"
 
 
 def test_preempted_element_has_not_ended(tmp_path: Path) -> None:
     for index in (0, 1):
         assert ended(tmp_path, index, JobState.SUCCEEDED) == []
-    assert [event.event for event in ended(tmp_path, 2, JobState.PREEMPTED)] == ["requeue"]
+    assert [each["event"] for each in ended(tmp_path, 2, JobState.PREEMPTED)] == ["requeue"]
     assert ended(tmp_path, 1, JobState.PREEMPTED) == []
     assert ended(tmp_path, 2, JobState.SUCCEEDED) == []
     [end] = ended(tmp_path, 1, JobState.SUCCEEDED)
-    assert (end.event, end.state, end.reason) == ("end", "SUCCEEDED", "3 elements: 3 SUCCEEDED")
+    assert (end["event"], end["reason"]) == ("end", "3 elements: 3 SUCCEEDED")
 
 
 def test_elements_that_end_together_send_one_end(tmp_path: Path) -> None:
     count = 16
-    found: list[Event] = []
-    together = threading.Barrier(count)
-
-    def end(index: int) -> None:
-        together.wait()
-        found.extend(ended(tmp_path, index, JobState.SUCCEEDED, elements=count))
-
-    threads = [threading.Thread(target=end, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [event.reason for event in found] == ["16 elements: 16 SUCCEEDED"]
+    with ThreadPoolExecutor(count) as pool:
+        found = pool.map(
+            lambda index: ended(tmp_path, index, JobState.SUCCEEDED, elements=count), range(count)
+        )
+    assert [event["reason"] for events in found for event in events] == [
+        "16 elements: 16 SUCCEEDED"
+    ]
