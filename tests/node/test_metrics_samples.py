@@ -23,14 +23,24 @@ from procs import TEST_TIMEOUT, Job, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from clusterjob.insight import sample_files
-from clusterjob.node.metrics import prometheus
-from clusterjob.node.metrics.samples import Sample
-from clusterjob.node.metrics.sources import Background, Machine, Workers
+from clusterjob.node.metrics import prometheus, sources
+from clusterjob.node.metrics.samples import Sample, WorkerSample
+from clusterjob.node.metrics.sources import GpuReader, Machine, Workers
 
 BURN = "import time\nend = time.monotonic() + 1000\nwhile time.monotonic() < end: pass"
 SLEEP = "import time; time.sleep(1000)"
 UP = "import sys; print(flush=True); "
 NO_TORCH = (sys.executable, "-S")
+
+
+class Measured(Workers):
+    """Workers whose first sample counts from now, with their samples by rank."""
+
+    def __init__(self, find: Callable[[], dict[int, int]]) -> None:
+        super().__init__(find, time.monotonic())
+
+    def sample(self, *_: object) -> dict[int, WorkerSample]:
+        return {worker.rank: worker for worker in super().sample({})}
 
 
 class Processes:
@@ -79,13 +89,12 @@ with open({str(file)!r}, "wb") as stream:
         stream.write(bytes(1 << 20)); stream.flush(); os.fsync(stream.fileno()); time.sleep(.05)
 """
     )
-    workers = Workers(lambda: {burner: 0, holder: 1, writer: 2})
+    workers = Measured(lambda: {burner: 0, holder: 1, writer: 2})
     workers.sample()
     before, begin, size = cpu_of(burner), time.monotonic(), file.stat().st_size
     time.sleep(2.0)
     found = workers.sample()
     seconds = time.monotonic() - begin
-    workers.stop()
     assert found[0].cpu == pytest.approx(100 * (cpu_of(burner) - before) / seconds, abs=10)
     assert found[0].cpu > found[1].cpu  # on a busy machine the first one gets little
     assert 200 << 20 < found[1].rss < 240 << 20
@@ -115,7 +124,7 @@ child.wait()
 time.sleep(1000)
 """
     )
-    workers = Workers(lambda: {parent: 5})
+    workers = Measured(lambda: {parent: 5})
     total, at = 0.0, time.monotonic()
     end = at + TEST_TIMEOUT
     first = workers.sample()[5]
@@ -124,7 +133,6 @@ time.sleep(1000)
         now = time.monotonic()
         total += workers.sample()[5].cpu / 100 * (now - at)
         at = now
-    workers.stop()
     assert 0.9 <= total < 2.0, (total, first)
 
 
@@ -149,19 +157,18 @@ middle.wait()
 time.sleep(1000)
 """
     )
-    workers = Workers(lambda: {parent: 0})
+    workers = Measured(lambda: {parent: 0})
     wait_until(lambda: workers.sample()[0].threads == 3, TEST_TIMEOUT)
     (tmp_path / "sampled").touch()
     wait_until(lambda: workers.sample()[0].threads == 2, TEST_TIMEOUT)  # the middle one has ended
     wait_until(lambda: workers.sample()[0].rss > 100 << 20, TEST_TIMEOUT)
-    workers.stop()
     os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
 
 
 def test_restart_of_a_worker_begins_new_counts(running: Processes) -> None:
     old = running.start(f"{UP}\n{BURN}")
     now = {old: 0}
-    workers = Workers(lambda: now)
+    workers = Measured(lambda: now)
     workers.sample()
     time.sleep(0.5)
     running.started[0].kill()
@@ -169,49 +176,28 @@ def test_restart_of_a_worker_begins_new_counts(running: Processes) -> None:
     now = {running.start(UP + SLEEP): 0}
     time.sleep(0.5)
     assert 0 <= workers.sample()[0].cpu < 60
-    workers.stop()
 
 
-def test_pss_is_smaller_than_rss_for_shared_pages(
-    running: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clusterjob.node.metrics.sources._PSS_FIRST", 0.0)
-    parent = running.start(
-        f"""
-import os, time
-data = bytearray(64 << 20); data[::4096] = b"x" * len(data[::4096])
-parent = os.getpid()
-if os.fork() == 0:
-    os.close(1)
-    while os.getppid() == parent:
-        time.sleep(0.05)
-    os._exit(0)
-{UP}
-time.sleep(1000)
-"""
-    )
-    workers = Workers(lambda: {parent: 0})
-
-    wait_until(lambda: workers.sample()[0].pss is not None, 10.0)
-    sample = workers.sample()[0]
-    workers.stop()
-    assert 64 << 20 < sample.pss < 0.75 * sample.rss
-
-
-def test_hanging_call_keeps_only_its_own_thread() -> None:
+def test_driver_that_hangs_keeps_only_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     release, calls = threading.Event(), []
 
-    def call() -> int:
-        calls.append(1)
-        if len(calls) == 2:
-            release.wait()
-        return len(calls)
+    class Driver:
+        def __init__(self, environ: object) -> None: ...
 
-    background = Background("hang", lambda: call, 0.01)
+        def read(self) -> int:
+            calls.append(1)
+            if len(calls) == 2:
+                release.wait()
+            return len(calls)
+
+    monkeypatch.setattr(sources, "Nvml", Driver)
+    monkeypatch.setattr(sources, "_GPU_PAUSE", 0.01)
+    reader = GpuReader({})
     wait_until(lambda: len(calls) == 2, 5.0)
-    assert background.value == 1
-    assert background.at < time.monotonic()
-    background.stop()
+    assert reader.state() == 1
+    monkeypatch.setattr(sources, "_GPU_TIMEOUT", 0.0)
+    assert reader.state() is None
+    monkeypatch.setattr(sources, "_GPU_PAUSE", 1000.0)
     release.set()
 
 
@@ -331,9 +317,13 @@ def samples(job: Job, node: int = 0) -> list[Sample]:
     return [sample for _, sample in sample_files.read(job.dir, node)]
 
 
+def ranks_of(sample: Sample) -> set[int]:
+    return {worker.rank for worker in sample.workers}
+
+
 def wait_for_workers(job: Job, ranks: set[int], node: int = 0) -> Sample:
     return wait_until(
-        lambda: next((one for one in samples(job, node) if set(one.workers) == ranks), None), 40.0
+        lambda: next((one for one in samples(job, node) if ranks_of(one) == ranks), None), 40.0
     )
 
 
@@ -347,7 +337,7 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
         lambda: any(
             one.workers[0].cpu > one.workers[1].cpu + 5
             for one in samples(job)
-            if set(one.workers) == {0, 1}
+            if ranks_of(one) == {0, 1}
         ),
         TEST_TIMEOUT,
     )
@@ -500,7 +490,7 @@ def test_torchrun_workers_are_sampled_by_rank(make_job: Callable[..., Job]) -> N
     sample = wait_for_workers(job, {0, 1})
     job.path("end").touch()
     assert job.wait() == [0]
-    assert all(worker.rss > 1 << 20 for worker in sample.workers.values())
+    assert all(worker.rss > 1 << 20 for worker in sample.workers)
 
 
 @pytest.mark.slow

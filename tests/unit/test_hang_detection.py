@@ -17,7 +17,7 @@ from clusterjob.core.records import Record
 from clusterjob.insight import silence
 from clusterjob.node.agent.node_workers import bounded
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.metrics.samples import NodeFacts, Sample, facts_line, sample_line
+from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter
 from clusterjob.node.rendezvous import messages, outcome
 from clusterjob.node.rendezvous.messages import check_sender
 from clusterjob.node.stacks import progress
@@ -303,11 +303,10 @@ def test_variables_of_the_flight_recorder_have_the_names_of_the_installed_torch(
 
 @pytest.mark.parametrize(("quiet", "shown"), [(599.0, False), (660.0, True)])
 def test_status_says_that_a_job_is_silent(tmp_path: Path, quiet: float, shown: bool) -> None:
-    directory = node_directory(tmp_path, 0)
-    directory.mkdir(parents=True)
+    node_directory(tmp_path, 0).mkdir(parents=True)
     facts = NodeFacts(0, "host", attempt=0, cores=1, memory=1)
     sample = Sample(0.0, 1.0, 0, quiet, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    (directory / "metrics.jsonl").write_bytes(facts_line(facts) + sample_line(sample))
+    SampleWriter(tmp_path, 0).add(facts, sample)
     record = cast("Record", SimpleNamespace(job_dir=tmp_path, job_id="train-x"))
     running = cast("Any", SimpleNamespace(state=JobState.RUNNING))
     text = silence.hint(record, running)

@@ -101,12 +101,7 @@ class Agent:
             report=self._report,
             crashes=self._crashes,
         )
-        self._metrics = NodeMetrics(
-            node,
-            forkserver.pid,
-            workers=self._workers,
-            note=parent.usage if parent is not None else None,
-        )
+        self._metrics = NodeMetrics(node, forkserver.pid, workers=self._workers)
         self._order = Order()  # the last one
         self._measuring: asyncio.Task[None] | None = None  # of the preflight
         self._ended = False

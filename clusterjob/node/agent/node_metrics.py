@@ -1,10 +1,13 @@
-"""The metrics of one node: whose processes are sampled, their Prometheus port, their sums."""
+"""The metrics of one node: samples in a thread, a port for Prometheus, sums and durations."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from clusterjob.node import job_processes
@@ -12,178 +15,177 @@ from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.contract import World
 from clusterjob.node.environments import this_node
 from clusterjob.node.logs.events import Phase, PhaseBegin, read_phases
-from clusterjob.node.metrics.sampler import Sampler
-from clusterjob.node.metrics.samples import NodeFacts
+from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, SampleWriter, Usage
 from clusterjob.node.rendezvous.identity import NodeJob
-from clusterjob.node.system import devices, processes
-from clusterjob.node.system.shared_note import SharedNote
+from clusterjob.node.system import crashes, devices
+
+# Seconds after the workers' start until measuring begins: while they start, they need the CPU.
+_FIRST = 4.0
+_GPUS_FIRST = 1.0  # seconds in which most drivers answer the first time
 
 
 class NodeMetrics:
-    """Sample the workers of one node, unless ``--no-metrics`` is given.
+    """Sample the workers of one node in a thread, unless ``--no-metrics`` is given.
+
+    Nothing here may end the job: an error ends the samples.
 
     Args:
         node: the job, as this node sees it.
         forkserver: pid of the forkserver.
         workers: the workers.
-        note: keeps the sums for the next agent of this node; None if there will be none.
     """
 
-    def __init__(
-        self,
-        node: NodeJob,
-        forkserver: int,
-        workers: NodeWorkers,
-        note: SharedNote | None = None,
-    ) -> None:
+    def __init__(self, node: NodeJob, forkserver: int, workers: NodeWorkers) -> None:
         self._begin = time.monotonic()
-        topology, job_dir = node.topology, node.directory
-        self._topology = topology
-        self._options = node.options
-        self._job = node.identity
-        self._job_dir = job_dir
+        self._node = node
         self._forkserver = forkserver
         self._workers = workers
-        self._print = node.print_line
-        self._rounds: dict[int, float] = {}  # the begin of each
-        self._found: dict[int, int] = {}  # the rank of each worker by pid
-        self._changed = True
+        self._restart, self._round_at = 0, 0.0  # the number and the begin of the current round
         self._server: asyncio.Server | None = None
-        facts = NodeFacts(
-            topology.node_rank,
-            this_node.node_name(),
-            attempt=self._job.attempt,
-            cores=devices.usable_cores(),
-            memory=0,
-        )
-        self._sampler = Sampler(
-            job_dir,
-            facts,
-            workers=self._ranks,
-            quiet=self._quiet,
-            waits=workers.waits.newest,
-            environ=os.environ,
-            note=note,
-        )
+        self._usage = Usage()
+        self._latest: tuple[NodeFacts, Sample] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     async def serve(self) -> None:
         """Serve the metrics on --metrics-port; if the port is in use, print one line."""
-        port = self._options.metrics_port
+        port, topology = self._node.options.metrics_port, self._node.topology
         if not port:
             return
-        if self._topology.nnodes > 1 and self._topology.master_addr in ("127.0.0.1", "localhost"):
-            port += self._topology.node_rank  # all nodes are on this machine
+        if topology.nnodes > 1 and topology.master_addr in ("127.0.0.1", "localhost"):
+            port += topology.node_rank  # all nodes are on this machine
         from clusterjob.node.metrics import prometheus
 
+        job_id = self._node.identity.job_id
         try:
             self._server = await prometheus.serve(
-                port,
-                lambda: prometheus.text_of(
-                    self._job.job_id, self._sampler.latest, self._sampler.usage
-                ),
+                port, lambda: prometheus.text_of(job_id, self._latest, self._usage)
             )
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", "") or error
-            self._print(f"node {self._topology.node_rank} serves no metrics on port {port}: {why}")
+            self._node.print_line(
+                f"node {topology.node_rank} serves no metrics on port {port}: {why}"
+            )
 
     def begin_round(self, world: World) -> None:
-        """Follow the workers of a round that starts."""
-        self._rounds[world.restart] = time.monotonic()
-        self._changed = True
-        if self._options.metrics:
-            self._sampler.begin_round(world.restart)
+        """Follow the workers of a round that starts; the first one starts the samples."""
+        self._restart, self._round_at = world.restart, time.monotonic()
+        if self._node.options.metrics and self._thread.ident is None:
+            self._thread.start()
 
     def end(self) -> dict[str, Any]:
-        """End the samples; return the sums for the end record."""
+        """End the samples; return their sums and the durations for the end record."""
         if self._server is not None:
             self._server.close()
-        sums = self._sampler.stop() or {}
-        if self._sampler.error:
-            self._print(
-                f"node {self._topology.node_rank} has no more metrics: {self._sampler.error}"
-            )
-        return sums | self._durations()
-
-    def _quiet(self) -> float:
-        began = max(self._rounds.values())
-        return time.monotonic() - max(
-            self._workers.timeline.grown_at, self._workers.alive_at, began
-        )
-
-    # -- the workers -------------------------------------------------------------------------------
-
-    def _ranks(self) -> dict[int, int]:
-        """Return the rank of each worker by pid; called by the sampler's thread."""
-        alive = [processes.start_ticks(pid) is not None for pid in self._found]
-        # torchrun may start workers later than its agent.
-        complete = all(alive) or self._options.launcher == "agent"
-        if self._changed or not (any(alive) and complete):
-            ranks = job_processes.of_forkserver(self._forkserver).ranks
-            found = {each.pid: each.rank for each in ranks if each.rank is not None}
-            # The table of the last round is there until the forkserver begins the next one.
-            if any(processes.start_ticks(pid) is not None for pid in found):
-                self._found, self._changed = found, False
-        return self._found
-
-    # -- the end record ----------------------------------------------------------------------------
-
-    def _durations(self) -> dict[str, Any]:
-        """Return the number of this node's GPUs, and durations by its monotonic clock, in seconds.
-
-        ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
-        ran; ``restarts`` and ``restart_seconds``: from the first end of a worker until the next
-        round ran; ``ran``: per rank, from the begin of the last round to the rank's end.
-        """
-        now = time.monotonic()
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(1.0)  # a sample takes milliseconds, unless the disk hangs
         begins = [
             each
-            for each in read_phases(self._job_dir, self._topology.node_rank)
-            if each.attempt == self._job.attempt
+            for each in read_phases(self._node.directory, self._node.topology.node_rank)
+            if each.attempt == self._node.identity.attempt
         ]
-        first = min((each.monotonic for each in begins), default=self._begin)
-        # A phase of another boot is not of this attempt.
-        begin = first if now - 30 * 86400 < first <= self._begin else self._begin
+        gpus = {"visible_gpus": devices.visible_gpus(os.environ)}
+        sums = self._usage.to_json() or {}
+        return sums | gpus | durations(begins, self._begin, time.monotonic())
+
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:
+            crashes.summary(error)  # agent.log shows the traceback
+
+    def _sample(self) -> None:
+        while not self._ranks():  # the forkserver imports torch
+            if self._stop.wait(1.0):
+                return
+        begin = time.monotonic()
+        if self._stop.wait(_FIRST):
+            return
+        # Loaded now: these imports would delay the start of the workers.
+        from clusterjob.node.metrics import sources
+
+        self._usage = Usage(begin)
+        machine, workers = sources.Machine(), sources.Workers(self._ranks, begin)
+        gpus = sources.GpuReader(os.environ)
+        node_rank = self._node.topology.node_rank
+        writer = SampleWriter(self._node.directory, node_rank)
+        facts = NodeFacts(
+            node_rank,
+            this_node.node_name(),
+            attempt=self._node.identity.attempt,
+            cores=devices.usable_cores(),
+            memory=machine.memory,
+        )
+        pause = _GPUS_FIRST
+        while not self._stop.wait(pause):
+            state = gpus.state()
+            if state is not None:
+                facts = replace(facts, gpus=state[0])
+            waits = {
+                rank: {"step": 1000 * wait.step, "waited": 1000 * wait.waited}
+                for rank, wait in self._workers.waits.newest().items()
+            }
+            sample = Sample(
+                time.time(),
+                time.monotonic(),
+                restart=self._restart,
+                quiet=self._quiet(),
+                **machine.sample(),
+                workers=workers.sample(waits),
+                gpus=state[1] if state is not None else (GpuSample(),) * len(facts.gpus),
+            )
+            self._usage.add(facts, sample)
+            self._latest = facts, sample
+            pause = writer.add(facts, sample)
+
+    def _quiet(self) -> float:
+        grown, alive = self._workers.timeline.grown_at, self._workers.alive_at
+        return time.monotonic() - max(grown, alive, self._round_at)
+
+    def _ranks(self) -> dict[int, int]:
+        """Return the rank of each worker by pid; torchrun may start some later than its agent."""
+        ranks = job_processes.of_forkserver(self._forkserver).ranks
+        return {each.pid: each.rank for each in ranks if each.rank is not None}
+
+
+def durations(begins: Iterable[PhaseBegin], begin: float, now: float) -> dict[str, Any]:
+    """Return the durations of a node in one attempt, in seconds.
+
+    ``wall``: of the agent; ``waited``: until its workers were started; ``startup``: until they
+    ran; ``restarts`` and ``restart_seconds``: from the first end of a worker until the next round
+    ran; ``ran``: per rank, from the begin of the last round to the rank's end.
+
+    Args:
+        begins: the begins of the phases of the node and of its ranks.
+        begin: the begin of the agent, by the node's monotonic clock.
+        now: the time by this clock.
+    """
+    rounds: dict[int, float] = {}
+    running: dict[int, float] = {}
+    ends: dict[int, dict[str, float]] = {}
+    for each in begins:
+        begin = min(begin, each.monotonic)
+        if each.rank is None and each.phase is Phase.RUNNING:
+            rounds[each.restart] = running[each.restart] = each.monotonic
+        elif each.phase is Phase.ENDED and each.rank is not None:
+            ends.setdefault(each.restart, {})[str(each.rank)] = each.monotonic
         # The first output of a rank that joins no group says nothing about its start.
-        formed = [each for each in begins if each.phase is not Phase.RUNNING or not each.detail]
-        # An agent that was started again knows the rounds before from the file.
-        rounds = {
-            each.restart: each.monotonic
-            for each in begins
-            if each.phase is Phase.RUNNING and each.rank is None and each.monotonic <= self._begin
-        } | self._rounds
-        running = {
-            number: _last(formed, Phase.RUNNING, number) or at for number, at in rounds.items()
-        }
-        last = max(rounds, default=-1)
-        lost = 0.0
-        for number in running.keys() - {0}:
-            ended = _times(begins, Phase.ENDED, number - 1)
-            if not ended:  # the agent was killed
-                began = rounds.get(number - 1, self._begin) < self._begin < rounds[number]
-                ended = [self._begin if began else rounds[number]]
-            lost += max(0.0, running[number] - min(ended))
-        return {
-            "visible_gpus": devices.visible_gpus(os.environ),
-            "wall": round(now - begin, 1),
-            "waited": round(rounds.get(0, now) - begin, 1),
-            "startup": round(running[0] - begin, 1) if 0 in running else None,
-            "restarts": max(0, last),
-            "restart_seconds": round(lost, 1),
-            "ran": {
-                str(each.rank): round(each.monotonic - rounds[last], 1)
-                for each in begins
-                if each.phase is Phase.ENDED and each.restart == last and each.rank is not None
-            },
-        }
-
-
-def _times(begins: list[PhaseBegin], phase: Phase, restart: int) -> list[float]:
-    return [
-        each.monotonic
-        for each in begins
-        if each.phase is phase and each.restart == restart and each.rank is not None
-    ]
-
-
-def _last(begins: list[PhaseBegin], phase: Phase, restart: int) -> float | None:
-    return max(_times(begins, phase, restart), default=None)
+        elif each.phase is Phase.RUNNING and not each.detail:
+            running[each.restart] = max(running.get(each.restart, 0.0), each.monotonic)
+    last = max(rounds, default=0)
+    lost = sum(
+        max(0.0, at - min(ends.get(number - 1, {}).values(), default=rounds[number]))
+        for number, at in running.items()
+        if number in rounds and number > 0
+    )
+    return {
+        "wall": round(now - begin, 1),
+        "waited": round(rounds.get(0, now) - begin, 1),
+        "startup": round(running[0] - begin, 1) if 0 in running else None,
+        "restarts": last,
+        "restart_seconds": round(lost, 1),
+        "ran": {rank: round(at - rounds[last], 1) for rank, at in ends.get(last, {}).items()},
+    }

@@ -39,7 +39,7 @@ class AgentParent:
     Attributes:
         starts: how many agents were killed before this one.
         why: how the last one of them ended, such as ``the agent ... was killed``; empty without.
-        console, usage: the progress of the console and of the samples, for the next agent.
+        console: the progress of the console, for the next agent.
         lease: until when the workers may run, for the forkserver.
     """
 
@@ -48,7 +48,7 @@ class AgentParent:
     ) -> None:
         self.starts = 0
         self.why = ""
-        self.console, self.usage, self.lease = SharedNote(), SharedNote(), SharedNote(64)
+        self.console, self.lease = SharedNote(), SharedNote(64)
         self._note = SharedNote(1 << 16)
         self._node_rank = node_rank = topology.node_rank
         # Node 0's last agent starts no workers: it gives the verdict.
@@ -123,7 +123,7 @@ class AgentParent:
 
     def close(self) -> None:
         """Free the notes in a process that runs user code."""
-        for note in (self.console, self.usage, self._note):
+        for note in (self.console, self._note):
             note.close()
 
     # -- in the parent -----------------------------------------------------------------------------
