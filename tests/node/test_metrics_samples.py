@@ -204,18 +204,6 @@ def test_driver_that_hangs_keeps_only_its_own_thread(monkeypatch: pytest.MonkeyP
 # -- the machine -----------------------------------------------------------------------------------
 
 
-def test_machine_sees_its_load_and_memory(running: Processes) -> None:
-    machine = Machine()
-    running.start(f"{UP}\n{BURN}")
-    time.sleep(0.5)
-    machine.sample()
-    time.sleep(1.0)
-    found = machine.sample()
-    assert 30 < found["cpu"] < 105 * os.cpu_count()
-    assert 0 < found["memory"] < machine.memory
-    assert found["load"] >= 0
-
-
 def tree(root: Path, files: dict[str, str]) -> str:
     for name, text in files.items():
         path = root / name
@@ -352,7 +340,8 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
         assert usage["memory_peak"] > 10 << 20
     facts, _ = sample_files.latest(job.dir, 0)
     assert (facts.node_rank, facts.attempt, facts.gpus) == (0, 0, ())
-    assert facts.memory > 1 << 20
+    assert 0 < sample.memory < facts.memory
+    assert 0 < sample.cpu < 105 * facts.cores
 
 
 def test_samples_follow_the_workers_of_a_restart(make_job: Callable[..., Job]) -> None:
@@ -366,29 +355,6 @@ def test_samples_follow_the_workers_of_a_restart(make_job: Callable[..., Job]) -
     usage = job.node_end(0)["usage"]
     assert usage["restarts"] == 1
     assert usage["ranks"]["0"][0] > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
-def test_driver_that_hangs_stops_no_other_sample_and_not_the_job(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    nvml = FakeNvml(tmp_path / "nvml")
-    job = make_job()
-    job.start_all(job.script(WORKER), python=NO_TORCH, env=nvml.variables)
-    wait_until(lambda: any(one.gpus and one.gpus[1].use == 81 for one in samples(job)), 30.0)
-    nvml.set(1, hang=1, xid=79)
-    before = len(samples(job))
-    wait_until(
-        lambda: any(one.gpus and one.gpus[0].use is None for one in samples(job)[before:]), 40.0
-    )
-    job.path("end").touch()
-    assert job.wait() == [0]
-    usage = job.node_end(0)["usage"]
-    assert [gpu["peak"] for gpu in usage["gpus"]] == [80, 81]
-    assert usage["gpus"][0]["memory"] == (40 << 30) - (1 << 20)
-    facts, _ = sample_files.latest(job.dir, 0)
-    assert [gpu.uuid for gpu in facts.gpus] == ["GPU-0000-fake", "GPU-0001-fake"]
 
 
 def fetch(port: int, path: str = "/metrics") -> str:
@@ -491,23 +457,3 @@ def test_torchrun_workers_are_sampled_by_rank(make_job: Callable[..., Job]) -> N
     job.path("end").touch()
     assert job.wait() == [0]
     assert all(worker.rss > 1 << 20 for worker in sample.workers)
-
-
-@pytest.mark.slow
-def test_stopped_worker_is_quiet_and_uses_no_cpu(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.start_all(job.script(WORKER), python=NO_TORCH)
-    wait_for_workers(job, {0})
-    (worker,) = job.workers_of(job.agents[0])
-    os.kill(worker, signal.SIGSTOP)
-
-    def is_quiet() -> bool:
-        last = samples(job)[-1]
-        return bool(last.workers) and last.workers[0].cpu < 1 and last.quiet > 5
-
-    try:
-        wait_until(is_quiet, 40.0)
-    finally:
-        os.kill(worker, signal.SIGCONT)
-    job.path("end").touch()
-    assert job.wait() == [0]

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from servers import silent
+from procs import TEST_TIMEOUT, alive, wait_until
+from servers import silent, webhook
 
 from clusterjob.core import notifications
 from clusterjob.core.notifications import NotifyPlace
@@ -146,6 +147,64 @@ def test_missing_apprise_is_said_once(
     assert capfd.readouterr().out == (
         f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd\n"
     )
+
+
+# -- the process that sends ------------------------------------------------------------------------
+
+
+def send(directory: Path, *urls: str, commands: Sequence[str] = ()) -> list[str]:
+    """Send the failure of a job without pauses between the attempts; return what is printed."""
+    code = (
+        "from clusterjob.node.notifications import sender\n"
+        "sender._PAUSES, sender._COMMAND_TIMEOUT = (0.0,) * 4, 1.0\nsender.main()"
+    )
+    event = event_of("failure", JOB, "FAILED", "rank 0: boom", exit_code=3, rank=0, final=True)
+    places = {"urls": urls, "commands": commands, "on": ["failure"], "elements": 0}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(places | {"job_dir": "", "event": event}),
+        env=os.environ | {"KEY": "of the job", "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return sorted(done.stdout.splitlines())
+
+
+def test_place_is_tried_four_times_and_reported_without_its_url(tmp_path: Path) -> None:
+    """A POST that follows a redirect becomes a GET without the message: none is followed."""
+    retried = "echo x >> tries; [ $(wc -l < tries) = 2 ]"
+    failing = "echo 'no \x1b[2Jroute' >&2; exit 4"
+    with webhook() as refusing, webhook() as busy:
+        refusing.codes, busy.codes = [302] * 9, [500, 503]
+        said = send(tmp_path, refusing.url, busy.url, commands=(retried, failing))
+        assert refusing.requests == ["POST /pa55word"] * 4
+        assert busy.requests == ["POST /pa55word"] * 3
+        assert busy.states == ["FAILED"]
+    assert (tmp_path / "tries").read_text() == "x\nx\n"
+    assert said == [
+        "--notify-cmd: not sent after 4 attempts: exit code 4: no \\x1b[2Jroute",
+        "json://: not sent after 4 attempts: HTTP 302",
+    ]
+
+
+def test_command_gets_facts_as_variables_and_as_json(tmp_path: Path) -> None:
+    assert send(tmp_path, commands=('env -0 > variables; cat > facts; echo "$KEY" > key',)) == []
+    facts = json.loads((tmp_path / "facts").read_text())
+    assert (facts["event"], facts["state"], facts["exit_code"]) == ("failure", "FAILED", 3)
+    pairs = (tmp_path / "variables").read_text().split("\0")
+    variables = dict(pair.split("=", 1) for pair in pairs if pair)
+    for name in ("EVENT", "STATE", "EXIT_CODE", "JOB_ID", "REASON", "TEXT"):
+        assert variables[f"CLUSTERJOB_NOTIFY_{name}"] == str(facts[name.lower()])
+    assert (tmp_path / "key").read_text() == "of the job\n"
+
+
+def test_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    said = send(tmp_path, commands=("yes >&2 & echo $! > child; sleep 1000",))
+    assert said == ["--notify-cmd: not sent after 4 attempts: it did not end within 1 s"]
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not alive(child), TEST_TIMEOUT, "the end of the command's child")
 
 
 # -- places ----------------------------------------------------------------------------------------

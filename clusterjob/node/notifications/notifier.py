@@ -85,8 +85,11 @@ class Notifier:
 
     async def close(self, hurry: asyncio.Future[None]) -> None:
         """Wait until everything is sent, at most 10 s, or until `hurry` is done."""
-        sent = asyncio.gather(*self._sending)
-        await asyncio.wait({sent, hurry}, timeout=_LAST_SEND, return_when=asyncio.FIRST_COMPLETED)
+        if not self._sending:
+            return
+        sent = asyncio.ensure_future(asyncio.wait(self._sending))
+        either: set[asyncio.Future[Any]] = {sent, hurry}
+        await asyncio.wait(either, timeout=_LAST_SEND, return_when=asyncio.FIRST_COMPLETED)
         if not sent.done():
             self._print_line("notify: the last notification was not sent in time")
 
