@@ -56,11 +56,12 @@ class NodeMetrics:
             port += topology.node_rank  # all nodes are on this machine
         from clusterjob.node.metrics import prometheus
 
-        job_id = self._node.identity.job_id
+        def text() -> str:
+            job_id = self._node.identity.job_id
+            return prometheus.text_of(job_id, *self._latest, self._usage) if self._latest else ""
+
         try:
-            self._server = await prometheus.serve(
-                port, lambda: prometheus.text_of(job_id, self._latest, self._usage)
-            )
+            self._server = await prometheus.serve(port, text)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", "") or error
             self._node.print_line(
@@ -85,9 +86,11 @@ class NodeMetrics:
             for each in read_phases(self._node.directory, self._node.topology.node_rank)
             if each.attempt == self._node.identity.attempt
         ]
-        gpus = {"visible_gpus": devices.visible_gpus(os.environ)}
-        sums = self._usage.to_json() or {}
-        return sums | gpus | durations(begins, self._begin, time.monotonic())
+        return {
+            **(self._usage.to_json() or {}),
+            "visible_gpus": devices.visible_gpus(os.environ),
+            **durations(begins, self._begin, time.monotonic()),
+        }
 
     # -- in the thread -----------------------------------------------------------------------------
 
@@ -128,11 +131,12 @@ class NodeMetrics:
                 rank: {"step": 1000 * wait.step, "waited": 1000 * wait.waited}
                 for rank, wait in self._workers.waits.newest().items()
             }
+            grown, alive = self._workers.timeline.grown_at, self._workers.alive_at
             sample = Sample(
                 time.time(),
                 time.monotonic(),
                 restart=self._restart,
-                quiet=self._quiet(),
+                quiet=time.monotonic() - max(grown, alive, self._round_at),
                 **machine.sample(),
                 workers=workers.sample(waits),
                 gpus=state[1] if state is not None else (GpuSample(),) * len(facts.gpus),
@@ -140,10 +144,6 @@ class NodeMetrics:
             self._usage.add(facts, sample)
             self._latest = facts, sample
             pause = writer.add(facts, sample)
-
-    def _quiet(self) -> float:
-        grown, alive = self._workers.timeline.grown_at, self._workers.alive_at
-        return time.monotonic() - max(grown, alive, self._round_at)
 
     def _ranks(self) -> dict[int, int]:
         """Return the rank of each worker by pid; torchrun may start some later than its agent."""

@@ -66,17 +66,15 @@ def _answer(head: bytes, text: Callable[[], str]) -> bytes:
     return f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode() + data
 
 
-def text_of(job_id: str, latest: tuple[NodeFacts, Sample] | None, usage: Usage) -> str:
-    """Return a sample in Prometheus' text format; empty before the first sample.
+def text_of(job_id: str, facts: NodeFacts, sample: Sample, usage: Usage) -> str:
+    """Return a sample in Prometheus' text format.
 
     Args:
         job_id: the job.
-        latest: the node and its newest sample.
+        facts: the node.
+        sample: its newest sample.
         usage: the sums of all samples.
     """
-    if latest is None:
-        return ""
-    facts, sample = latest
     node = {"job": job_id, "node": facts.node_rank}
     about = {**node, "host": facts.host, "attempt": facts.attempt}
     workers = [

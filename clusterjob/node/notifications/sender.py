@@ -169,9 +169,7 @@ def _deliver(name: str, send: Callable[[Event], str], events: Sequence[Event]) -
 
 
 def _say(text: str) -> None:
-    line = f"{sanitize(' '.join(text.split()))}\n".encode()
-    with contextlib.suppress(OSError):  # the agent is gone
-        os.write(1, line)  # one write: several processes call this
+    print(sanitize(" ".join(text.split())), flush=True)
 
 
 def events_of_array(event: Event, job_dir: Path, elements: int) -> list[Event]:
@@ -195,12 +193,9 @@ def events_of_array(event: Event, job_dir: Path, elements: int) -> list[Event]:
     if event["event"] != END and not is_restart and _is_first(marks, event["event"]):
         # The reason and the hint name the element; the array has not ended.
         found.append(event | {"final": False})
-    if not event["final"]:
+    if not event["final"] or event["state"] == JobState.PREEMPTED:
         return found
-    mark = marks / job_dir.name
-    mark.unlink(missing_ok=True)  # of an earlier attempt
-    if event["state"] != JobState.PREEMPTED:
-        files.write_atomic(mark, event["state"].encode())
+    files.write_atomic(marks / job_dir.name, event["state"].encode())
     ended = list(marks.glob("[0-9]*"))
     if len(ended) >= elements and _is_first(marks, END):
         states = Counter(path.read_text() for path in ended)

@@ -45,7 +45,7 @@ POLL_SECONDS = 0.002  # between two calls of `StackRequest.step`
 # native code.
 _SLEEPING_SECONDS, _RUNNING_SECONDS = 0.02, 0.4
 _MAX_RANKS = 256
-_MAX_BYTES = 1 << 20  # of an answer
+_MAX_BYTES = 16 << 20  # of an answer
 _PY_SPY_SECONDS = 0.5  # at the end of the timeout, for ranks that do not answer
 _PY_SPY_AT_ONCE = 16  # processes
 _STATES = {

@@ -38,7 +38,7 @@ FILES = {
     SIGNAL_FOR_PYTHON: "clusterjob-python-stacks",
     SIGNAL: "clusterjob-stack",
 }
-_MAX_FRAMES = 200
+_MAX_THREADS, _MAX_FRAMES = 100, 200
 END = "\n\n"  # of the answer to `SIGNAL_FOR_PYTHON`: an empty line
 
 
@@ -82,7 +82,7 @@ def _stacks(frame: "FrameType | None") -> str:
         if ident != _thread.get_ident():
             threads.append((getattr(known.get(ident), "name", f"thread {ident}"), top))
     lines = []
-    for name, top in threads:
+    for name, top in threads[:_MAX_THREADS]:
         lines.append(f"Thread {name}\n")
         each = top
         for _ in range(_MAX_FRAMES):
