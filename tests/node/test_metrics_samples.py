@@ -344,19 +344,6 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
     assert 0 < sample.cpu < 105 * facts.cores
 
 
-def test_samples_follow_the_workers_of_a_restart(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    fail = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": time.sleep(3); raise SystemExit(3)'
-    text = WORKER.replace("end = time", f"{fail}\n    end = time")
-    job.start_all("--max-restarts", "1", job.script(text), python=NO_TORCH)
-    wait_until(lambda: any(one.restart == 1 and one.workers for one in samples(job)), 40.0)
-    job.path("end").touch()
-    assert job.wait() == [0]
-    usage = job.node_end(0)["usage"]
-    assert usage["restarts"] == 1
-    assert usage["ranks"]["0"][0] > 0.1
-
-
 def fetch(port: int, path: str = "/metrics") -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")

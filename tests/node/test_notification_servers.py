@@ -74,7 +74,7 @@ def test_killed_agent_of_node_0_that_starts_again_notifies_of_a_restart(
     options = ("--max-restarts", "1", "--start", "exec")
     env = settings(hook.url, on="start end failure requeue")
     job.start_all(*options, job.script(WAITS), env=env | {"CLUSTERJOB_ATTEMPT": "1"})
-    assert sent(hook, 2)[1] == "RUNNING"  # after QUEUED AGAIN
+    assert sent(hook, 2) == ["QUEUED AGAIN, attempt 1 starts", "RUNNING"]
     os.kill(job.agent_of(0), signal.SIGKILL)
     assert sent(hook, 3)[2] == "RESTARTING, restart 1 of 1"
     job.path("go").touch()
@@ -156,14 +156,6 @@ def test_second_interrupt_ends_wait_for_notification(make_job: MakeJob) -> None:
         agent.send_signal(signal.SIGINT)
         assert agent.wait(TEST_TIMEOUT) == 143
         assert time.monotonic() - begin < 5  # else 10 s
-
-
-def test_attempt_after_lost_attempt_is_notified_as_requeue(make_job: MakeJob, hook: Hook) -> None:
-    job = make_job(1)
-    env = settings(hook.url, on="requeue")
-    job.start(0, "--", "true", env=env | {"CLUSTERJOB_ATTEMPT": "1"})
-    assert job.wait() == [0]
-    assert hook.states == ["QUEUED AGAIN, attempt 1 starts"]
 
 
 def test_preempted_job_is_notified_once_as_requeue(make_job: MakeJob, hook: Hook) -> None:

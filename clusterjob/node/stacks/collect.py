@@ -188,7 +188,7 @@ class StackRequest:
             self.close()
 
     def answer(self) -> tuple[ThreadStack, ...]:
-        """Return the stacks, the main thread's first; none without an answer. Close the request."""
+        """Close the request; return the stacks, the main thread's first, or none."""
         self.close()
         return self._threads
 
