@@ -91,22 +91,23 @@ def _print_table(record: Record, nodes: Sequence[int], wanted: Wanted) -> None:
             f"job {record.job_id} has no samples of rank {ranks}",
             f"`clusterjob metrics {record.job_id}` shows all ranks",
         )
-    table = [("NODE", "HOST", "", "CPU", "MEMORY", "PSS", "READ", "WRITTEN", "THREADS", "OUTPUT")]
+    table = [("NODE", "HOST", "", "CPU", "MEMORY", "READ", "WRITTEN", "THREADS", "OUTPUT")]
     gpus = [("NODE", "GPU", "NAME", "USE", "MEMORY", "POWER", "TEMP", "SM", "ECC", "XID")]
     for facts, sample in found:
         node = str(facts.node_rank)
         quiet = f"{sample.quiet:.0f} s ago"
         rest = (_rate(sample.read), _rate(sample.written), "", quiet)
         size = f"{_size(sample.memory)} of {_size(facts.memory)}"
-        table.append((node, facts.host, "node", _percent(sample.cpu), size, "", *rest))
-        for number, worker in sample.workers.items():
-            table.append(
-                (
-                    *(node, facts.host, f"rank {number}", _percent(worker.cpu), _size(worker.rss)),
-                    *(_size(worker.pss), _rate(worker.read), _rate(worker.written)),
-                    *(str(worker.threads), ""),
-                )
+        table.append((node, facts.host, "node", _percent(sample.cpu), size, *rest))
+        for worker in sample.workers:
+            use = (
+                _percent(worker.cpu),
+                _size(worker.rss),
+                _rate(worker.read),
+                _rate(worker.written),
             )
+            row = (node, facts.host, f"rank {worker.rank}", *use, str(worker.threads), "")
+            table.append(row)
         for gpu, now in zip(facts.gpus, sample.gpus, strict=False):
             used = f"{_size(now.memory)} of {_size(gpu.memory)}"
             state = (_percent(now.use), used, _unit(now.power, " W"), _unit(now.temperature, " °C"))

@@ -174,18 +174,20 @@ def packed(
         environ: the variables of this process.
         name: the job's name, for the messages.
         cluster: the cluster's name.
-        elements: number of elements of an array; 0 for another job.
+        elements: number of elements of an array, which sends as a whole unless the kinds have
+            array_tasks; 0 for another job.
 
     Raises:
         SpecError: a place has no URL, or there are too many.
     """
+    kinds = list(kinds)
     value = {
         "urls": [url for place in places for url in place.urls(environ)],
         "commands": list(commands),
-        "on": list(kinds),
+        "on": kinds,
         "name": name,
         "cluster": cluster,
-        "elements": elements,
+        "elements": 0 if ARRAY_TASKS in kinds else elements,
     }
     data = json.dumps(value).encode()
     if len(data) > _MAX_BYTES:

@@ -160,8 +160,8 @@ class _Metrics:
         self.cpu.append(sample.cpu / max(1, facts.cores))
         if (used := mean_use(sample)) is not None:
             self.gpu.append(used)
-        for rank, worker in list(sample.workers.items())[:_MAX_RANKS]:
-            self.ranks_cpu[rank].append(worker.cpu)
+        for worker in sample.workers[:_MAX_RANKS]:
+            self.ranks_cpu[worker.rank].append(worker.cpu)
         for rank, use in gpu_of_ranks(sample).items():
             self.ranks_gpu[rank].append(use)
 
@@ -184,7 +184,7 @@ def mean_use(sample: Sample) -> float | None:
 
 def gpu_of_ranks(sample: Sample) -> dict[int, float]:
     """Return the use of each rank's GPU, if a node has as many GPUs as ranks, or one rank."""
-    ranks = sorted(sample.workers)
+    ranks = sorted(worker.rank for worker in sample.workers)
     if len(ranks) == 1 and (used := mean_use(sample)) is not None:
         return {ranks[0]: used}
     if len(ranks) != len(sample.gpus):
@@ -261,13 +261,14 @@ class NodeReader:
         self, host: str, sample: Sample | None, quiet: Mapping[int | None, float]
     ) -> Iterator[RankNow]:
         newest = self._metrics.sample
-        known = {*self._phases, *self._output.newest, *(newest.workers if newest else ())}
+        workers = {worker.rank: worker for worker in newest.workers} if newest else {}
+        known = {*self._phases, *self._output.newest, *workers}
         ranks = sorted(rank for rank in known if rank is not None)[:_MAX_RANKS]
         gpus = {} if sample is None else gpu_of_ranks(sample)
         for rank in ranks:
             begin = self._phases.get(rank)
             over = begin is not None and begin.phase is Phase.ENDED
-            worker = None if sample is None or over else sample.workers.get(rank)
+            worker = None if sample is None or over else workers.get(rank)
             yield RankNow(
                 rank,
                 self._node_rank,
@@ -277,7 +278,7 @@ class NodeReader:
                 cpu=None if worker is None else worker.cpu,
                 memory=None if worker is None else worker.rss,
                 gpu=None if worker is None else gpus.get(rank),
-                waits=None if worker is None else worker.waits,
+                waits=None if worker is None else sample_files.waits(worker),
                 quiet=None if over else quiet.get(rank, quiet.get(None)),
                 line=self._output.line(rank),
                 cpu_history=tuple(self._metrics.ranks_cpu.get(rank, ())),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from clusterjob.core import job_parts, polling
 from clusterjob.core.records import Record
 from clusterjob.errors import ClusterJobError
 from clusterjob.insight import sample_files
+from clusterjob.insight.sample_files import values
 from clusterjob.node.metrics.samples import NodeFacts, Sample
 
 _RECENT = 600.0  # seconds in which the newest sample of a rank is searched
@@ -84,8 +87,8 @@ def samples(record: Record, node: int, wanted: Wanted) -> Iterator[tuple[NodeFac
     for facts, sample in sample_files.read(record.job_dir, node, wanted.since):
         if wanted.ranks is None:
             yield facts, sample
-        elif workers := {r: one for r, one in sample.workers.items() if r in wanted.ranks}:
-            yield facts, replace(sample, workers=workers)
+        elif workers := [one for one in sample.workers if one.rank in wanted.ranks]:
+            yield facts, msgspec.structs.replace(cast(Any, sample), workers=workers)
 
 
 def latest(record: Record, node: int, wanted: Wanted) -> tuple[NodeFacts, Sample] | None:
@@ -113,10 +116,10 @@ def to_json(record: Record, nodes: Sequence[int], wanted: Wanted) -> dict[str, A
 def _sample_json(facts: NodeFacts, sample: Sample) -> dict[str, Any]:
     indices = [gpu.index for gpu in facts.gpus]
     return {
-        **vars(sample),
-        "workers": [{"rank": rank, **vars(one)} for rank, one in sample.workers.items()],
+        **values(sample),
+        "workers": [values(one) for one in sample.workers],
         "gpus": [
-            {"index": index, **vars(gpu)}
+            {"index": index, **values(gpu)}
             for index, gpu in zip(indices, sample.gpus, strict=False)
         ],
     }  # fmt: skip
@@ -124,7 +127,7 @@ def _sample_json(facts: NodeFacts, sample: Sample) -> dict[str, Any]:
 
 _ABOUT = ("time", "monotonic", "node", "host", "attempt", "restart", "kind", "index")
 _VALUES = (
-    "cpu", "memory", "pss", "read", "written", "threads", "received", "sent", "load", "quiet",
+    "cpu", "memory", "read", "written", "threads", "received", "sent", "load", "quiet",
     "use", "power", "temperature", "sm_clock", "memory_clock", "ecc", "xid",
 )  # fmt: skip
 COLUMNS = (*_ABOUT, *_VALUES)
@@ -140,12 +143,13 @@ def rows(record: Record, nodes: Sequence[int], wanted: Wanted) -> Iterator[tuple
         for facts, sample in samples(record, node, wanted):
             begin = (sample.time, sample.monotonic, node, facts.host, facts.attempt, sample.restart)
             if wanted.ranks is None:
-                yield (*begin, "node", node, *_row(vars(sample)))
-            for rank, worker in sample.workers.items():
-                yield (*begin, "rank", rank, *_row({**vars(worker), "memory": worker.rss}))
+                yield (*begin, "node", node, *_row(values(sample)))
+            for worker in sample.workers:
+                row = {**values(worker), "memory": worker.rss}
+                yield (*begin, "rank", worker.rank, *_row(row))
             for gpu, now in zip(facts.gpus, sample.gpus, strict=False) if not wanted.ranks else ():
-                yield (*begin, "gpu", gpu.index, *_row(vars(now)))
+                yield (*begin, "gpu", gpu.index, *_row(values(now)))
 
 
-def _row(values: dict[str, Any]) -> list[Any]:
-    return [values.get(name) for name in _VALUES]
+def _row(known: dict[str, Any]) -> list[Any]:
+    return [known.get(name) for name in _VALUES]

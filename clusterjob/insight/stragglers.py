@@ -32,9 +32,9 @@ def now(job_dir: Path, status: Status) -> tuple[Straggler, ...]:
     waits: dict[int, Wait] = {}
     for node in chosen:
         found = sample_files.latest(job_dir, node)
-        for rank, worker in found[1].workers.items() if found is not None else ():
+        for worker in found[1].workers if found is not None else ():
             if worker.step is not None and worker.waited is not None:
-                waits[rank] = Wait(worker.step / 1000, worker.waited / 1000)
+                waits[worker.rank] = Wait(worker.step / 1000, worker.waited / 1000)
     late = stragglers.compare(waits)
     return tuple(
         replace(each, waited=late[each.rank].waited, step=late[each.rank].step)

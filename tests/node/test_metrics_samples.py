@@ -23,14 +23,24 @@ from procs import TEST_TIMEOUT, Job, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from clusterjob.insight import sample_files
-from clusterjob.node.metrics import prometheus
-from clusterjob.node.metrics.samples import Sample
-from clusterjob.node.metrics.sources import Background, Machine, Workers
+from clusterjob.node.metrics import prometheus, sources
+from clusterjob.node.metrics.samples import Sample, WorkerSample
+from clusterjob.node.metrics.sources import GpuReader, Machine, Workers
 
 BURN = "import time\nend = time.monotonic() + 1000\nwhile time.monotonic() < end: pass"
 SLEEP = "import time; time.sleep(1000)"
 UP = "import sys; print(flush=True); "
 NO_TORCH = (sys.executable, "-S")
+
+
+class Measured(Workers):
+    """Workers whose first sample counts from now, with their samples by rank."""
+
+    def __init__(self, find: Callable[[], dict[int, int]]) -> None:
+        super().__init__(find, time.monotonic())
+
+    def sample(self, *_: object) -> dict[int, WorkerSample]:
+        return {worker.rank: worker for worker in super().sample({})}
 
 
 class Processes:
@@ -79,13 +89,12 @@ with open({str(file)!r}, "wb") as stream:
         stream.write(bytes(1 << 20)); stream.flush(); os.fsync(stream.fileno()); time.sleep(.05)
 """
     )
-    workers = Workers(lambda: {burner: 0, holder: 1, writer: 2})
+    workers = Measured(lambda: {burner: 0, holder: 1, writer: 2})
     workers.sample()
     before, begin, size = cpu_of(burner), time.monotonic(), file.stat().st_size
     time.sleep(2.0)
     found = workers.sample()
     seconds = time.monotonic() - begin
-    workers.stop()
     assert found[0].cpu == pytest.approx(100 * (cpu_of(burner) - before) / seconds, abs=10)
     assert found[0].cpu > found[1].cpu  # on a busy machine the first one gets little
     assert 200 << 20 < found[1].rss < 240 << 20
@@ -115,7 +124,7 @@ child.wait()
 time.sleep(1000)
 """
     )
-    workers = Workers(lambda: {parent: 5})
+    workers = Measured(lambda: {parent: 5})
     total, at = 0.0, time.monotonic()
     end = at + TEST_TIMEOUT
     first = workers.sample()[5]
@@ -124,7 +133,6 @@ time.sleep(1000)
         now = time.monotonic()
         total += workers.sample()[5].cpu / 100 * (now - at)
         at = now
-    workers.stop()
     assert 0.9 <= total < 2.0, (total, first)
 
 
@@ -149,19 +157,18 @@ middle.wait()
 time.sleep(1000)
 """
     )
-    workers = Workers(lambda: {parent: 0})
+    workers = Measured(lambda: {parent: 0})
     wait_until(lambda: workers.sample()[0].threads == 3, TEST_TIMEOUT)
     (tmp_path / "sampled").touch()
     wait_until(lambda: workers.sample()[0].threads == 2, TEST_TIMEOUT)  # the middle one has ended
     wait_until(lambda: workers.sample()[0].rss > 100 << 20, TEST_TIMEOUT)
-    workers.stop()
     os.kill(int((tmp_path / "orphan").read_text()), signal.SIGKILL)
 
 
 def test_restart_of_a_worker_begins_new_counts(running: Processes) -> None:
     old = running.start(f"{UP}\n{BURN}")
     now = {old: 0}
-    workers = Workers(lambda: now)
+    workers = Measured(lambda: now)
     workers.sample()
     time.sleep(0.5)
     running.started[0].kill()
@@ -169,65 +176,32 @@ def test_restart_of_a_worker_begins_new_counts(running: Processes) -> None:
     now = {running.start(UP + SLEEP): 0}
     time.sleep(0.5)
     assert 0 <= workers.sample()[0].cpu < 60
-    workers.stop()
 
 
-def test_pss_is_smaller_than_rss_for_shared_pages(
-    running: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clusterjob.node.metrics.sources._PSS_FIRST", 0.0)
-    parent = running.start(
-        f"""
-import os, time
-data = bytearray(64 << 20); data[::4096] = b"x" * len(data[::4096])
-parent = os.getpid()
-if os.fork() == 0:
-    os.close(1)
-    while os.getppid() == parent:
-        time.sleep(0.05)
-    os._exit(0)
-{UP}
-time.sleep(1000)
-"""
-    )
-    workers = Workers(lambda: {parent: 0})
-
-    wait_until(lambda: workers.sample()[0].pss is not None, 10.0)
-    sample = workers.sample()[0]
-    workers.stop()
-    assert 64 << 20 < sample.pss < 0.75 * sample.rss
-
-
-def test_hanging_call_keeps_only_its_own_thread() -> None:
+def test_driver_that_hangs_keeps_only_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     release, calls = threading.Event(), []
 
-    def call() -> int:
-        calls.append(1)
-        if len(calls) == 2:
-            release.wait()
-        return len(calls)
+    class Driver:
+        def __init__(self, environ: object) -> None: ...
 
-    background = Background("hang", lambda: call, 0.01)
+        def read(self) -> int:
+            calls.append(1)
+            if len(calls) == 2:
+                release.wait()
+            return len(calls)
+
+    monkeypatch.setattr(sources, "Nvml", Driver)
+    monkeypatch.setattr(sources, "_GPU_PAUSE", 0.01)
+    reader = GpuReader({})
     wait_until(lambda: len(calls) == 2, 5.0)
-    assert background.value == 1
-    assert background.at < time.monotonic()
-    background.stop()
+    assert reader.state() == 1
+    monkeypatch.setattr(sources, "_GPU_TIMEOUT", 0.0)
+    assert reader.state() is None
+    monkeypatch.setattr(sources, "_GPU_PAUSE", 1000.0)
     release.set()
 
 
 # -- the machine -----------------------------------------------------------------------------------
-
-
-def test_machine_sees_its_load_and_memory(running: Processes) -> None:
-    machine = Machine()
-    running.start(f"{UP}\n{BURN}")
-    time.sleep(0.5)
-    machine.sample()
-    time.sleep(1.0)
-    found = machine.sample()
-    assert 30 < found["cpu"] < 105 * os.cpu_count()
-    assert 0 < found["memory"] < machine.memory
-    assert found["load"] >= 0
 
 
 def tree(root: Path, files: dict[str, str]) -> str:
@@ -331,9 +305,13 @@ def samples(job: Job, node: int = 0) -> list[Sample]:
     return [sample for _, sample in sample_files.read(job.dir, node)]
 
 
+def ranks_of(sample: Sample) -> set[int]:
+    return {worker.rank for worker in sample.workers}
+
+
 def wait_for_workers(job: Job, ranks: set[int], node: int = 0) -> Sample:
     return wait_until(
-        lambda: next((one for one in samples(job, node) if set(one.workers) == ranks), None), 40.0
+        lambda: next((one for one in samples(job, node) if ranks_of(one) == ranks), None), 40.0
     )
 
 
@@ -347,7 +325,7 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
         lambda: any(
             one.workers[0].cpu > one.workers[1].cpu + 5
             for one in samples(job)
-            if set(one.workers) == {0, 1}
+            if ranks_of(one) == {0, 1}
         ),
         TEST_TIMEOUT,
     )
@@ -362,43 +340,8 @@ def test_agents_sample_their_own_workers(make_job: Callable[..., Job], start: st
         assert usage["memory_peak"] > 10 << 20
     facts, _ = sample_files.latest(job.dir, 0)
     assert (facts.node_rank, facts.attempt, facts.gpus) == (0, 0, ())
-    assert facts.memory > 1 << 20
-
-
-def test_samples_follow_the_workers_of_a_restart(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    fail = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": time.sleep(3); raise SystemExit(3)'
-    text = WORKER.replace("end = time", f"{fail}\n    end = time")
-    job.start_all("--max-restarts", "1", job.script(text), python=NO_TORCH)
-    wait_until(lambda: any(one.restart == 1 and one.workers for one in samples(job)), 40.0)
-    job.path("end").touch()
-    assert job.wait() == [0]
-    usage = job.node_end(0)["usage"]
-    assert usage["restarts"] == 1
-    assert usage["ranks"]["0"][0] > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt install gcc")
-def test_driver_that_hangs_stops_no_other_sample_and_not_the_job(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
-    nvml = FakeNvml(tmp_path / "nvml")
-    job = make_job()
-    job.start_all(job.script(WORKER), python=NO_TORCH, env=nvml.variables)
-    wait_until(lambda: any(one.gpus and one.gpus[1].use == 81 for one in samples(job)), 30.0)
-    nvml.set(1, hang=1, xid=79)
-    before = len(samples(job))
-    wait_until(
-        lambda: any(one.gpus and one.gpus[0].use is None for one in samples(job)[before:]), 40.0
-    )
-    job.path("end").touch()
-    assert job.wait() == [0]
-    usage = job.node_end(0)["usage"]
-    assert [gpu["peak"] for gpu in usage["gpus"]] == [80, 81]
-    assert usage["gpus"][0]["memory"] == (40 << 30) - (1 << 20)
-    facts, _ = sample_files.latest(job.dir, 0)
-    assert [gpu.uuid for gpu in facts.gpus] == ["GPU-0000-fake", "GPU-0001-fake"]
+    assert 0 < sample.memory < facts.memory
+    assert 0 < sample.cpu < 105 * facts.cores
 
 
 def fetch(port: int, path: str = "/metrics") -> str:
@@ -500,24 +443,4 @@ def test_torchrun_workers_are_sampled_by_rank(make_job: Callable[..., Job]) -> N
     sample = wait_for_workers(job, {0, 1})
     job.path("end").touch()
     assert job.wait() == [0]
-    assert all(worker.rss > 1 << 20 for worker in sample.workers.values())
-
-
-@pytest.mark.slow
-def test_stopped_worker_is_quiet_and_uses_no_cpu(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.start_all(job.script(WORKER), python=NO_TORCH)
-    wait_for_workers(job, {0})
-    (worker,) = job.workers_of(job.agents[0])
-    os.kill(worker, signal.SIGSTOP)
-
-    def is_quiet() -> bool:
-        last = samples(job)[-1]
-        return bool(last.workers) and last.workers[0].cpu < 1 and last.quiet > 5
-
-    try:
-        wait_until(is_quiet, 40.0)
-    finally:
-        os.kill(worker, signal.SIGCONT)
-    job.path("end").touch()
-    assert job.wait() == [0]
+    assert all(worker.rss > 1 << 20 for worker in sample.workers)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from procs import TEST_TIMEOUT, Job, alive, all_pids, command_line, wait_until
+from procs import TEST_TIMEOUT, Job, all_pids, command_line, wait_until
 from servers import Hook, silent, webhook
 
 from clusterjob.core.notifications import NotifyPlace, packed
@@ -48,14 +45,6 @@ def settings(
     return {"CLUSTERJOB_NOTIFICATIONS": packed(places, commands, on.split(), {}, **job).decode()}
 
 
-def run(job: Job, *program: str, code: int = 0, **given: Any) -> float:
-    """Run a job to its end; return the seconds."""
-    begin = time.monotonic()
-    job.start_all(*program, env=settings(*given.pop("urls", ()), **given))
-    assert job.wait() == [code] * job.nnodes
-    return time.monotonic() - begin
-
-
 def sent(hook: Hook, count: int) -> list[str]:
     wait_until(lambda: len(hook.received) >= count, TEST_TIMEOUT, f"{count} messages")
     return hook.states
@@ -64,8 +53,11 @@ def sent(hook: Hook, count: int) -> list[str]:
 def test_job_notifies_of_start_restart_and_end_in_order(make_job: MakeJob, hook: Hook) -> None:
     job = make_job(2)
     options = ("--nproc-per-node", "1", "--max-restarts", "1", "--start", "exec")
-    run(job, *options, job.script(FAILS_ONCE), urls=[hook.url], on="start end failure")
+    env = settings(hook.url, commands=("touch told",), on="start end failure")
+    job.start_all(*options, job.script(FAILS_ONCE), env=env)
+    assert job.wait() == [0, 0]
     assert hook.states == ["RUNNING", "RESTARTING, restart 1 of 1", "SUCCEEDED"]
+    assert job.path("told").exists()
     start, restart, end = (message["message"].splitlines() for message in hook.received)
     assert start[:2] == [f"train ({job.id}) on lab: RUNNING", "2 workers on 2 nodes"]
     assert restart[1].startswith("rank 1 (node 1, local rank 0, host ")
@@ -82,7 +74,7 @@ def test_killed_agent_of_node_0_that_starts_again_notifies_of_a_restart(
     options = ("--max-restarts", "1", "--start", "exec")
     env = settings(hook.url, on="start end failure requeue")
     job.start_all(*options, job.script(WAITS), env=env | {"CLUSTERJOB_ATTEMPT": "1"})
-    assert sent(hook, 2)[1] == "RUNNING"  # after QUEUED AGAIN
+    assert sent(hook, 2) == ["QUEUED AGAIN, attempt 1 starts", "RUNNING"]
     os.kill(job.agent_of(0), signal.SIGKILL)
     assert sent(hook, 3)[2] == "RESTARTING, restart 1 of 1"
     job.path("go").touch()
@@ -117,16 +109,6 @@ def _has_returned(job: Job) -> bool:
     )
 
 
-def test_failure_is_notified_with_rank_host_and_exit_code(make_job: MakeJob, hook: Hook) -> None:
-    job = make_job(1)
-    run(job, "--", "bash", "-c", "echo no data >&2; exit 7", code=7, urls=[hook.url])
-    [message] = hook.received
-    assert message["title"] == f"{job.id} FAILED"
-    first, reason, _ = message["message"].splitlines()
-    assert first.startswith(f"train ({job.id}) on lab: FAILED, exit code 7, after ")
-    assert reason == job.result["reason"]
-
-
 def test_url_is_in_no_argument_log_or_variable_of_worker(make_job: MakeJob, hook: Hook) -> None:
     job = make_job(1)
     env = settings(hook.url, f"{hook.url}/2", on="start end")
@@ -141,40 +123,6 @@ def test_url_is_in_no_argument_log_or_variable_of_worker(make_job: MakeJob, hook
     assert b"CLUSTERJOB_JOB_ID" in written
     assert b"pa55word" not in written
     assert b"CLUSTERJOB_NOTIFICATIONS" not in written
-
-
-def test_notification_is_sent_again_after_server_errors(make_job: MakeJob, hook: Hook) -> None:
-    """The event is the start: at its end a job waits only 10 s for a notification."""
-    hook.codes = [500, 503]
-    job = make_job(1)
-    job.start_all(job.script(WAITS), env=settings(hook.url, on="start"))
-    assert sent(hook, 1) == ["RUNNING"]
-    assert hook.requests == ["POST /pa55word"] * 3
-    job.path("go").touch()
-    assert job.wait() == [0]
-
-
-@pytest.mark.slow
-def test_failures_of_places_keep_exit_code_and_are_reported_without_url(
-    make_job: MakeJob, hook: Hook
-) -> None:
-    """A POST that follows a redirect becomes a GET without the message: none is followed."""
-    hook.codes = [302] * 9
-    job = make_job(1)
-    retried = "echo x >> tries; [ $(wc -l < tries) = 2 ]"
-    failing = "echo 'no \x1b[2Jroute' >&2; exit 4"
-    urls = [hook.url, "xml://127.0.0.1:9/pa55word"]
-    run(job, "--", "bash", "-c", "exit 9", code=9, urls=urls, commands=(retried, failing))
-    assert hook.requests == ["POST /pa55word"] * 4
-    assert job.path("tries").read_text() == "x\nx\n"
-    [agent] = job.agents
-    messages = [line for line in job.stderr(agent).splitlines() if "notify: " in line]
-    not_sent = "not sent after 4 attempts"
-    assert sorted(message.removeprefix("clusterjob: notify: ") for message in messages) == [
-        f"--notify-cmd: {not_sent}: exit code 4: no \\x1b[2Jroute",
-        f"json://: {not_sent}: HTTP 302",
-        f"xml://: {not_sent}: refused, or no answer",
-    ]
 
 
 @pytest.mark.slow
@@ -217,42 +165,3 @@ def test_preempted_job_is_notified_once_as_requeue(make_job: MakeJob, hook: Hook
     job.start(0, "--", "true", env=env | {"CLUSTERJOB_ATTEMPT": "1"})
     job.wait()
     assert hook.states == ["PREEMPTED"]
-
-
-def test_missing_apprise_is_reported(make_job: MakeJob, tmp_path: Path) -> None:
-    (tmp_path / "without").mkdir()
-    (tmp_path / "without" / "apprise.py").write_text("raise ImportError('no apprise')\n")
-    paths = f"{tmp_path / 'without'}:{os.environ['PYTHONPATH']}"
-    job = make_job(1)
-    env = settings("json://127.0.0.1:9/pa55word", commands=("touch told",))
-    agent = job.start(0, "--", "true", env=env | {"PYTHONPATH": paths})
-    assert job.wait() == [0]
-    assert f"{sys.executable} has no apprise: pip install apprise there" in job.stderr(agent)
-    assert job.path("told").exists(), "the command runs without apprise"
-
-
-# -- commands --------------------------------------------------------------------------------------
-
-
-def test_command_gets_facts_as_variables_and_as_json(make_job: MakeJob) -> None:
-    job = make_job(1)
-    command = 'env -0 > variables; cat > facts; echo "$KEY" > key'
-    env = settings(commands=(command,)) | {"KEY": "of the job"}
-    job.start_all("--", "bash", "-c", "exit 3", env=env)
-    assert job.wait() == [3]
-    facts = json.loads(job.path("facts").read_text())
-    assert (facts["event"], facts["state"], facts["exit_code"]) == ("failure", "FAILED", 3)
-    assert (facts["job_id"], facts["name"], facts["rank"]) == (job.id, "train", 0)
-    pairs = job.path("variables").read_text().split("\0")
-    variables = dict(pair.split("=", 1) for pair in pairs if pair)
-    for name in ("EVENT", "STATE", "EXIT_CODE", "JOB_ID", "REASON", "TEXT"):
-        assert variables[f"CLUSTERJOB_NOTIFY_{name}"] == str(facts[name.lower()])
-    assert job.path("key").read_text() == "of the job\n"
-
-
-@pytest.mark.slow
-def test_command_that_hangs_is_killed_with_its_children(make_job: MakeJob) -> None:
-    job = make_job(1)
-    run(job, "--", "true", commands=("yes >&2 & echo $! > child; sleep 1000",))
-    child = int(job.path("child").read_text())
-    wait_until(lambda: not alive(child), TEST_TIMEOUT, "the end of the command's child")

@@ -142,7 +142,7 @@ def test_any_values_in_files_of_hosts_are_shown_or_skipped(written: Record, exam
 
 
 def sample_line(ranks: range, monotonic: float, more: str = "") -> bytes:
-    workers = [[rank, 1, 1, None, 0, 0, 1] for rank in ranks]
+    workers = [[rank, 1, 1, 0, 0, 1] for rank in ranks]
     line = [1.0, monotonic, 0, 0, 1, 1, 1, 1, 1, 1, 1, workers, []]
     return (json.dumps(line)[:-1] + more + "]\n").encode()
 

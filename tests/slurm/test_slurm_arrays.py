@@ -85,7 +85,7 @@ def test_array_notifies_of_first_failure_and_end_and_job_of_failed_setup_line(us
         assert first["title"] == f"{job_id}_1 FAILED"
         assert "on slurm: FAILED, exit code 5" in first["message"]
         assert end["title"] == f"{job_id} FAILED"
-        assert "3 elements: 1 FAILED (1); 2 SUCCEEDED" in end["message"]
+        assert "3 elements: 1 FAILED, 2 SUCCEEDED" in end["message"]
     told = ("--notify-cmd", 'printf %s "$CLUSTERJOB_NOTIFY_TEXT" > told.new; mv told.new told')
     failed = user.submit(ECHO, *told, "--setup", "no-such-command")
     user("wait", failed, code=127)

@@ -83,17 +83,6 @@ int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) {
     return code;
 }
 
-int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *sizes) {
-    long used, total;
-    int code = get(device, "memory", &used);
-    if (code == 0) code = get(device, "total", &total);
-    if (code) return code;
-    sizes[0] = (unsigned long long)total;
-    sizes[1] = (unsigned long long)(total - used);
-    sizes[2] = (unsigned long long)used;
-    return 0;
-}
-
 static int one(void *device, const char *name, unsigned *number) {
     long found;
     int code = get(device, name, &found);

@@ -12,8 +12,14 @@ from clusterjob.core.records import Record
 from clusterjob.node.logs import ends, events
 from clusterjob.node.logs.events import Phase, PhaseBegin, PhaseLog, Straggler
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.metrics.sampler import SampleWriter
-from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.samples import (
+    Gpu,
+    GpuSample,
+    NodeFacts,
+    Sample,
+    SampleWriter,
+    WorkerSample,
+)
 from clusterjob.node.verdict import Failure, FailureKind, JobState, Verdict
 
 GIB = 1 << 30
@@ -191,18 +197,18 @@ class WrittenJob:
                 for index in range(self.per_node if self.gpus else 0)
             ),
         )
-        writer = SampleWriter(self.job_dir, facts)
+        writer = SampleWriter(self.job_dir, node)
         ranks = range(node * self.per_node, (node + 1) * self.per_node)
         count = int((self.seconds - 20) / self.interval)
         for index in range(count):
             at = 12.0 + index * self.interval
             wave = 0.5 + 0.5 * math.sin(index / max(20.0, count / 40))
-            workers = {
-                rank: WorkerSample(
+            workers = tuple(
+                WorkerSample(
+                    rank,
                     (20 if rank == self.failed and index > count * 0.7 else 95 + 40 * wave)
                     + rng.random() * 10,
                     int((4 + wave + rank % 3) * GIB),
-                    pss=None,
                     read=rng.random() * 5e7,
                     written=0.0,
                     threads=12,
@@ -210,7 +216,7 @@ class WrittenJob:
                     waited=30.0 if rank == self.failed else 300.0 + 10 * (rank % 5),
                 )
                 for rank in ranks
-            }
+            )
             gpus = tuple(
                 GpuSample(
                     8.0 if rank == self.failed and index > count * 0.7 else 70 + 25 * wave,
@@ -220,13 +226,14 @@ class WrittenJob:
                 for rank in (ranks if self.gpus else ())
             )
             writer.add(
+                facts,
                 Sample(
                     1.7e9 + at,
                     self._base(node) + at,
                     restart=0,
                     quiet=2.0,
-                    cpu=sum(worker.cpu for worker in workers.values()) + 30,
-                    memory=sum(worker.rss for worker in workers.values()) + 9 * GIB,
+                    cpu=sum(worker.cpu for worker in workers) + 30,
+                    memory=sum(worker.rss for worker in workers) + 9 * GIB,
                     load=8.0,
                     received=1e8 * wave + rng.random() * 1e7,
                     sent=1e8 * wave,
@@ -234,9 +241,8 @@ class WrittenJob:
                     written=0.0,
                     workers=workers,
                     gpus=gpus,
-                )
+                ),
             )
-        writer.flush()
 
     def _usage(self, node: int) -> dict[str, object]:
         gpu = {

@@ -48,11 +48,11 @@ def check_stacks(job: Inside, ranks: int, hosts: list[str]) -> float:
     lines = out.decode().splitlines()
     most = f"{ranks - 1} ranks" if ranks > 4 else "ranks 0, 1, 2"
     assert re.fullmatch(
-        rf"{most} wait in queue\.get; rank 3 is in decode \(\w+\.py:6\)", lines[0]
+        rf"{most} wait in queue\.get \(\w+\.py:14\); rank 3 is in decode \(\w+\.py:6\)", lines[0]
     ), lines
     assert lines[2].startswith("rank 3 (node ")
     assert lines[3].startswith("  decode (")
-    assert sum("thread" in line for line in lines) >= 1
+    assert any(re.fullmatch(r"  Thread-\d+ \(wait\) of rank 3:", line) for line in lines)
     assert err == b""
     data = stacks_json(job)
     assert (data["schema"], data["id"]) == (1, job.id)

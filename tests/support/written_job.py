@@ -12,8 +12,14 @@ from clusterjob.core.records import Handle, Record, Records, home, secure_home
 from clusterjob.node.logs.events import EventLog, Phase, PhaseBegin, PhaseLog
 from clusterjob.node.logs.job_dir import EVENTS
 from clusterjob.node.logs.log_files import Timeline, node_directory
-from clusterjob.node.metrics.sampler import SampleWriter
-from clusterjob.node.metrics.samples import Gpu, GpuSample, NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.samples import (
+    Gpu,
+    GpuSample,
+    NodeFacts,
+    Sample,
+    SampleWriter,
+    WorkerSample,
+)
 from clusterjob.node.system import processes
 
 GIB = 1 << 30
@@ -69,7 +75,7 @@ class WrittenJob:
             )
             for node in range(nodes)
         ]
-        self._writers = [SampleWriter(self.dir, facts) for facts in self.facts]
+        self._writers = [SampleWriter(self.dir, node) for node in range(nodes)]
         self._timelines = [Timeline(node_directory(self.dir, node)) for node in range(nodes)]
         for node in range(nodes):
             self.begin(Phase.RUNNING, node, None)
@@ -110,29 +116,30 @@ class WrittenJob:
     def sample(self, node: int, *, ago: float = 0.0) -> None:
         """Append a sample of a node."""
         facts, step = self.facts[node], self._step
-        workers = {
-            rank: WorkerSample(
+        workers = tuple(
+            WorkerSample(
+                rank,
                 60 + 40 * math.sin(step / 3 + rank) if rank % 7 != 3 else 2.0,
                 int((1 + rank % 5) * GIB),
-                pss=None,
                 read=1e6,
                 written=0.0,
                 threads=12,
             )
             for rank in self.ranks_of(node)
-        }
+        )
         gpus = [
             GpuSample(90 + 10 * math.sin(step / 4 + n), 61 * GIB, power=650.0, temperature=63.0)
             for n in range(len(facts.gpus))
         ]
         self._writers[node].add(
+            facts,
             Sample(
                 time.time() - ago,
                 time.monotonic() - ago,
                 restart=0,
                 quiet=0.0,
-                cpu=sum(worker.cpu for worker in workers.values()),
-                memory=sum(worker.rss for worker in workers.values()),
+                cpu=sum(worker.cpu for worker in workers),
+                memory=sum(worker.rss for worker in workers),
                 load=len(workers) * 0.9,
                 received=3e6,
                 sent=2.5e6,
@@ -140,7 +147,7 @@ class WrittenJob:
                 written=0.0,
                 workers=workers,
                 gpus=tuple(gpus),
-            )
+            ),
         )
 
     def past(self, count: int) -> None:

@@ -17,8 +17,7 @@ from clusterjob.core.records import Record
 from clusterjob.insight.efficiency import averages, efficiency, of_samples, total
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.metrics.sampler import SampleWriter
-from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Usage
+from clusterjob.node.metrics.samples import GpuSample, NodeFacts, SampleWriter, Usage
 from clusterjob.node.system import files
 from clusterjob.node.verdict import JobState, Verdict
 
@@ -173,12 +172,11 @@ def test_slowest_rank_is_the_one_that_ran_longer_else_used_more_cpu(tmp_path: Pa
 
 def write(record: Record, node: int, seconds: int, attempt: int = 0) -> None:
     facts = replace(FACTS, node_rank=node, attempt=attempt)
-    writer = SampleWriter(record.job_dir, facts)
+    writer = SampleWriter(record.job_dir, node)
     for number in range(seconds // 5 + 1):
         idle = number % 2
         gpus = (GpuSample(use=0.0 if idle else 60.0, memory=GIB),) * 8
-        writer.add(replace(sample(100.0 + 5 * number), gpus=gpus))
-    writer.flush()
+        writer.add(facts, replace(sample(100.0 + 5 * number), gpus=gpus))
 
 
 def test_killed_node_without_end_is_known_from_its_samples(tmp_path: Path) -> None:
@@ -210,16 +208,16 @@ def test_running_job_is_known_so_far_if_its_samples_are_read(tmp_path: Path) -> 
 def test_usage_of_the_agent_and_of_its_samples_agree() -> None:
     facts = NodeFacts(0, "h", attempt=0, cores=4, memory=GIB)
     samples = [sample(5.0 * number, gpus=0, workers=2) for number in range(20)]
-    agent = Usage({"at": 0.0})
+    agent = Usage(0.0)
     for one in samples:
         agent.add(facts, one)
     assert of_samples((facts, one) for one in samples) == {**agent.to_json(), "wall": 95.0}
 
 
-def test_gap_between_samples_and_clock_jump_count_as_no_time() -> None:
-    summed = Usage({"at": 0.0})
+def test_clock_jump_counts_as_no_time() -> None:
+    summed = Usage(0.0)
     facts = NodeFacts(0, "h", attempt=0, cores=4, memory=GIB)
-    for monotonic, jump in ((5.0, 0.0), (10.0, -86_400.0), (15.0, 1e6), (5000.0, 0.0), (5005.0, 0)):
+    for monotonic, jump in ((5.0, 0.0), (10.0, -86_400.0), (15.0, 1e6), (20.0, 0.0)):
         one = sample(monotonic, gpus=0, workers=1)
         summed.add(facts, replace(one, time=one.time + jump))
     assert summed.to_json()["seconds"] == 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from clusterjob.core.records import Record
 from clusterjob.insight import silence
 from clusterjob.node.agent.node_workers import bounded
 from clusterjob.node.logs.log_files import node_directory
-from clusterjob.node.metrics.samples import NodeFacts, Sample, facts_line, sample_line
+from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter
 from clusterjob.node.rendezvous import messages, outcome
 from clusterjob.node.rendezvous.messages import check_sender
 from clusterjob.node.stacks import progress
@@ -55,24 +56,21 @@ def stack(*main: str, rank: int = 0, answered: bool = True, **threads: str) -> R
 class Samples:
     """Samples of one rank, with counters that the test sets."""
 
-    IDLE = Activity(
-        io=0, written=0, cpu=0.0, runs=False, below_io=0, below_cpu=0.0, below_runs=False
-    )
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.activity, self.now = self.IDLE, 0.0
+        self.activity, self.now = Activity(io=0, cpu=0.0, below_io=0, runs=False), 0.0
+        self.hidden: list[bool] = []
         self.progress = Progress()
-        monkeypatch.setattr(
-            progress, "read_activity", lambda pids: dict.fromkeys(pids, self.activity)
-        )
+        monkeypatch.setattr(progress, "read_activity", self._read)
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def take(self, found: RankStack, *, first: bool = False, **used: Any) -> bool:
+    def _read(self, workers: dict[int, bool]) -> dict[int, Activity]:
+        self.hidden = list(workers.values())
+        return dict.fromkeys(workers, self.activity)
+
+    def take(self, *found: RankStack, first: bool = False, **used: Any) -> bool:
         self.now += 5.0
-        if used:
-            self.activity = replace(self.activity, **used)
-        self.progress.begin()
-        return self.progress.moved([found], first=first)
+        self.activity = replace(self.activity, **used)
+        return self.progress.sample(lambda: found, first=first)
 
 
 @pytest.fixture
@@ -94,50 +92,56 @@ def test_deeper_or_shallower_call_of_the_same_function_is_no_move(samples: Sampl
     assert samples.take(stack("a.py:main", "a.py:other"))
 
 
-@pytest.mark.parametrize("name", ["io", "written"])
-def test_rank_that_reads_or_writes_moves(samples: Samples, name: str) -> None:
-    assert samples.take(stack("a.py:main", "a.py:step"), **{name: 1})
-    assert not samples.take(stack("a.py:main", "a.py:step"))
-
-
-def test_batch_that_arrives_during_a_sample_counts_in_the_next(samples: Samples) -> None:
-    assert not samples.take(stack("a.py:main", "a.py:step"))
-    samples.now += 5.0
-    samples.progress.begin()
-    samples.activity = replace(samples.activity, io=1, written=900)  # a batch, and the stack
-    assert not samples.progress.moved([stack("a.py:main", "a.py:step")], first=False)
-    assert samples.take(stack("a.py:main", "a.py:step"))
-    assert not samples.take(stack("a.py:main", "a.py:step"))
-
-
 @pytest.mark.parametrize(
     ("used", "moves"),
     [
-        ({"below_cpu": 4.0}, True),
-        ({"below_cpu": 0.1}, False),  # a monitor
+        ({"io": 1}, True),
+        ({"cpu": 4.0}, True),
+        ({"cpu": 0.1}, False),  # a monitor
         ({"below_io": 50_000_000}, True),
         ({"below_io": 500_000}, False),
-        ({"cpu": 5.0, "runs": True}, False),  # its own loop
     ],
 )
-def test_work_below_a_rank_moves_it(samples: Samples, used: dict[str, Any], moves: bool) -> None:
+def test_rank_that_uses_its_files_or_works_below_moves(
+    samples: Samples, used: dict[str, Any], moves: bool
+) -> None:
     assert samples.take(stack("a.py:main", "a.py:step"), **used) is moves
+    assert not samples.take(stack("a.py:main", "a.py:step"))
+
+
+def test_stack_that_is_written_in_a_sample_is_no_move(samples: Samples) -> None:
+    def write() -> list[RankStack]:
+        samples.activity = replace(samples.activity, io=900)
+        return [stack("a.py:main", "a.py:step")]
+
+    assert not samples.progress.sample(write, first=False)
+    assert not samples.take(stack("a.py:main", "a.py:step"))
 
 
 def test_process_below_that_waits_for_a_core_works(samples: Samples) -> None:
-    assert not samples.take(stack("a.py:main", "a.py:step"), below_runs=True)
-    assert samples.take(stack("a.py:main", "a.py:step"), below_runs=True)
+    assert not samples.take(stack("a.py:main", "a.py:step"), runs=True)
+    assert samples.take(stack("a.py:main", "a.py:step"), runs=True)
 
 
-@pytest.mark.parametrize("main", [None, "<frozen importlib._bootstrap>:exec_module"])
-def test_cpu_counts_where_the_stack_does_not_show_the_work(
+@pytest.mark.parametrize("main", [None, "<frozen importlib._bootstrap>:exec_module", "a.py:step"])
+def test_main_thread_counts_as_below_where_the_stack_does_not_show_the_work(
     monkeypatch: pytest.MonkeyPatch, main: str | None
 ) -> None:
     samples = Samples(monkeypatch)
-    found = stack(main or "", answered=main is not None)
-    assert not samples.take(found, first=True)
-    assert not samples.take(found)
-    assert samples.take(found, cpu=4.0)
+    samples.take(stack(main or "", answered=main is not None), first=True)
+    assert samples.hidden == [main != "a.py:step"]
+
+
+def test_counters_of_a_main_thread_that_computes_grow_if_it_is_hidden() -> None:
+    own = os.getpid()
+    before = progress.read_activity({own: True})[own]
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+    after = {hidden: progress.read_activity({own: hidden})[own] for hidden in (True, False)}
+    assert after[True].cpu > before.cpu
+    assert after[True].runs
+    assert after[False].cpu < after[True].cpu
 
 
 def test_late_answer_is_no_move(samples: Samples) -> None:
@@ -161,8 +165,7 @@ def test_thread_that_works_moves_its_rank(samples: Samples) -> None:
 def test_new_worker_moves_and_no_worker_stands_still(samples: Samples) -> None:
     other = replace(stack("a.py:main", "a.py:step"), pid=99)
     assert samples.take(other)
-    samples.progress.begin()
-    assert samples.progress.moved([], first=False)
+    assert samples.take()
 
 
 # -- verdict and messages --------------------------------------------------------------------------
@@ -299,11 +302,10 @@ def test_variables_of_the_flight_recorder_have_the_names_of_the_installed_torch(
 
 @pytest.mark.parametrize(("quiet", "shown"), [(599.0, False), (660.0, True)])
 def test_status_says_that_a_job_is_silent(tmp_path: Path, quiet: float, shown: bool) -> None:
-    directory = node_directory(tmp_path, 0)
-    directory.mkdir(parents=True)
+    node_directory(tmp_path, 0).mkdir(parents=True)
     facts = NodeFacts(0, "host", attempt=0, cores=1, memory=1)
     sample = Sample(0.0, 1.0, 0, quiet, 0.0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    (directory / "metrics.jsonl").write_bytes(facts_line(facts) + sample_line(sample))
+    SampleWriter(tmp_path, 0).add(facts, sample)
     record = cast("Record", SimpleNamespace(job_dir=tmp_path, job_id="train-x"))
     running = cast("Any", SimpleNamespace(state=JobState.RUNNING))
     text = silence.hint(record, running)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,8 +150,8 @@ def test_gpu_of_a_rank_is_known_only_if_it_is_clear() -> None:
     sample = reader.sample
     assert sample is not None
     assert set(gpu_of_ranks(sample)) == {0, 1}
-    assert gpu_of_ranks(replace(sample, gpus=sample.gpus[:1])) == {}
-    alone = replace(sample, workers={0: sample.workers[0]})
+    assert gpu_of_ranks(msgspec.structs.replace(sample, gpus=sample.gpus[:1])) == {}
+    alone = msgspec.structs.replace(sample, workers=sample.workers[:1])
     assert gpu_of_ranks(alone)[0] == pytest.approx(sum(g.use or 0 for g in sample.gpus) / 2)
 
 

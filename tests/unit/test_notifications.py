@@ -8,17 +8,17 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from servers import silent
+from procs import TEST_TIMEOUT, alive, wait_until
+from servers import silent, webhook
 
 from clusterjob.core import notifications
 from clusterjob.core.notifications import NotifyPlace
@@ -27,12 +27,13 @@ from clusterjob.core.spec import JobSpec
 from clusterjob.errors import ClusterJobError, ConfigError, SpecError
 from clusterjob.node.notifications import sender
 from clusterjob.node.notifications.notifier import Notifier
-from clusterjob.node.notifications.sender import Event, events_of_array
+from clusterjob.node.notifications.sender import Event, event_of, events_of_array, wanted, with_text
 from clusterjob.node.program import Program
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 SECRET = "pa55word"
+JOB = {"job_id": "a-1", "name": "a", "cluster": "lab"}
 
 
 def spec(tmp_path: Path, **fields: Any) -> JobSpec:
@@ -86,7 +87,7 @@ def test_verdict_is_sent_to_those_who_asked_for_its_kind(
         for kind in ("start", "end", "failure", "requeue")
     }
     assert {kind for kind, events in sent.items() if events} == kinds
-    assert {each.event for events in sent.values() for each in events} == {event}
+    assert {each["event"] for events in sent.values() for each in events} == {event}
 
 
 def test_first_restarts_are_sent_to_those_who_asked_for_failures() -> None:
@@ -108,13 +109,13 @@ def test_text_of_any_failure_is_short_and_harmless(message: str, host: str) -> N
     failure = Failure(3, 1, node_rank=1, host=host, exit_code=1, signal=None, message=message)
     end = verdict(JobState.FAILED, reason=f"{failure.who}: {message}", failure=failure)
     [event] = events_of(Noted("end"), lambda noted: noted.ended(end))
-    lines = replace(event, seconds=7500.2).facts()["text"].split("\n")
+    lines = with_text(event | {"seconds": 7500.2})["text"].split("\n")
     assert len(lines) == 3
     assert lines[0] == "a (a-1) on lab: FAILED, exit code 1, after 2:05:00"
     assert lines[-1] == "clusterjob logs a-1"
     assert all(sanitize(line) == line for line in lines)
     assert max(map(len, lines)) <= 500
-    assert len(event.host) <= 500
+    assert len(event["host"]) <= 500
 
 
 def test_place_that_hangs_delays_script_that_cannot_start_its_agent_by_a_timeout(
@@ -142,10 +143,68 @@ def test_missing_apprise_is_said_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "apprise", None)  # its import fails
     send = functools.partial(sender._notify, f"json://{SECRET}")
-    sender._deliver("json://", send, [Event("end", "a-1")])
+    sender._deliver("json://", send, [event_of("end", JOB, "SUCCEEDED", "")])
     assert capfd.readouterr().out == (
         f"{sys.executable} has no apprise: pip install apprise there, or use --notify-cmd\n"
     )
+
+
+# -- the process that sends ------------------------------------------------------------------------
+
+
+def send(directory: Path, *urls: str, commands: Sequence[str] = ()) -> list[str]:
+    """Send the failure of a job without pauses between the attempts; return what is printed."""
+    code = (
+        "from clusterjob.node.notifications import sender\n"
+        "sender._PAUSES, sender._COMMAND_TIMEOUT = (0.0,) * 4, 1.0\nsender.main()"
+    )
+    event = event_of("failure", JOB, "FAILED", "rank 0: boom", exit_code=3, rank=0, final=True)
+    places = {"urls": urls, "commands": commands, "on": ["failure"], "elements": 0}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(places | {"job_dir": "", "event": event}),
+        env=os.environ | {"KEY": "of the job", "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return sorted(done.stdout.splitlines())
+
+
+def test_place_is_tried_four_times_and_reported_without_its_url(tmp_path: Path) -> None:
+    """A POST that follows a redirect becomes a GET without the message: none is followed."""
+    retried = "echo x >> tries; [ $(wc -l < tries) = 2 ]"
+    failing = "echo 'no \x1b[2Jroute' >&2; exit 4"
+    with webhook() as refusing, webhook() as busy:
+        refusing.codes, busy.codes = [302] * 9, [500, 503]
+        said = send(tmp_path, refusing.url, busy.url, commands=(retried, failing))
+        assert refusing.requests == ["POST /pa55word"] * 4
+        assert busy.requests == ["POST /pa55word"] * 3
+        assert busy.states == ["FAILED"]
+    assert (tmp_path / "tries").read_text() == "x\nx\n"
+    assert said == [
+        "--notify-cmd: not sent after 4 attempts: exit code 4: no \\x1b[2Jroute",
+        "json://: not sent after 4 attempts: HTTP 302",
+    ]
+
+
+def test_command_gets_facts_as_variables_and_as_json(tmp_path: Path) -> None:
+    assert send(tmp_path, commands=('env -0 > variables; cat > facts; echo "$KEY" > key',)) == []
+    facts = json.loads((tmp_path / "facts").read_text())
+    assert (facts["event"], facts["state"], facts["exit_code"]) == ("failure", "FAILED", 3)
+    pairs = (tmp_path / "variables").read_text().split("\0")
+    variables = dict(pair.split("=", 1) for pair in pairs if pair)
+    for name in ("EVENT", "STATE", "EXIT_CODE", "JOB_ID", "REASON", "TEXT"):
+        assert variables[f"CLUSTERJOB_NOTIFY_{name}"] == str(facts[name.lower()])
+    assert (tmp_path / "key").read_text() == "of the job\n"
+
+
+def test_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    said = send(tmp_path, commands=("yes >&2 & echo $! > child; sleep 1000",))
+    assert said == ["--notify-cmd: not sent after 4 attempts: it did not end within 1 s"]
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not alive(child), TEST_TIMEOUT, "the end of the command's child")
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -275,56 +334,52 @@ def test_urls_of_named_services_are_accepted(url: str) -> None:
 # -- arrays ----------------------------------------------------------------------------------------
 
 
+def element(index: int, kind: str, state: str, *, final: bool = False) -> Event:
+    return event_of(kind, JOB | {"job_id": f"a-1_{index}"}, state, "why", final=final)
+
+
 def merge(root: Path, event: Event, elements: int = 3) -> list[Event]:
-    directory = root / "elements" / event.job_id.partition("_")[2]
+    directory = root / "elements" / event["job_id"].partition("_")[2]
     directory.mkdir(parents=True, exist_ok=True)
     return events_of_array(event, directory, elements)
 
 
 def ended(root: Path, index: int, state: JobState, elements: int = 3) -> list[Event]:
     kind = {JobState.SUCCEEDED: "end", JobState.FAILED: "failure"}.get(state, "requeue")
-    event = Event(kind, f"a-1_{index}", name="a", state=str(state), reason="why", final=True)
-    return merge(root, event, elements)
+    return merge(root, element(index, kind, str(state), final=True), elements)
 
 
 def test_array_sends_first_failure_and_one_end(tmp_path: Path) -> None:
-    start = Event("start", "a-1_0", state="RUNNING")
+    start = element(0, "start", "RUNNING")
     assert merge(tmp_path, start) == [start]
-    assert merge(tmp_path, Event("start", "a-1_1", state="RUNNING")) == []
-    assert merge(tmp_path, Event("failure", "a-1_1", state="RESTARTING")) == []
+    assert merge(tmp_path, element(1, "start", "RUNNING")) == []
+    assert merge(tmp_path, element(1, "failure", "RESTARTING")) == []
     assert ended(tmp_path, 0, JobState.SUCCEEDED) == []
     [failure] = ended(tmp_path, 1, JobState.FAILED)
-    assert (failure.job_id, failure.state, failure.reason) == ("a-1_1", "FAILED", "why")
-    assert not failure.wanted(["end"]), "the array has not ended"
+    assert (failure["job_id"], failure["state"], failure["reason"]) == ("a-1_1", "FAILED", "why")
+    assert not wanted(failure, ["end"]), "the array has not ended"
     [end] = ended(tmp_path, 2, JobState.FAILED)
-    assert (end.event, end.job_id, end.state) == ("failure", "a-1", "FAILED")
-    assert end.reason == "3 elements: 2 FAILED (1-2); 1 SUCCEEDED"
-    assert end.wanted(["end"])
+    assert (end["event"], end["job_id"], end["state"]) == ("failure", "a-1", "FAILED")
+    assert end["reason"] == "3 elements: 2 FAILED, 1 SUCCEEDED"
+    assert wanted(end, ["end"])
     assert ended(tmp_path, 2, JobState.FAILED) == [], "an element that runs again"
 
 
 def test_preempted_element_has_not_ended(tmp_path: Path) -> None:
-    for index in (0, 1):
-        assert ended(tmp_path, index, JobState.SUCCEEDED) == []
-    assert [event.event for event in ended(tmp_path, 2, JobState.PREEMPTED)] == ["requeue"]
+    assert ended(tmp_path, 0, JobState.SUCCEEDED) == []
+    assert [each["event"] for each in ended(tmp_path, 2, JobState.PREEMPTED)] == ["requeue"]
     assert ended(tmp_path, 1, JobState.PREEMPTED) == []
     assert ended(tmp_path, 2, JobState.SUCCEEDED) == []
     [end] = ended(tmp_path, 1, JobState.SUCCEEDED)
-    assert (end.event, end.state, end.reason) == ("end", "SUCCEEDED", "3 elements: 3 SUCCEEDED")
+    assert (end["event"], end["reason"]) == ("end", "3 elements: 3 SUCCEEDED")
 
 
 def test_elements_that_end_together_send_one_end(tmp_path: Path) -> None:
     count = 16
-    found: list[Event] = []
-    together = threading.Barrier(count)
-
-    def end(index: int) -> None:
-        together.wait()
-        found.extend(ended(tmp_path, index, JobState.SUCCEEDED, elements=count))
-
-    threads = [threading.Thread(target=end, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [event.reason for event in found] == ["16 elements: 16 SUCCEEDED"]
+    with ThreadPoolExecutor(count) as pool:
+        found = pool.map(
+            lambda index: ended(tmp_path, index, JobState.SUCCEEDED, elements=count), range(count)
+        )
+    assert [event["reason"] for events in found for event in events] == [
+        "16 elements: 16 SUCCEEDED"
+    ]

@@ -1,4 +1,4 @@
-"""Notes in shared memory: the progress of the console and the sums of samples are kept."""
+"""Notes in shared memory: the progress of the console is kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from clusterjob.node.logs.console import LineWriter
 from clusterjob.node.logs.log_files import LogReader, Timeline, node_directory
-from clusterjob.node.metrics.samples import GpuSample, NodeFacts, Sample, Usage, WorkerSample
 from clusterjob.node.system.shared_note import SharedNote
 
 
@@ -69,35 +68,3 @@ def test_numbers_of_lines_go_on() -> None:
     first = LineWriter()
     first.message("a\nb")
     assert LineWriter(first.next).message("c") == "3 clusterjob: c\n"
-
-
-def test_sums_of_samples_go_on_in_another_process() -> None:
-    facts = NodeFacts(0, "h", attempt=0, cores=2, memory=100)
-
-    def sample(at: float) -> Sample:
-        worker = WorkerSample(cpu=90.0, rss=5, pss=None, read=1.0, written=2.0, threads=1)
-        return Sample(
-            at,
-            at,
-            restart=0,
-            quiet=0.0,
-            cpu=50.0,
-            memory=7,
-            load=1.0,
-            received=3.0,
-            sent=1.0,
-            read=0.0,
-            written=0.0,
-            workers={0: worker},
-            gpus=(GpuSample(use=30.0, memory=9),),
-        )
-
-    whole, first = Usage({"at": 0.0}), Usage({"at": 0.0})
-    for at in (5.0, 10.0):
-        whole.add(facts, sample(at))
-        first.add(facts, sample(at))
-    second = Usage(json.loads(json.dumps(first.sums)))
-    assert second.to_json() == first.to_json()
-    for usage in (whole, second):
-        usage.add(facts, sample(15.0))
-    assert second.to_json() == whole.to_json()

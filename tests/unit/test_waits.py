@@ -25,8 +25,7 @@ from clusterjob.node.logs import events
 from clusterjob.node.logs.events import EventLog, Straggler, read_events
 from clusterjob.node.logs.log_files import node_directory
 from clusterjob.node.metrics import stragglers
-from clusterjob.node.metrics.sampler import SampleWriter
-from clusterjob.node.metrics.samples import NodeFacts, Sample, WorkerSample
+from clusterjob.node.metrics.samples import NodeFacts, Sample, SampleWriter, WorkerSample
 from clusterjob.node.metrics.stragglers import Lateness, StragglerWatch, Wait
 from clusterjob.node.rendezvous import messages
 from clusterjob.node.verdict import JobState
@@ -34,7 +33,7 @@ from clusterjob.node.workers import forkserver_messages, torch_patches
 from clusterjob.node.workers.torch_patches import Waits
 
 Sent = list[tuple[float, float]]
-WORKER = WorkerSample(99.0, 1024, pss=None, read=0.0, written=0.0, threads=4)
+WORKER = WorkerSample(0, 99.0, rss=1024, read=0.0, written=0.0, threads=4)
 SAMPLE = Sample(
     1.7e9, 5.0, restart=0, quiet=0.0, cpu=99.0, memory=1, load=1.0, received=0.0, sent=0.0,
     read=0.0, written=0.0,
@@ -359,24 +358,20 @@ def test_status_shows_newest_numbers_of_samples_and_keeps_those_of_the_event_wit
     for node in (0, 1):
         node_directory(tmp_path, node).mkdir(parents=True)
         facts = NodeFacts(node, f"gpu{node}", attempt=0, cores=8, memory=1 << 30)
-        writer = SampleWriter(tmp_path, facts)
-        workers = {
-            rank: replace(WORKER, step=500.0, waited=100.0 if rank == 3 else 400.0)
+        writer = SampleWriter(tmp_path, node)
+        workers = tuple(
+            replace(WORKER, rank=rank, step=500.0, waited=100.0 if rank == 3 else 400.0)
             for rank in (2 * node, 2 * node + 1)
-        }
-        writer.add(replace(SAMPLE, workers=workers))
-        writer.flush()
+        )
+        writer.add(facts, replace(SAMPLE, workers=workers))
     [found] = insight.now(tmp_path, now)
     assert (found.rank, found.waited, found.step) == (3, pytest.approx(0.3), 0.5)
 
 
-def test_samples_of_older_versions_have_no_waits() -> None:
-    line = (
-        b"[1.7e9,5,0,0,100,1,1,0,0,0,0,[[0,99.5,1024,null,0,0,4],[1,99.5,1,null,0,0,4,50,20]],[]]"
-    )
-    sample = sample_files.parse(line)
-    assert isinstance(sample, Sample)
-    assert [worker.waits for worker in sample.workers.values()] == [None, 40.0]
+def test_worker_waits_for_a_share_of_its_steps() -> None:
+    rows = [(None, None), (50.0, None), (0.0, 20.0), (50.0, 20.0), (50.0, 70.0)]
+    shares = [sample_files.waits(replace(WORKER, step=one, waited=two)) for one, two in rows]
+    assert shares == [None, None, None, 40.0, 100.0]
 
 
 @fuzz(

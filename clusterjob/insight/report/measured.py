@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clusterjob.insight import sample_files
 from clusterjob.insight.report.series import COLUMNS, Series
-from clusterjob.node.metrics.samples import NodeFacts
+from clusterjob.node.metrics.samples import NodeFacts, Sample
 
 NODE = -1  # the number in the key of a value that belongs to the node
 _LONG, _GAP = 3 * 3600.0, 60.0  # seconds of a job for which samples so far apart are enough
@@ -72,7 +72,7 @@ class Measured:
         for node in sorted({extent.node for extent in self.extents}):
             longest = max(one.last - one.first for one in self.extents if one.node == node)
             samples = self._noting_errors(
-                node, sample_files.lines(job_dir, node, _GAP if longest > _LONG else 0.0)
+                node, sample_files.read(job_dir, node, gap=_GAP if longest > _LONG else 0.0)
             )
             series = self.series.setdefault(node, {})
             for (first, last, keys), group in itertools.groupby(
@@ -89,8 +89,8 @@ class Measured:
                         series[key].add(column, total, len(rows), peak)
 
     def _noting_errors(
-        self, node: int, samples: Iterable[tuple[NodeFacts, sample_files.SampleLine]]
-    ) -> Iterator[tuple[NodeFacts, sample_files.SampleLine]]:
+        self, node: int, samples: Iterable[tuple[NodeFacts, Sample]]
+    ) -> Iterator[tuple[NodeFacts, Sample]]:
         for facts, sample in samples:
             for index, gpu in enumerate(sample.gpus):
                 if gpu.xid or gpu.ecc:
@@ -102,7 +102,7 @@ _Place = tuple[int, int, tuple[Key, ...]]
 
 
 def _placed(
-    samples: Iterable[tuple[NodeFacts, sample_files.SampleLine]],
+    samples: Iterable[tuple[NodeFacts, Sample]],
     place: Callable[[int, float], float],
     end: float,
 ) -> Iterator[tuple[_Place, list[float]]]:
@@ -120,11 +120,12 @@ def _placed(
         uses = [gpu.use for gpu in gpus if gpu.use is not None]
         memories = [gpu.memory for gpu in gpus if gpu.memory is not None]
         workers = sample.workers[:_MAX_WORKERS]
+        waits = [sample_files.waits(worker) for worker in workers]
         keys = _keys(
             tuple([worker.rank for worker in workers]),
             tuple([gpu.use is not None for gpu in gpus]),
             tuple([gpu.memory is not None for gpu in gpus]),
-            tuple([worker.waits is not None for worker in workers]),
+            tuple([share is not None for share in waits]),
         )
         row = [
             sample.cpu,
@@ -140,7 +141,7 @@ def _placed(
         row += memories
         for worker in workers:
             row += (worker.cpu, worker.rss, worker.read + worker.written)
-        row += [worker.waits for worker in workers if worker.waits is not None]
+        row += [share for share in waits if share is not None]
         yield (first, last, keys), row
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from clusterjob.errors import ClusterJobError, RendezvousError
 from clusterjob.node import preflight
-from clusterjob.node.agent import node_metrics
 from clusterjob.node.agent.connection import Link, Search
+from clusterjob.node.agent.node_metrics import NodeMetrics
 from clusterjob.node.agent.node_workers import NodeWorkers
 from clusterjob.node.agent.parent import AgentParent
 from clusterjob.node.agent.state_report import StateReport
@@ -78,7 +78,6 @@ class Agent:
         parent: AgentParent,
         notifier: Notifier | None = None,
     ) -> None:
-        self._begin = time.monotonic()
         self._node = node
         self._node_rank = node.topology.node_rank
         self._options = node.options
@@ -96,7 +95,7 @@ class Agent:
         self._held = worker_variables.hold_ports(nproc + 1)
         self._hello = self._make_hello(nproc)
         self._workers = NodeWorkers(node, forkserver, self._report, self._send)
-        self._sampler = node_metrics.sampler_of(node, self._workers, parent.usage)
+        self._metrics = NodeMetrics(node, self._workers)
         self._order = Order()  # the last one
         self._measuring: asyncio.Task[None] | None = None  # of the preflight
         self._orders: asyncio.Queue[Any] = asyncio.Queue()  # messages of the coordinator
@@ -146,7 +145,7 @@ class Agent:
             self._workers.spared = self._notifier.pids
             if self._node_rank == 0 and first:
                 self._notifier.attempt_begins(self._node.identity.attempt)
-        await node_metrics.serve(self._node, self._sampler)
+        await self._metrics.serve()
         following = self._start(self._follow_output())
         self._start(self._send_states())
         self._start(self._keep_lease())
@@ -201,7 +200,7 @@ class Agent:
             if order.world is not None:
                 self._deadline, self._alone = None, 0  # a search was successful
                 if self._options.metrics:
-                    self._sampler.begin_round(order.world.restart)
+                    self._metrics.begin_round(order.world)
                 self._workers.start(order)
         if order.stop is not None and (order.round, order.stop) != (done.round, done.stop):
             self._workers.stop(order.stop)
@@ -513,7 +512,7 @@ class Agent:
         """Write this node's end, and the job's verdict if the coordinator here could not."""
         job_dir, node_rank = self._node.directory, self._node_rank
         try:
-            usage = node_metrics.usage(self._node, self._sampler, self._begin)
+            usage = self._metrics.end()
             end = verdict.to_json() | {"host": this_node.node_name(), "usage": usage}
             # One node looks at each copy of the code: the coordinator's, and those with a copy.
             shared = node_rank and log_files.node_directory(job_dir, 0).exists()

@@ -353,8 +353,7 @@ class NodeWorkers:
             self.report.set(sampled=order.sample, moved=moved)
 
     def _sample(self, *, first: bool) -> bool:
-        self._progress.begin()
-        return self._progress.moved(self._stacks(), first=first)
+        return self._progress.sample(self._stacks, first=first)
 
     def _stacks(self) -> list[RankStack]:
         # Another process of the job may offer a false table.

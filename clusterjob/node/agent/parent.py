@@ -39,7 +39,7 @@ class AgentParent:
         why: how the agent before this one ended, such as ``the agent ... was killed``; empty for
             the first one.
         left: how many agents may follow this one.
-        console, usage: the progress of the console and of the samples, for the next agent.
+        console: the progress of the console, for the next agent.
         lease: until when the workers may run, for the forkserver.
         note: the values that this agent and those before it have kept; see `keep`.
     """
@@ -49,7 +49,7 @@ class AgentParent:
     ) -> None:
         self.pid = os.getpid()
         self.why = ""
-        self.console, self.usage, self.lease = SharedNote(), SharedNote(), SharedNote(64)
+        self.console, self.lease = SharedNote(), SharedNote(64)
         self.note = SharedNote(1 << 16)
         self._node_rank = topology.node_rank
         self._job_dir = job_dir

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from clusterjob.node.metrics.samples import (
-    COLUMNS,
     GpuSample,
     NodeFacts,
     Sample,
     Usage,
     WorkerSample,
+    columns,
 )
 
 _MAX_REQUEST = 8 << 10  # bytes
@@ -35,22 +36,18 @@ async def serve(port: int, text: Callable[[], str]) -> asyncio.Server:
     Raises:
         OSError: the port is in use, or may not be used.
     """
-    clients = 0
+    free = asyncio.Semaphore(_MAX_CLIENTS)
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal clients
-        clients += 1
-        try:
-            with contextlib.suppress(
-                OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError
-            ):
-                if clients <= _MAX_CLIENTS:
+        with contextlib.suppress(
+            OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError
+        ):
+            if not free.locked():
+                async with free:
                     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _TIMEOUT)
                     writer.write(_answer(head, text))
                     await asyncio.wait_for(writer.drain(), _TIMEOUT)
-        finally:
-            clients -= 1
-            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+        writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     return await asyncio.start_server(handle, "127.0.0.1", port, limit=_MAX_REQUEST)
 
@@ -69,24 +66,22 @@ def _answer(head: bytes, text: Callable[[], str]) -> bytes:
     return f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode() + data
 
 
-def text_of(job_id: str, latest: tuple[NodeFacts, Sample] | None, usage: Usage) -> str:
-    """Return a sample in Prometheus' text format; empty before the first sample.
+def text_of(job_id: str, facts: NodeFacts, sample: Sample, usage: Usage) -> str:
+    """Return a sample in Prometheus' text format.
 
     Args:
         job_id: the job.
-        latest: the node and its newest sample.
+        facts: the node.
+        sample: its newest sample.
         usage: the sums of all samples.
     """
-    if latest is None:
-        return ""
-    (facts, sample), totals = latest, usage.sums["totals"]
     node = {"job": job_id, "node": facts.node_rank}
+    about = {**node, "host": facts.host, "attempt": facts.attempt}
     workers = [
-        ({**node, "rank": rank}, worker, totals[str(rank)])
-        for rank, worker in sample.workers.items()
+        ({**node, "rank": worker.rank}, worker, usage.totals[str(worker.rank)])
+        for worker in sample.workers
     ]
     gpus = [{**node, "gpu": gpu.index, "uuid": gpu.uuid} for gpu in facts.gpus]
-    about = {**node, "host": facts.host, "attempt": facts.attempt}
     sizes = [(labels, gpu.memory) for labels, gpu in zip(gpus, facts.gpus, strict=True)]
     return "".join(
         [
@@ -95,7 +90,7 @@ def text_of(job_id: str, latest: tuple[NodeFacts, Sample] | None, usage: Usage) 
             _family(
                 "node_memory_limit_bytes", "Memory that the job may use.", [(node, facts.memory)]
             ),
-            *_families(Sample, [(node, sample, totals["node"])]),
+            *_families(Sample, [(node, sample, usage.totals["node"])]),
             *_families(WorkerSample, workers),
             _family("gpu_memory_size_bytes", "Memory of the GPU.", sizes),
             *_families(GpuSample, [(*one, {}) for one in zip(gpus, sample.gpus, strict=False)]),
@@ -107,24 +102,21 @@ def _families(
     kind: type, rows: Sequence[tuple[_Labels, object, Mapping[str, float]]]
 ) -> Iterator[str]:
     """Yield the families of a kind of sample, from labels, samples and totals."""
-    for name, column in COLUMNS[kind].items():
-        if column.family:
-            values = [
-                (labels, totals[name] if column.total else _scaled(row, name, column.scale))
-                for labels, row, totals in rows
-            ]
-            yield _family(column.family, column.help, values)
+    for name, column in columns(kind).items():
+        scale = 1.0 if column["total"] else column["scale"]
+        values = [
+            (labels, (totals if column["total"] else vars(row))[name])
+            for labels, row, totals in rows
+        ]
+        yield _family(column["family"], column["text"], values, scale)
 
 
-def _scaled(row: object, name: str, scale: float) -> float | None:
-    value = getattr(row, name)
-    return None if value is None else value * scale
-
-
-def _family(name: str, text: str, values: Sequence[tuple[_Labels, float | None]]) -> str:
+def _family(
+    name: str, text: str, values: Sequence[tuple[_Labels, float | None]], scale: float = 1.0
+) -> str:
     shown = [
         f"clusterjob_{name}{{{','.join(_label(*pair) for pair in labels.items())}}}"
-        f" {round(value, 4)!r}\n"
+        f" {round(value * scale, 4)!r}\n"
         for labels, value in values
         if value is not None
     ]
@@ -134,5 +126,4 @@ def _family(name: str, text: str, values: Sequence[tuple[_Labels, float | None]]
 
 
 def _label(name: str, value: object) -> str:
-    text = str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    return f'{name}="{text}"'
+    return f"{name}={json.dumps(str(value), ensure_ascii=False)}"  # Prometheus' escapes are JSON's

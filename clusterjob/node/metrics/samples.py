@@ -1,58 +1,53 @@
-"""The samples of a node: one table of values for sampler, file, Prometheus and readers.
+"""The samples of a node: one table of values for the agent, its file, Prometheus and readers.
 
 A node writes ``logs/node<k>/metrics.jsonl``. An object has the `NodeFacts`, and an array a sample
-of the node in the last object: the values of `Sample` in their order, with an array for each
-worker, which begins with its rank, and for each GPU. `clusterjob.insight.sample_files` reads it.
+of the node in the last object: the values of `Sample` in their order, with an array for each worker
+and for each GPU. `clusterjob.insight.sample_files` reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
-from statistics import fmean
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterjob.node.logs.job_dir import METRICS
+from clusterjob.node.logs.log_files import node_directory
+from clusterjob.node.system.files import Appender
 
 IDLE = 5.0  # percent: a GPU with less use counts as idle
-_LONGEST = 130.0  # seconds between two samples that are not a gap
-
-
-@dataclass(frozen=True)
-class Column:
-    """How a value is kept and shown.
-
-    Attributes:
-        join: returns one value for those of several samples.
-        family: name of the Prometheus family, without ``clusterjob_``; one with the suffix
-            ``_total`` is a counter. Empty for none.
-        help: what the family is.
-        scale: factor from the value to the unit of Prometheus.
-        total: whether the value is a rate whose sum over the time is shown.
-    """
-
-    join: Callable[[Sequence[Any]], Any]
-    family: str = ""
-    help: str = ""
-    scale: float = 1.0
-    total: bool = False
-
-
-def _last(values: Sequence[Any]) -> Any:
-    return values[-1]
+INTERVAL = 5.0  # seconds between the first samples
+# The file grows slowly. After the first hour, each pause between samples is longer than the last
+# one, up to `_LARGEST_PAUSE` seconds; with long lines, because of many workers, all are longer.
+_HOUR_SAMPLES, _LARGEST_PAUSE = 720, 20.0
+_HOUR_BYTES = 750_000  # maximum growth
+_FACTS_EACH = 50  # samples between two lines with the facts, for readers of the file's end
 
 
 def _column(
-    join: Callable[[Any], Any],
-    family: str = "",
-    text: str = "",
-    default: Any = MISSING,
-    **more: Any,
-) -> Any:  # a field of a dataclass
-    return field(default=default, metadata={"column": Column(join, family, text, **more)})
+    family: str, text: str, default: Any = MISSING, *, scale: float = 1.0, total: bool = False
+) -> Any:
+    """Return the field of a value that Prometheus gets.
+
+    Args:
+        family: name of the family, without ``clusterjob_``; one with the suffix ``_total`` is a
+            counter.
+        text: what the family is.
+        default: the default value.
+        scale: factor from the value to the unit of Prometheus.
+        total: whether the value is a rate whose sum over the time is shown.
+    """
+    column = {"family": family, "text": text, "scale": scale, "total": total}
+    return field(default=default, metadata=column)
 
 
-_gpu_column = functools.partial(_column, default=None)
+_rate = functools.partial(_column, total=True)
+_gpu = functools.partial(_column, default=None)
 
 
 @dataclass(frozen=True)
@@ -60,42 +55,23 @@ class WorkerSample:
     """What one worker, with the processes below it, used since the last sample.
 
     Attributes:
+        rank: the worker.
         cpu: percent of one core.
         rss: resident memory, bytes.
-        pss: proportional share of the memory, bytes, as it was read the last time; None before.
         read, written: bytes per second from and to disks.
         threads: number of threads.
         step: the mean length of its last steps, milliseconds; None if it is unknown.
         waited: its mean wait in collectives in a step, milliseconds.
     """
 
-    cpu: float = _column(
-        fmean, "worker_cpu_seconds_total", "CPU time of the rank's processes.", scale=0.01,
-        total=True,
-    )  # fmt: skip
-    rss: int = _column(max, "worker_resident_memory_bytes", "Resident memory.")
-    pss: int | None = _column(
-        max, "worker_proportional_memory_bytes", "Proportional share of the memory."
-    )
-    read: float = _column(
-        fmean, "worker_disk_read_bytes_total", "Bytes read by the rank.", total=True
-    )
-    written: float = _column(
-        fmean, "worker_disk_written_bytes_total", "Bytes written by the rank.", total=True
-    )
-    threads: int = _column(max, "worker_threads", "Threads.")
-    step: float | None = _column(fmean, default=None)
-    waited: float | None = _column(fmean, default=None)
-
-    @property
-    def waits(self) -> float | None:
-        """The percent of its steps for which it waits in collectives; None if it is unknown."""
-        return waiting_percent(self.step, self.waited)
-
-
-def waiting_percent(step: float | None, waited: float | None) -> float | None:
-    """Return the percent of a step of this length that a wait takes; None if it is unknown."""
-    return None if not step or waited is None else min(100.0, 100 * waited / step)
+    rank: int
+    cpu: float = _rate("worker_cpu_seconds_total", "CPU time of the rank's processes.", scale=0.01)
+    rss: int = _column("worker_resident_memory_bytes", "Resident memory.")
+    read: float = _rate("worker_disk_read_bytes_total", "Bytes read by the rank.")
+    written: float = _rate("worker_disk_written_bytes_total", "Bytes written by the rank.")
+    threads: int = _column("worker_threads", "Threads.")
+    step: float | None = None
+    waited: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,22 +88,18 @@ class GpuSample:
         xid: the latest XID error code since the start of the job; 0 for none.
     """
 
-    use: float | None = _gpu_column(
-        fmean, "gpu_utilization_ratio", "Share of the time in which a kernel ran.", scale=0.01
+    use: float | None = _gpu(
+        "gpu_utilization_ratio", "Share of the time in which a kernel ran.", scale=0.01
     )
-    memory: int | None = _gpu_column(max, "gpu_memory_used_bytes", "Memory in use.")
-    power: float | None = _gpu_column(fmean, "gpu_power_watts", "Power.")
-    temperature: float | None = _gpu_column(max, "gpu_temperature_celsius", "Temperature.")
-    sm_clock: int | None = _gpu_column(
-        fmean, "gpu_sm_clock_hertz", "Clock of the multiprocessors.", scale=10**6
+    memory: int | None = _gpu("gpu_memory_used_bytes", "Memory in use.")
+    power: float | None = _gpu("gpu_power_watts", "Power.")
+    temperature: float | None = _gpu("gpu_temperature_celsius", "Temperature.")
+    sm_clock: int | None = _gpu("gpu_sm_clock_hertz", "Clock of the multiprocessors.", scale=10**6)
+    memory_clock: int | None = _gpu("gpu_memory_clock_hertz", "Clock of the memory.", scale=10**6)
+    ecc: int | None = _gpu(
+        "gpu_ecc_uncorrected_errors_total", "Uncorrected ECC errors since the driver load."
     )
-    memory_clock: int | None = _gpu_column(
-        fmean, "gpu_memory_clock_hertz", "Clock of the memory.", scale=10**6
-    )
-    ecc: int | None = _gpu_column(
-        max, "gpu_ecc_uncorrected_errors_total", "Uncorrected ECC errors since the driver load."
-    )
-    xid: int | None = _gpu_column(_last, "gpu_last_xid", "The last XID error code; 0 for none.")
+    xid: int | None = _gpu("gpu_last_xid", "The last XID error code; 0 for none.")
 
 
 @dataclass(frozen=True)
@@ -174,149 +146,113 @@ class Sample:
         load: the load average of one minute.
         received, sent: bytes per second through the network.
         read, written: bytes per second from and to disks.
-        workers: the workers by rank.
+        workers: the workers.
         gpus: the GPUs, in the order of `NodeFacts.gpus`.
     """
 
-    time: float = _column(_last, "sample_timestamp_seconds", "Time of the sample.")
-    monotonic: float = _column(_last)
-    restart: int = _column(_last, "restarts_total", "Restarts of the workers.")
-    quiet: float = _column(max, "output_age_seconds", "Time since the last output or heartbeat.")
-    cpu: float = _column(
-        fmean, "node_cpu_seconds_total", "Busy time of all cores of the machine.", scale=0.01,
-        total=True,
-    )  # fmt: skip
-    memory: int = _column(max, "node_memory_used_bytes", "Memory in use.")
-    load: float = _column(fmean, "node_load1", "Load average of one minute.")
-    received: float = _column(
-        fmean, "node_network_receive_bytes_total", "Bytes received.", total=True
+    time: float = _column("sample_timestamp_seconds", "Time of the sample.")
+    monotonic: float
+    restart: int = _column("restarts_total", "Restarts of the workers.")
+    quiet: float = _column("output_age_seconds", "Time since the last output or heartbeat.")
+    cpu: float = _rate(
+        "node_cpu_seconds_total", "Busy time of all cores of the machine.", scale=0.01
     )
-    sent: float = _column(fmean, "node_network_transmit_bytes_total", "Bytes sent.", total=True)
-    read: float = _column(fmean, "node_disk_read_bytes_total", "Bytes read.", total=True)
-    written: float = _column(fmean, "node_disk_written_bytes_total", "Bytes written.", total=True)
-    workers: Mapping[int, WorkerSample] = field(default_factory=dict)
+    memory: int = _column("node_memory_used_bytes", "Memory in use.")
+    load: float = _column("node_load1", "Load average of one minute.")
+    received: float = _rate("node_network_receive_bytes_total", "Bytes received.")
+    sent: float = _rate("node_network_transmit_bytes_total", "Bytes sent.")
+    read: float = _rate("node_disk_read_bytes_total", "Bytes read.")
+    written: float = _rate("node_disk_written_bytes_total", "Bytes written.")
+    workers: tuple[WorkerSample, ...] = ()
     gpus: tuple[GpuSample, ...] = ()
 
 
-_Row = TypeVar("_Row", Sample, WorkerSample, GpuSample)
+def columns(kind: type) -> dict[str, Mapping[str, Any]]:
+    """Return the arguments of `_column` for the values of a kind of sample, by name."""
+    return {one.name: one.metadata for one in fields(kind) if one.metadata}
 
 
-# The columns of each kind of sample by the name of the value.
-COLUMNS: dict[type, dict[str, Column]] = {
-    kind: {one.name: one.metadata["column"] for one in fields(kind) if one.metadata}
-    for kind in (Sample, WorkerSample, GpuSample)
-}
+class SampleWriter:
+    """Append the samples of a node to its file."""
+
+    def __init__(self, job_dir: Path, node_rank: int) -> None:
+        self._file = Appender(node_directory(job_dir, node_rank) / METRICS)
+        self._facts: NodeFacts | None = None
+        self._count = 0
+
+    def add(self, facts: NodeFacts, sample: Sample) -> float:
+        """Append a sample; return the seconds until the next one."""
+        data = line = _json(_plain(sample))
+        if facts != self._facts or self._count % _FACTS_EACH == 0:
+            self._facts = facts
+            data = _json({name: _plain(one) for name, one in vars(facts).items()}) + line
+            if self._count == 0:
+                data = b"\n" + data  # an earlier agent may have cut its line
+        self._count += 1
+        with contextlib.suppress(OSError):  # a full disk loses it
+            self._file.write(data)
+        growth = (1 + 1 / _HOUR_SAMPLES) ** max(0, self._count - _HOUR_SAMPLES)
+        return max(min(INTERVAL * growth, _LARGEST_PAUSE), len(line) * 3600 / _HOUR_BYTES)
 
 
-# -- lines of the file -----------------------------------------------------------------------------
-
-
-def facts_line(facts: NodeFacts) -> bytes:
-    """Return the facts of a node as a line."""
-    return _json({**vars(facts), "gpus": [list(vars(gpu).values()) for gpu in facts.gpus]})
-
-
-def sample_line(sample: Sample) -> bytes:
-    """Return a sample as a line."""
-    *numbers, _, _ = vars(sample).values()
-    workers = [[rank, *_short(vars(worker).values())] for rank, worker in sample.workers.items()]
-    gpus = [_short(vars(gpu).values()) for gpu in sample.gpus]
-    return _json([round(numbers[0], 2), round(numbers[1], 2), *_short(numbers[2:]), workers, gpus])
-
-
-def _short(values: Iterable[float | None]) -> list[float | None]:
-    """Round numbers for a file: one decimal below 1000, else none."""
-    return [
-        value if value is None or isinstance(value, int)
-        else round(value, 1) if abs(value) < 1000 else round(value)
-        for value in values
-    ]  # fmt: skip
+def _plain(value: Any) -> Any:
+    """Return a sample or its value as lists and numbers, of which 0.1 is enough."""
+    if is_dataclass(value):
+        return [_plain(each) for each in vars(value).values()]
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return round(value, 1) if isinstance(value, float) else value
 
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, separators=(",", ":")) + "\n").encode()
 
 
-# -- several samples -------------------------------------------------------------------------------
-
-
-def joined(samples: Sequence[Sample]) -> Sample:
-    """Return one sample for several of one round: the means of rates and the peaks of levels."""
-    ranks = dict.fromkeys(rank for sample in samples for rank in sample.workers)
-    return replace(
-        _joined(samples),
-        workers={
-            rank: _joined([one.workers[rank] for one in samples if rank in one.workers])
-            for rank in ranks
-        },
-        gpus=tuple(
-            _joined([one.gpus[index] for one in samples if index < len(one.gpus)])
-            for index in range(len(samples[-1].gpus))
-        ),
-    )
-
-
-def _joined(rows: Sequence[_Row]) -> _Row:
-    values: dict[str, Any] = {}
-    for name, column in COLUMNS[type(rows[-1])].items():
-        known = [one for row in rows if (one := getattr(row, name)) is not None]
-        value: Any = column.join(known) if known else None
-        values[name] = round(value) if known and isinstance(known[-1], int) else value
-    return replace(rows[-1], **values)
-
-
 class Usage:
     """The running sums of one attempt of a node: means, peaks, and idle time of its GPUs.
 
     Args:
-        sums: the `sums` of another process, to continue them; or with ``at`` alone, the monotonic
-            time from which the first sample counts.
+        at: the monotonic time from which the first sample counts; None for its own time.
 
     Attributes:
-        sums: the sums as plain data, with the keys of JSON.
+        totals: the sums of rates, by ``node`` or rank, and by name.
     """
 
-    def __init__(self, sums: Mapping[str, Any] | None = None) -> None:
-        names = ("seconds", "memory_seconds", "memory_peak", "machine_peak", "cpu_peak")
-        empty: dict[str, Any] = {**dict.fromkeys(names, 0), "totals": {}, "gpus": []}
-        self.sums = {**empty, **(sums or {})}
+    def __init__(self, at: float | None = None) -> None:
+        self.totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._at = at
+        self._facts: NodeFacts | None = None
+        self._seconds = self._memory_seconds = 0.0
+        self._peaks: dict[str, float] = defaultdict(float)
+        self._gpus: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def add(self, facts: NodeFacts, sample: Sample) -> None:
         """Add a sample; it stands for the time since the sample before."""
-        sums = self.sums
-        seconds = sample.monotonic - sums.get("at", sample.monotonic)
-        seconds = seconds if 0 <= seconds <= _LONGEST else 0.0
-        memory = sum(worker.rss for worker in sample.workers.values())
-        cores = sum(worker.cpu for worker in sample.workers.values()) / 100
-        sums |= {
-            "at": sample.monotonic,
-            "host": facts.host,
-            "cores": facts.cores,
-            "memory": facts.memory,
-            "seconds": sums["seconds"] + seconds,
-            "memory_seconds": sums["memory_seconds"] + memory * seconds,
-            "memory_peak": max(sums["memory_peak"], memory),
-            "machine_peak": max(sums["machine_peak"], sample.memory),
-            "cpu_peak": max(sums["cpu_peak"], cores),
-        }
-        rows: dict[str, Sample | WorkerSample] = {"node": sample}
-        for key, row in (rows | {str(rank): one for rank, one in sample.workers.items()}).items():
-            totals = sums["totals"].setdefault(key, {})
-            for name, column in COLUMNS[type(row)].items():
-                if column.total:
-                    rate = getattr(row, name) * column.scale
-                    totals[name] = totals.get(name, 0.0) + rate * seconds
+        seconds = 0.0 if self._at is None else sample.monotonic - self._at
+        self._at, self._facts = sample.monotonic, facts
+        memory = sum(worker.rss for worker in sample.workers)
+        cores = sum(worker.cpu for worker in sample.workers) / 100
+        self._seconds += seconds
+        self._memory_seconds += memory * seconds
+        peaks = {"memory_peak": memory, "machine_peak": sample.memory, "cpu_peak": cores}
+        for name, value in peaks.items():
+            self._peaks[name] = max(self._peaks[name], value)
+        self._add_rates("node", Sample, sample, seconds)
+        for worker in sample.workers:
+            self._add_rates(str(worker.rank), WorkerSample, worker, seconds)
         for index, gpu in enumerate(sample.gpus):
-            if index == len(sums["gpus"]):
-                names = ("seconds", "use", "idle", "peak", "memory")
-                sums["gpus"].append(dict.fromkeys(names, 0.0))
-            one = sums["gpus"][index]
-            one["memory"] = max(one["memory"], gpu.memory or 0)
+            sums = self._gpus[index]
+            sums["memory"] = max(sums["memory"], gpu.memory or 0)
             if gpu.use is not None:
-                one["seconds"] += seconds
-                one["use"] += gpu.use * seconds
-                one["idle"] += seconds if gpu.use < IDLE else 0.0
-                one["peak"] = max(one["peak"], gpu.use)
+                sums["seconds"] += seconds
+                sums["use"] += gpu.use * seconds
+                sums["idle"] += seconds if gpu.use < IDLE else 0.0
+                sums["peak"] = max(sums["peak"], gpu.use)
+
+    def _add_rates(self, key: str, kind: type, row: object, seconds: float) -> None:
+        for name, column in columns(kind).items():
+            if column["total"]:
+                self.totals[key][name] += getattr(row, name) * column["scale"] * seconds
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the means and sums as plain data; None without a sample.
@@ -327,21 +263,21 @@ class Usage:
         written; ``gpus``: per GPU the seconds with a known use, those in which it was idle, its
         mean and peak use (percent) and its peak memory.
         """
-        sums = self.sums
-        if "host" not in sums:
+        if self._facts is None:
             return None
-        seconds = sums["seconds"]
-        ranks = {rank: totals for rank, totals in sums["totals"].items() if rank != "node"}
-        memory = sums["memory_seconds"] / seconds if seconds else sums["memory_peak"]
+        ranks = {rank: totals for rank, totals in self.totals.items() if rank != "node"}
+        seconds, peaks = self._seconds, self._peaks
+        memory = self._memory_seconds / seconds if seconds else peaks["memory_peak"]
         return {
-            **{key: sums[key] for key in ("host", "cores", "memory", "memory_peak")},
-            "machine_peak": sums["machine_peak"],
+            **{name: getattr(self._facts, name) for name in ("host", "cores", "memory")},
+            "memory_peak": peaks["memory_peak"],
+            "machine_peak": peaks["machine_peak"],
             "memory_mean": round(memory),
             "seconds": round(seconds, 1),
             "cpu_seconds": round(sum(totals["cpu"] for totals in ranks.values()), 1),
-            "cpu_peak": round(sums["cpu_peak"], 2),
+            "cpu_peak": round(peaks["cpu_peak"], 2),
             "ranks": {
-                rank: [round(value, 1) for value in totals.values()]
+                rank: [round(totals[name], 1) for name in ("cpu", "read", "written")]
                 for rank, totals in ranks.items()
             },
             "gpus": [
@@ -352,6 +288,6 @@ class Usage:
                     "peak": one["peak"] if one["seconds"] else None,
                     "memory": int(one["memory"]),
                 }
-                for one in sums["gpus"]
+                for one in self._gpus.values()
             ],
         }

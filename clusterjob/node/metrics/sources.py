@@ -12,10 +12,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from clusterjob.node.metrics.samples import Gpu, GpuSample, WorkerSample
 from clusterjob.node.system import files, processes
@@ -26,57 +25,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SECTOR = 512  # bytes; the unit of /sys/block/*/stat
 # Devices that are made of others, or of memory.
 _VIRTUAL_DISK = re.compile(r"(loop|ram|zram|dm-|md|sr|nbd|drbd)")
-_PSS_PAUSE = 60.0  # minimum seconds between two readings
-_PSS_SHARE = 2000  # a reading that took t seconds is repeated after this many times t
-_PSS_LARGEST = 32 << 30  # bytes of RSS: the reading of a larger process locks its memory too long
-_PSS_FIRST = 8.0  # seconds: while workers start, they need the CPU
-T = TypeVar("T")
+# Seconds between two readings of the GPUs, and without an answer until their values are unknown.
+_GPU_PAUSE, _GPU_TIMEOUT = 5.0, 15.0
 GpuState = tuple[tuple[Gpu, ...], tuple[GpuSample, ...]]
-
-
-class Background(Generic[T]):
-    """Call a function again and again in a daemon thread; nobody waits for the thread.
-
-    A hanging driver, or a process whose memory lock is held, keeps only this thread.
-
-    Args:
-        name: the thread's name.
-        open_source: returns the function; an exception of either ends the thread.
-        pause: minimum seconds between two calls.
-        delay: seconds until the first call.
-        share: the pause is at least this many times as long as the call.
-
-    Attributes:
-        value: the newest value; None before the first one.
-        at: the monotonic time of the newest value.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        open_source: Callable[[], Callable[[], T]],
-        pause: float,
-        delay: float = 0.0,
-        share: float = 1.0,
-    ) -> None:
-        self.value: T | None = None
-        self.at = float("-inf")
-        self._stopped = threading.Event()
-
-        def run() -> None:
-            with contextlib.suppress(Exception):  # such as a driver that was unloaded
-                wait, read = delay, open_source()
-                while not self._stopped.wait(wait):
-                    begin = time.monotonic()
-                    self.value = read()
-                    self.at = time.monotonic()
-                    wait = max(pause, share * (self.at - begin))
-
-        threading.Thread(target=run, name=name, daemon=True).start()
-
-    def stop(self) -> None:
-        """End the thread when it is not in a call."""
-        self._stopped.set()
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -94,24 +45,34 @@ class Machine:
 
     def __init__(self, root: str = "") -> None:
         self._root = root
-        self._group, limit = _limited_group(root)
+        limits = {
+            group: _number(group / "memory.max") or _number(group / "memory.limit_in_bytes") or 0
+            for group in processes.memory_cgroups(root)
+        }
+        # cgroup v1 writes a huge number for no limit.
+        limited = [group for group, limit in limits.items() if 0 < limit < 1 << 60]
+        self._group = limited[0] if limited else None
         total = _meminfo(root).get("MemTotal", 0)
-        self.memory = min(filter(None, (total, limit)), default=0)
+        self.memory = min(total, limits[limited[0]]) if limited else total
         self._disks = [
             f"{root}/sys/block/{name}/stat"
-            for name in _listed(f"{root}/sys/block")
+            for name in files.listed(f"{root}/sys/block")
             if not _VIRTUAL_DISK.match(name)
             and not _number(f"{root}/sys/block/{name}/hidden")  # a path of a multipath NVMe disk
         ]
         network, infiniband = f"{root}/sys/class/net", f"{root}/sys/class/infiniband"
-        names = [name for name in _listed(network) if name != "lo"]
+        names = [name for name in files.listed(network) if name != "lo"]
         # Bridges and tunnels would count the bytes of the devices below them again.
         physical = [name for name in names if os.path.exists(f"{network}/{name}/device")]
-        self._interfaces = [f"{network}/{name}/statistics" for name in physical or names]
-        self._ports = [
-            f"{infiniband}/{device}/ports/{port}/counters"
-            for device in _listed(infiniband)
-            for port in _listed(f"{infiniband}/{device}/ports")
+        # The directories of counters, the names of those of bytes, and their unit.
+        self._networks = [
+            (f"{network}/{name}/statistics", "rx_bytes", "tx_bytes", 1)
+            for name in physical or names
+        ]
+        self._networks += [  # RDMA bypasses the interfaces
+            (f"{infiniband}/{device}/ports/{port}/counters", "port_rcv_data", "port_xmit_data", 4)
+            for device in files.listed(infiniband)
+            for port in files.listed(f"{infiniband}/{device}/ports")
         ]
         self._at = time.monotonic()
         self._last = self._counters()
@@ -119,11 +80,7 @@ class Machine:
     def sample(self) -> dict[str, Any]:
         """Return what was used since the last call: the values of `Sample` about the machine."""
         now, counters = time.monotonic(), self._counters()
-        seconds = max(now - self._at, 0.01)
-        rates = {
-            name: max(0.0, (value - self._last[name]) / seconds)
-            for name, value in counters.items()
-        }  # fmt: skip
+        rates = _rates(counters, self._last, now - self._at)
         self._at, self._last = now, counters
         load = files.read_text(f"{self._root}/proc/loadavg").split()
         return {**rates, "memory": self._used(), "load": float(load[0]) if load else 0.0}
@@ -131,55 +88,32 @@ class Machine:
     def _counters(self) -> dict[str, float]:
         ticks = files.read_text(f"{self._root}/proc/stat", 400).split("\n", 1)[0].split()[1:9]
         busy = sum(map(int, ticks)) - sum(map(int, ticks[3:5]))  # idle and waiting for I/O
-        # RDMA bypasses the interfaces; its unit is 4 bytes.
-        received = sum(_number(f"{each}/rx_bytes") or 0 for each in self._interfaces)
-        received += sum(4 * (_number(f"{port}/port_rcv_data") or 0) for port in self._ports)
-        sent = sum(_number(f"{each}/tx_bytes") or 0 for each in self._interfaces)
-        sent += sum(4 * (_number(f"{port}/port_xmit_data") or 0) for port in self._ports)
-        disks = [files.read_text(path).split() for path in self._disks]
-        read = sum(int(fields[2]) for fields in disks if len(fields) > 6)
-        written = sum(int(fields[6]) for fields in disks if len(fields) > 6)
-        return {
-            "cpu": 100 * busy / _TICKS,
-            "received": received,
-            "sent": sent,
-            "read": read * _SECTOR,
-            "written": written * _SECTOR,
-        }
+        found = {"cpu": 100 * busy / _TICKS, "received": 0.0, "sent": 0.0}
+        for place, received, sent, unit in self._networks:
+            found["received"] += unit * (_number(f"{place}/{received}") or 0)
+            found["sent"] += unit * (_number(f"{place}/{sent}") or 0)
+        disks = [fields for path in self._disks if len(fields := files.read_text(path).split()) > 6]
+        found["read"] = _SECTOR * sum(int(fields[2]) for fields in disks)
+        found["written"] = _SECTOR * sum(int(fields[6]) for fields in disks)
+        return found
 
     def _used(self) -> int:
         if self._group is not None:
-            for name in ("memory.current", "memory.usage_in_bytes"):
-                if used := _number(self._group / name):
-                    # The kernel drops this part of the page cache before it runs out of memory.
-                    statistics = files.read_text(self._group / "memory.stat")
-                    cache = re.search(r"^(?:total_)?inactive_file (\d+)", statistics, re.MULTILINE)
-                    return max(0, used - int(cache[1] if cache else 0))
+            names = ("memory.current", "memory.usage_in_bytes")
+            used = next(filter(None, (_number(self._group / name) for name in names)), 0)
+            # The kernel drops this part of the page cache before it runs out of memory.
+            statistics = files.read_text(self._group / "memory.stat")
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)", statistics, re.MULTILINE)
+            return max(0, used - int(cache[1] if cache else 0))
         memory = _meminfo(self._root)
         return max(0, memory.get("MemTotal", 0) - memory.get("MemAvailable", 0))
 
 
-def _limited_group(root: str) -> tuple[Path | None, int]:
-    """Return the nearest control group of this process that limits its memory, and its limit.
-
-    In a container the mounted root is the container's own group.
-    """
-    for line in files.read_text(f"{root}/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, name = f"{root}/sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = f"{root}/sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = Path(f"{top}{path}")
-        for each in (group, *group.parents):
-            limit = _number(each / name) or 0
-            if 0 < limit < 1 << 60:  # cgroup v1 writes a huge number for no limit
-                return each, limit
-            if str(each) == top:
-                break
-    return None, 0
+def _rates(new: Mapping[str, float], old: Mapping[str, float], seconds: float) -> dict[str, float]:
+    return {
+        name: max(0.0, (value - old.get(name, 0.0)) / max(seconds, 0.01))
+        for name, value in new.items()
+    }  # fmt: skip
 
 
 def _meminfo(root: str) -> dict[str, int]:
@@ -194,26 +128,7 @@ def _number(path: Path | str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _listed(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
 # -- the workers -----------------------------------------------------------------------------------
-
-
-@dataclass
-class _Counters:
-    """The counters of a worker's processes, summed up."""
-
-    cpu: float = 0.0  # seconds
-    read: int = 0  # bytes
-    written: int = 0
-    rss: int = 0
-    threads: int = 0
-    started: float = float("inf")  # of its oldest process, seconds since boot
 
 
 class Workers:
@@ -224,68 +139,41 @@ class Workers:
 
     Args:
         find: returns the rank of each worker by pid; the result may change.
+        at: the monotonic time from which the first sample counts.
     """
 
-    def __init__(self, find: Callable[[], Mapping[int, int]]) -> None:
+    def __init__(self, find: Callable[[], Mapping[int, int]], at: float) -> None:
         self._find = find
+        self._at = at
         self._workers: Mapping[int, int] = {}
-        self._seen: set[int] = set()  # all processes of the machine at the last sample
-        # The processes of the workers: the rank, and the start time in ticks.
-        self._owners: dict[int, tuple[int, str]] = {}
-        self._last: dict[int, _Counters] = {}  # by rank
-        self._at = 0.0
-        self._pss: Background[dict[int, int]] | None = None
+        self._seen: set[str] = set()  # all processes of the machine at the last sample
+        self._owners: dict[int, int] = {}  # the worker to which a process belongs
+        self._last: dict[int, dict[str, float]] = {}  # the counters of each worker
 
-    def sample(self) -> dict[int, WorkerSample]:
-        """Return what each worker used since the last call, or since its own start."""
-        now = time.monotonic()
-        boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    def sample(self, more: Mapping[int, Mapping[str, float]]) -> tuple[WorkerSample, ...]:
+        """Return what each worker used since the last call.
+
+        Args:
+            more: further values by rank.
+        """
+        now, seconds = time.monotonic(), time.monotonic() - self._at
         self._follow()
-        counters = self._counters()
-        if counters and self._pss is None:
-            self._pss = Background(
-                "pss", lambda: self._read_pss, _PSS_PAUSE, delay=_PSS_FIRST, share=_PSS_SHARE
-            )
-        pss = self._pss.value if self._pss is not None else None
-        samples = {}
-        for rank, new in sorted(counters.items()):
-            old = self._last.get(rank)
-            seconds = now - self._at
-            if old is None:
-                old, seconds = _Counters(), max(boot - new.started, 1 / _TICKS)
-            samples[rank] = WorkerSample(
-                max(0.0, 100 * (new.cpu - old.cpu) / seconds),
-                new.rss,
-                pss=(pss or {}).get(rank),
-                read=max(0.0, (new.read - old.read) / seconds),
-                written=max(0.0, (new.written - old.written) / seconds),
-                threads=new.threads,
-            )
-        self._last, self._at = counters, now
-        return samples
-
-    def stop(self) -> None:
-        """End the thread of the PSS."""
-        if self._pss is not None:
-            self._pss.stop()
-
-    def _counters(self) -> dict[int, _Counters]:
-        found: dict[int, _Counters] = {}
-        for pid, (rank, started) in list(self._owners.items()):
-            fields = processes.stat_fields(pid)
-            if fields is None or fields[19] != started:
+        counters = {pid: dict.fromkeys(("cpu", "read", "written"), 0.0) for pid in self._workers}
+        levels = {pid: dict.fromkeys(("rss", "threads"), 0) for pid in self._workers}
+        for pid, owner in list(self._owners.items()):
+            if (fields := processes.stat_fields(pid)) is None:
                 del self._owners[pid]
-                continue
-            sums = found.setdefault(rank, _Counters())
-            sums.cpu += sum(map(int, fields[11:15])) / _TICKS
-            sums.started = min(sums.started, int(started) / _TICKS)
-            if fields[0] not in "ZX":
-                sums.rss += int(fields[21]) * _PAGE
-                sums.threads += int(fields[17])
-            io = dict(re.findall(r"^(\w+): (\d+)$", files.read_text(f"/proc/{pid}/io"), re.M))
-            sums.read += int(io.get("read_bytes", 0))
-            sums.written += int(io.get("write_bytes", 0))
-        return found
+            elif owner in counters:
+                _add(pid, fields, counters[owner], levels[owner])
+        last, self._last, self._at = self._last, counters, now
+        return tuple(
+            WorkerSample(
+                rank, **_rates(counters[pid], last.get(pid, {}), seconds), **levels[pid],
+                **more.get(rank, {}),
+            )
+            for pid, rank in sorted(self._workers.items(), key=lambda item: item[1])
+            if pid in self._owners
+        )  # fmt: skip
 
     def _follow(self) -> None:
         """Find new processes below the workers.
@@ -293,65 +181,60 @@ class Workers:
         A process keeps its owner when its parent ends. Only new processes are examined: a machine
         may have thousands.
         """
-        workers = self._find()
+        workers = dict(self._find())
         if workers != self._workers:
-            unchanged = {rank for pid, rank in workers.items() if self._workers.get(pid) == rank}
-            self._last = {r: sums for r, sums in self._last.items() if r in unchanged}
-            self._workers = dict(workers)
-            self._seen, self._owners = set(), {}
-            self.stop()
-            self._pss = None
-        if not workers:
-            return
-        now = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        new = {}
-        for pid in now - self._seen:
-            if (fields := processes.stat_fields(pid)) is not None:
-                new[pid] = fields
-        found = {pid: rank for pid, rank in workers.items() if pid in new}
-        while True:  # one generation after the other
-            self._owners |= {pid: (rank, new.pop(pid)[19]) for pid, rank in found.items()}
-            parents = {pid: int(fields[1]) for pid, fields in new.items()}
-            found = {
-                pid: self._owners[parent][0]
-                for pid, parent in parents.items()
-                if parent in self._owners
-            }
-            if not found:
-                break
+            self._workers, self._seen = workers, set()
+        self._owners |= {pid: pid for pid in workers}
+        now = {name for name in os.listdir("/proc") if name.isdigit()} if workers else set()
+        # A parent has a smaller pid, unless the numbers began again.
+        for pid in sorted(map(int, now - self._seen)):
+            if (owner := self._owners.get(processes.parent(pid))) is not None:
+                self._owners.setdefault(pid, owner)
         self._seen = now
 
-    def _read_pss(self) -> dict[int, int]:
-        """Return the PSS of each worker in bytes, without those that have a large process."""
-        found: dict[int, int] = {}
-        large = set()
-        for pid, (rank, _) in list(self._owners.items()):
-            fields = processes.stat_fields(pid)
-            if fields is not None and int(fields[21]) * _PAGE > _PSS_LARGEST:
-                large.add(rank)
-                continue
-            text = files.read_text(f"/proc/{pid}/smaps_rollup")
-            if pss := re.search(r"^Pss: +(\d+)", text, re.MULTILINE):
-                found[rank] = found.get(rank, 0) + int(pss[1]) * 1024
-        return {rank: size for rank, size in found.items() if rank not in large}
+
+def _add(pid: int, fields: list[str], counters: dict[str, float], levels: dict[str, int]) -> None:
+    """Add a process to the counters and the levels of its worker."""
+    counters["cpu"] += 100 * sum(map(int, fields[11:15])) / _TICKS
+    io = dict(re.findall(r"^(\w+): (\d+)$", files.read_text(f"/proc/{pid}/io"), re.M))
+    counters["read"] += int(io.get("read_bytes", 0))
+    counters["written"] += int(io.get("write_bytes", 0))
+    if fields[0] not in "ZX":
+        levels["rss"] += int(fields[21]) * _PAGE
+        levels["threads"] += int(fields[17])
 
 
 # -- the GPUs --------------------------------------------------------------------------------------
 
 
-def open_gpus(environ: Mapping[str, str]) -> Callable[[], GpuState]:
-    """Return a function that reads the GPUs that the job may use, and their states.
+class GpuReader:
+    """Read the GPUs that the job may use in a daemon thread.
+
+    A driver that hangs keeps only this thread; one that was unloaded ends it.
 
     Args:
         environ: the variables that select the GPUs.
-
-    Raises:
-        OSError: there is no GPU.
     """
-    try:
-        return Nvml(environ).read
-    except OSError:
-        return amd_gpus(environ)
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._state: GpuState | None = None
+        self._at = 0.0
+        threading.Thread(target=self._run, args=(environ,), name="gpus", daemon=True).start()
+
+    def state(self) -> GpuState | None:
+        """Return the GPUs and their states; None if the driver has not answered for long."""
+        return self._state if time.monotonic() - self._at < _GPU_TIMEOUT else None
+
+    def _run(self, environ: Mapping[str, str]) -> None:
+        with contextlib.suppress(Exception):
+            try:
+                read = Nvml(environ).read
+            except OSError:
+                read = amd_gpus(environ)
+            while True:
+                self._state = read()
+                self._at = time.monotonic()
+                time.sleep(_GPU_PAUSE)
 
 
 _LIBRARY = "libnvidia-ml.so.1"
@@ -360,13 +243,10 @@ _CLOCK_SM, _CLOCK_MEMORY = 1, 2
 _UNCORRECTED, _VOLATILE = 1, 0  # kind of ECC error; counted since the driver was loaded
 _EVENT_XID = 8
 _NAME_BYTES = 96
-_ECC_PAUSE = 60.0  # seconds between two readings, which are slow
-_MAX_EVENTS = 64  # events to read at a time
 # Structures of NVML as arrays of unsigned numbers.
 _UTILIZATION = ctypes.c_uint * 2  # gpu, memory
-_MEMORY = ctypes.c_ulonglong * 3  # total, free, used
-_MEMORY_V2 = ctypes.c_ulonglong * 5  # version, total, reserved, free, used
-_VERSION_2 = ctypes.sizeof(_MEMORY_V2) | 2 << 24
+_MEMORY = ctypes.c_ulonglong * 5  # version, total, reserved, free, used
+_MEMORY_VERSION = ctypes.sizeof(_MEMORY) | 2 << 24
 _EVENT = ctypes.c_ulonglong * 4  # device, type, data, instances
 
 
@@ -387,8 +267,7 @@ class Nvml:
         self._library = ctypes.CDLL(_LIBRARY)
         if not self._call("nvmlInit_v2"):
             raise OSError("NVML finds no driver")
-        count = self._get(ctypes.c_uint(), "nvmlDeviceGetCount_v2")
-        count = 0 if count is None else count.value
+        count = self._number("nvmlDeviceGetCount_v2") or 0
         self._handles: dict[int, ctypes.c_void_p] = {}  # by index
         for entry in listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), count):
             name, key = (
@@ -412,55 +291,54 @@ class Nvml:
             )
             for index, handle in self._handles.items()
         )
-        self._ecc: dict[int, int | None] = {}
-        self._ecc_due = 0.0
-        self._events = self._watch_xids()
+        self._events = self._get(ctypes.c_void_p(), "nvmlEventSetCreate")
+        kind = ctypes.c_ulonglong(_EVENT_XID)
+        watched = [
+            self._call("nvmlDeviceRegisterEvents", handle, kind, self._events)
+            for handle in self._handles.values()
+        ]
+        if not any(watched):  # the driver does not report XIDs
+            self._events = None
         self._xids: dict[int | None, int] = {}  # by handle
 
     def read(self) -> GpuState:
         """Return the GPUs and their states."""
-        self._read_xids()
-        if time.monotonic() >= self._ecc_due:
-            self._ecc_due = time.monotonic() + _ECC_PAUSE
-            self._ecc = {
-                index: self._number(
-                    "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE,
-                    kind=ctypes.c_ulonglong,
-                )
-                for index, handle in self._handles.items()
-            }  # fmt: skip
-        return self._gpus, tuple(self._sample(*one) for one in self._handles.items())
+        event = _EVENT()
+        # Without a new event, the call fails at once.
+        while self._events is not None and self._call(
+            "nvmlEventSetWait_v2", self._events, ctypes.byref(event), 0
+        ):
+            self._xids[event[0]] = event[2]
+        return self._gpus, tuple(map(self._sample, self._handles.values()))
 
-    def _sample(self, index: int, handle: ctypes.c_void_p) -> GpuSample:
+    def _sample(self, handle: ctypes.c_void_p) -> GpuSample:
         use = self._get(_UTILIZATION(), "nvmlDeviceGetUtilizationRates", handle)
         power = self._number("nvmlDeviceGetPowerUsage", handle)
         return GpuSample(
             None if use is None else float(use[0]),
-            self._memory(handle)[0],
+            self._memory(handle)[4],
             power=None if power is None else power / 1000,
             temperature=self._number("nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU),
             sm_clock=self._number("nvmlDeviceGetClockInfo", handle, _CLOCK_SM),
             memory_clock=self._number("nvmlDeviceGetClockInfo", handle, _CLOCK_MEMORY),
-            ecc=self._ecc.get(index),
+            ecc=self._number(
+                "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE,
+                kind=ctypes.c_ulonglong,
+            ),
             xid=self._xids.get(handle.value, 0) if self._events is not None else None,
-        )
+        )  # fmt: skip
 
     def _call(self, name: str, *arguments: Any) -> bool:
         """Call a function; return whether this driver has it, and it succeeds."""
-        try:
-            function = getattr(self._library, name)
-        except AttributeError:
-            return False
-        return int(function(*arguments)) == 0
+        function = getattr(self._library, name, None)
+        return function is not None and int(function(*arguments)) == 0
 
     def _get(self, result: Any, name: str, *arguments: Any) -> Any:
         """Return the result that a function writes through its last argument; None if it fails."""
         return result if self._call(name, *arguments, ctypes.byref(result)) else None
 
-    def _number(
-        self, name: str, handle: ctypes.c_void_p, *arguments: int, kind: Any = ctypes.c_uint
-    ) -> int | None:
-        value = self._get(kind(), name, handle, *arguments)
+    def _number(self, name: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | None:
+        value = self._get(kind(), name, *arguments)
         return None if value is None else int(value.value)
 
     def _text(self, name: str, handle: ctypes.c_void_p) -> str:
@@ -468,32 +346,10 @@ class Nvml:
         self._call(name, handle, buffer, ctypes.c_uint(_NAME_BYTES))
         return buffer.value.decode(errors="replace")
 
-    def _memory(self, handle: ctypes.c_void_p) -> tuple[int | None, int | None]:
-        """Return the used and the total memory; nvidia-smi excludes the driver's reserve too."""
-        second = self._get(_MEMORY_V2(_VERSION_2), "nvmlDeviceGetMemoryInfo_v2", handle)
-        if second is not None:
-            return second[4], second[1]
-        first = self._get(_MEMORY(), "nvmlDeviceGetMemoryInfo", handle)
-        return (None, None) if first is None else (first[2], first[0])
-
-    def _watch_xids(self) -> ctypes.c_void_p | None:
-        """Return a set of events of all GPUs; None if the driver does not report XIDs."""
-        events: ctypes.c_void_p | None = self._get(ctypes.c_void_p(), "nvmlEventSetCreate")
-        kind = ctypes.c_ulonglong(_EVENT_XID)
-        watched = [
-            self._call("nvmlDeviceRegisterEvents", handle, kind, events)
-            for handle in self._handles.values()
-        ]
-        return events if any(watched) else None
-
-    def _read_xids(self) -> None:
-        event = _EVENT()
-        for _ in range(_MAX_EVENTS if self._events is not None else 0):
-            # Without a new event, it fails at once.
-            if not self._call("nvmlEventSetWait_v2", self._events, ctypes.byref(event), 0):
-                return
-            if event[1] == _EVENT_XID:
-                self._xids[event[0]] = event[2]
+    def _memory(self, handle: ctypes.c_void_p) -> Sequence[int | None]:
+        """Return a `_MEMORY`, which excludes the driver's reserve as nvidia-smi does."""
+        found = self._get(_MEMORY(_MEMORY_VERSION), "nvmlDeviceGetMemoryInfo_v2", handle)
+        return found or (None,) * 5
 
 
 def amd_gpus(environ: Mapping[str, str], root: str = "") -> Callable[[], GpuState]:
@@ -506,7 +362,9 @@ def amd_gpus(environ: Mapping[str, str], root: str = "") -> Callable[[], GpuStat
     Raises:
         OSError: there is no such GPU.
     """
-    names = [name for name in _listed(f"{root}/sys/class/drm") if re.fullmatch(r"card\d+", name)]
+    names = [
+        name for name in files.listed(f"{root}/sys/class/drm") if re.fullmatch(r"card\d+", name)
+    ]
     boards = [
         board
         for name in sorted(names, key=lambda name: int(name[4:]))
@@ -534,22 +392,20 @@ def amd_gpus(environ: Mapping[str, str], root: str = "") -> Callable[[], GpuStat
 def _amd_sample(board: Path) -> GpuSample:
     hwmon = next(iter(sorted(board.glob("hwmon/hwmon*"))), board)
 
-    def sensor(name: str, unit: float) -> float | None:
+    def sensor(name: str, unit: int) -> int | None:
         value = _number(hwmon / name)
-        return None if value is None else value / unit
+        return None if value is None else value // unit
 
-    power = sensor("power1_average", 1e6)  # from microwatts
+    power = sensor("power1_average", 10**6)  # from microwatts
     counts = files.read_text(board / "ras/umc_err_count", 200)
     errors = re.search(r"^ue: (\d+)", counts, re.MULTILINE)
-    clocks = [sensor(f"freq{number}_input", 1e6) for number in (1, 2)]
-    sm_clock, memory_clock = (None if clock is None else int(clock) for clock in clocks)
     return GpuSample(
         _number(board / "gpu_busy_percent"),
         _number(board / "mem_info_vram_used"),
-        power=sensor("power1_input", 1e6) if power is None else power,
+        power=sensor("power1_input", 10**6) if power is None else power,
         temperature=sensor("temp1_input", 1000),
-        sm_clock=sm_clock,
-        memory_clock=memory_clock,
+        sm_clock=sensor("freq1_input", 10**6),
+        memory_clock=sensor("freq2_input", 10**6),
         ecc=int(errors[1]) if errors else None,
     )
 

@@ -6,31 +6,28 @@ The node with the coordinator notifies: node 0 at first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from clusterjob.node.logs import ends
 from clusterjob.node.notifications import END, FAILURE, REQUEUE, START
-from clusterjob.node.notifications.sender import Event, short
+from clusterjob.node.notifications.sender import Event, event_of, short, wanted
 from clusterjob.node.system.sanitize import sanitize
 from clusterjob.node.verdict import Failure, JobState, Verdict
 
 _IN_ORDER = 5.0  # seconds for which an event waits until the one before is sent
 _LAST_SEND = 10.0  # seconds that a job's last process waits until all events are sent
 _MAX_RESTARTS = 10  # maximum restarts that an attempt notifies about
-_KINDS = {FAILURE: (JobState.FAILED, JobState.LOST), REQUEUE: (JobState.PREEMPTED,)}
-# Not with -m: that would import a file of the working directory with the name of a module.
+_KINDS = {JobState.FAILED: FAILURE, JobState.LOST: FAILURE, JobState.PREEMPTED: REQUEUE}
+# Not with -m: that would import a file of the working directory with the name of a module. The
+# package is a directory, or the node zip.
 _SENDER = (
-    "import sys; sys.path = list(filter(None, sys.path));"
+    f"import sys; sys.path = [{str(Path(__file__).parents[3])!r}, *filter(None, sys.path)];"
     " from clusterjob.node.notifications.sender import main; main()"
 )
 
@@ -52,8 +49,8 @@ class Notifier:
         self, settings: str, job_id: str, job_dir: Path, print_line: Callable[[str], None]
     ) -> None:
         self.pids: set[int] = set()
-        self._settings: dict[str, Any] = json.loads(settings) | {"job_dir": str(job_dir)}
-        self._job = {"job_id": job_id} | {key: self._settings[key] for key in ("name", "cluster")}
+        self._settings: dict[str, Any] = json.loads(settings)
+        self._settings |= {"job_id": job_id, "job_dir": str(job_dir)}
         self._job_dir = job_dir
         self._print_line = print_line
         self._begun = time.monotonic()
@@ -78,7 +75,7 @@ class Notifier:
     def ended(self, verdict: Verdict) -> None:
         """Report the verdict."""
         self._send(
-            next((kind for kind, states in _KINDS.items() if verdict.state in states), END),
+            _KINDS.get(verdict.state, END),
             state=str(verdict.state),
             reason=verdict.reason,
             failure=verdict.failure,
@@ -93,11 +90,6 @@ class Notifier:
         _, unsent = await asyncio.wait(self._sending, timeout=_LAST_SEND)
         if unsent:
             self._print_line("notify: the last notification was not sent in time")
-            for task in self._sending:
-                task.cancel()
-            for pid in self.pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
 
     def _send(
         self, kind: str, state: str, reason: str = "", failure: Failure | None = None, **facts: Any
@@ -105,32 +97,26 @@ class Notifier:
         if failure is not None:
             facts |= {"rank": failure.rank, "host": short(failure.host)}
         seconds = round(time.monotonic() - self._begun, 1)
-        event = Event(
-            kind, state=state, reason=short(reason), seconds=seconds, **facts, **self._job
-        )
+        event = event_of(kind, self._settings, state, reason, seconds=seconds, **facts)
         # The end of an element may be a failure of its array.
-        if self._settings["elements"] or event.wanted(self._settings["on"]):
+        if self._settings["elements"] or wanted(event, self._settings["on"]):
             self._sending.append(asyncio.create_task(self._run(event, self._sending[-1:])))
 
     async def _run(self, event: Event, before: list[asyncio.Task[None]]) -> None:
         """Run the process that sends an event; print its messages."""
         if before:
             await asyncio.wait(before, timeout=_IN_ORDER)
-        package = str(Path(__file__).parents[3])  # a directory, or the node zip
-        paths = (package, os.environ.get("PYTHONPATH", ""))
         # Not asyncio's: the pid must be known before this agent kills all other processes.
         process = subprocess.Popen(
             [sys.executable, "-c", _SENDER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             start_new_session=True,  # the forkserver kills the group of a killed agent
         )
         self.pids.add(process.pid)
-        data = json.dumps(self._settings | {"event": asdict(event)}).encode()
-        loop = asyncio.get_running_loop()
-        output, _ = await loop.run_in_executor(None, process.communicate, data)
+        data = json.dumps(self._settings | {"event": event}).encode()
+        output, _ = await asyncio.to_thread(process.communicate, data)
         self.pids.remove(process.pid)
         for line in output.decode(errors="replace").splitlines():
             self._print_line(f"notify: {sanitize(line)}")

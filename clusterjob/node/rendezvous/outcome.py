@@ -21,7 +21,6 @@ from clusterjob.node.verdict import (
 )
 
 _SHOWN_FRAMES = 19  # of the rank that a verdict about a hang names
-_COLLECTIVES = "torch/distributed/"
 _TIME_LIMIT = "time_limit"  # the kind of a round that the time limit has ended
 
 
@@ -194,7 +193,5 @@ def _odd(groups: Sequence[Group]) -> Group | None:
 
 
 def _order(each: Group) -> tuple[bool, bool, int]:
-    wait = grouping.find_wait(each.frames)
-    collective = wait is not None and _COLLECTIVES in each.frames[wait.depth].file
     answers = bool(each.frames) and not each.state.startswith(STOPPED)
-    return answers, collective, len(each.ranks)
+    return answers, grouping.waits_for_peers(each.frames), len(each.ranks)

@@ -76,10 +76,14 @@ class RankStack:
         return codec.fields_of(self)
 
 
-# A line of faulthandler; its file names are cut off after 500 characters.
-_FRAME = re.compile(r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
-_THREAD = re.compile(r"^Thread ([0-9]{1,20})\n", re.MULTILINE)
-_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+# A line of a frame; faulthandler cuts file names off after 500 characters.
+_FRAME = re.compile(
+    r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>[0-9]{1,9}|\?\?\?) in (?P<name>.*)'
+)
+# The begin of a thread in the text of `offer`, and of the main thread in that of faulthandler.
+_THREAD = re.compile(r"Thread (?P<name>.*)|Stack \(most recent call first\):")
+# faulthandler's text for a character that is not ASCII; of a surrogate, JSON could not be decoded.
+_ESCAPE = re.compile(r"\\(?:x([89a-f][0-9a-f])|u((?!d[89a-f])[0-9a-f]{4})|U000([0-9a-f]{5}))")
 MAX_THREADS = 100
 MAX_FRAMES = 200
 # Files of the interpreter, of installed packages, and of clusterjob.
@@ -96,27 +100,29 @@ _HOOK = re.compile(
 _IMPORT = re.compile(r"^<frozen importlib|/python/sitecustomize\.py$|/node/workers/hook\.py$")
 
 
-def parse_thread(name: str, text: str) -> ThreadStack:
-    """Return the stack that faulthandler has written; clusterjob's own frames are left out."""
-    found: list[Frame] = []
-    for line in text.splitlines()[: 2 * MAX_FRAMES]:
-        match = _FRAME.fullmatch(line)
-        if match is None or len(found) == MAX_FRAMES:
-            continue
-        number = match["line"]
-        frame = Frame(
-            _unescaped(match["file"] or "???")[:MAX_TEXT],
-            int(number) if number.isascii() and number.isdecimal() and len(number) < 10 else None,
-            _unescaped(match["name"])[:MAX_TEXT],
-        )
-        found.append(frame)
-    return ThreadStack(name, of_program(found))
+def parse_threads(text: str) -> tuple[ThreadStack, ...]:
+    """Return the stacks in a text of `offer` or faulthandler, the main thread's first.
 
-
-def of_all_threads(text: str) -> dict[int, str]:
-    """Return the stacks by thread id that `offer` has written for all threads."""
-    parts = _THREAD.split(text)
-    return dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))
+    clusterjob's own frames and threads are left out; the main thread may have no frames then.
+    """
+    found: list[tuple[str, list[Frame]]] = []
+    text = _ESCAPE.sub(lambda match: chr(int(match[1] or match[2] or match[3], 16)), text)
+    for line in text.split("\n"):
+        if begin := _THREAD.fullmatch(line):
+            found.append((begin["name"] or "MainThread", []))
+        elif found and (match := _FRAME.fullmatch(line)):
+            number = match["line"]
+            frame = Frame(
+                (match["file"] or "???")[:MAX_TEXT],
+                int(number) if number.isdecimal() else None,
+                match["name"][:MAX_TEXT],
+            )
+            found[-1][1].append(frame)
+    threads = [
+        ThreadStack(name[:MAX_TEXT], of_program(frames[:MAX_FRAMES]))
+        for name, frames in found[:MAX_THREADS]
+    ]
+    return tuple(each for each in threads if each.frames or each is threads[0])
 
 
 def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
@@ -134,16 +140,6 @@ def of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     return () if own_thread else kept
 
 
-def _unescaped(text: str) -> str:
-    """Decode the escapes that faulthandler writes for all characters that are not ASCII."""
-
-    def character(match: re.Match[str]) -> str:
-        number = int(next(filter(None, match.groups())), 16)
-        return chr(number) if number < 0x110000 and number >= 0x80 else match[0]
-
-    return _ESCAPE.sub(character, text)
-
-
 def is_of_program(frame: Frame) -> bool:
     """Return whether a frame is in a Python file of the program itself, not in a library."""
     return frame.line is not None and _LIBRARY.search(frame.file) is None
@@ -154,48 +150,8 @@ def program_frame(frames: Iterable[Frame]) -> Frame | None:
     return next(filter(is_of_program, frames), None)
 
 
-def is_of_import(frame: Frame) -> bool:
-    """Return whether a frame is of Python's import machinery, or of the hook in it."""
-    return _IMPORT.search(frame.file) is not None
-
-
-def position_text(frames: Sequence[Frame]) -> str:
-    """Return a thread's position as one clause.
-
-    It names the innermost line, and the innermost line of the program's own files.
-    """
-    shown = [frame for frame in frames if not is_of_import(frame)]
-    if not shown:
-        return "its stack names no file"
-    text = "it imports, in " if len(shown) < len(frames) else "it is in "
-    own = program_frame(shown) or shown[0]
-    text += _line_text(shown[0])
-    return text if own is shown[0] else f"{text}, from {_line_text(own)}"
-
-
-def _line_text(frame: Frame) -> str:
-    return f"{os.path.basename(frame.file)} line {frame.line}, {frame.function}"
-
-
-def to_lines(threads: Iterable[ThreadStack]) -> list[str]:
-    """Return the stacks as lines, each thread's name above its frames."""
-    return [
-        line
-        for thread in threads
-        for line in (
-            f"Thread {thread.name} (most recent call first):",
-            *map(frame_line, thread.frames),
-        )
-    ]
-
-
-def frame_line(frame: Frame) -> str:
-    """Return a frame as a line of a traceback."""
-    return f'  File "{frame.file}", line {frame.line} in {frame.function}'
-
-
 # Functions that wait, by the end of their file. "*": each function with a public name.
-_TORCH = {
+_WAITS = {
     "torch/distributed/distributed_c10d.py": {"*"},
     "torch/distributed/rendezvous.py": {"*"},
     "clusterjob/bootstrap.py": {"init"},
@@ -203,8 +159,6 @@ _TORCH = {
     "torch/cuda/__init__.py": {"synchronize"},
     "torch/cuda/streams.py": {"synchronize", "wait"},
     "torch/utils/data/dataloader.py": {"__next__"},
-}
-_STANDARD_LIBRARY = {
     "concurrent/futures/_base.py": {"exception", "result", "wait"},
     "multiprocessing/connection.py": {"accept", "poll", "recv", "recv_bytes", "wait"},
     "multiprocessing/pool.py": {"get", "join", "wait"},
@@ -219,51 +173,38 @@ _STANDARD_LIBRARY = {
     "/subprocess.py": {"_try_wait", "_wait", "call", "communicate", "run", "wait"},
     "/threading.py": {"__enter__", "acquire", "join", "wait", "wait_for"},
 }
-_WAITS = _TORCH | _STANDARD_LIBRARY
-_FILES = tuple(_WAITS)
 # Files that lie between a waiting function and the function that it waits in.
 _PEERS = re.compile(r"torch/(?:distributed|cuda)/")
 _BETWEEN = re.compile(r"/clusterjob/worker/|torch/distributed/c10d_logger\.py$")
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A function that waits.
-
-    Attributes:
-        function: its name, such as ``all_reduce`` or ``queue.get``.
-        depth: the index of its frame.
-    """
-
-    function: str
-    depth: int
-
-
-def find_wait(frames: Sequence[Frame]) -> Wait | None:
+def find_wait(frames: Sequence[Frame]) -> tuple[str, int] | None:
     """Return the outermost waiting function that all innermost frames belong to, or None.
+
+    It is its name, such as ``all_reduce`` or ``queue.get``, and the index of its frame.
 
     Args:
         frames: the frames of a thread, the innermost first.
     """
     found = None
-    for depth, frame in enumerate(frames):
+    for index, frame in enumerate(frames):
         if frame.line is None:  # C and C++
             continue
-        file = next(filter(frame.file.endswith, _FILES), None)
+        file = next(filter(frame.file.endswith, _WAITS), None)
         if file is None and found is not None and _BETWEEN.search(frame.file):
             continue
         if file is None or is_of_program(frame):
             break
         name, waits = short_name(frame), _WAITS[file]
         if name in waits or ("*" in waits and not name.startswith("_")):
-            found = Wait(_label(file, name), depth)
+            found = _label(file, name), index
     return found
 
 
 def waits_for_peers(frames: Sequence[Frame]) -> bool:
     """Return whether a thread waits in a collective, or for the GPU that runs it."""
     wait = find_wait(frames)
-    return wait is not None and bool(_PEERS.search(frames[wait.depth].file))
+    return wait is not None and bool(_PEERS.search(frames[wait[1]].file))
 
 
 def short_name(frame: Frame) -> str:
@@ -272,15 +213,13 @@ def short_name(frame: Frame) -> str:
 
 
 def _label(file: str, function: str) -> str:
-    if file in _STANDARD_LIBRARY:
+    if not file.startswith(("torch/", "clusterjob/")):
         return f"{os.path.basename(file).removesuffix('.py')}.{function}"
     return {"__next__": "DataLoader", "init": "bootstrap.init"}.get(function, function)
 
 
 SCHEMA = 1
 _MAX_CLAUSES = 4  # groups in the headline
-CUT_AT = 100  # frames of a thread that faulthandler writes (MAX_FRAME_DEPTH)
-_PACKAGE = re.compile(r"-packages/(\w+)", re.ASCII)
 _MAX_NAMED = 3  # ranks in a clause; more are counted
 
 
@@ -316,7 +255,7 @@ def group(stacks: Iterable[RankStack]) -> list[Group]:
         wait = find_wait(frames)
         key: Any = stack.state
         if wait is not None:
-            key = (wait.function, *_comparable(frames[wait.depth + 1 :]))
+            key = (wait[0], *_comparable(frames[wait[1] + 1 :]))
         elif frames:
             key = _comparable(frames)
         key = (key, stack.state.startswith(STOPPED))
@@ -347,25 +286,19 @@ def _comparable(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 def headline(groups: Sequence[Group]) -> str:
     """Return one line about all groups, the largest first.
 
-    For example ``7 ranks wait in all_reduce; rank 3 is in decode (data.py:41)``.
+    For example ``7 ranks wait in all_reduce (train.py:9); rank 3 is in decode (data.py:41)``.
     """
-    if not groups:
-        return "no ranks"
     ordered = sorted(groups, key=lambda each: (-len(each.ranks), each.ranks))
-    texts = [_verb_and_place(each, place=False) for each in ordered]
     clauses = []
-    for each, known in zip(ordered[:_MAX_CLAUSES], texts, strict=False):
-        alone = len(ordered) == 1
-        # The smallest group is the one to look at.
-        place = each is ordered[-1] or texts.count(known) > 1
-        verbs, rest = _verb_and_place(each, place=True) if place else known
+    for each in ordered[:_MAX_CLAUSES]:
         several = len(each.ranks) > 1
-        named = f"all {len(each.ranks)} ranks" if alone and several else ranks_text(each.ranks)
-        clauses.append(f"{named} {verbs[several]} {rest}")
-    if len(ordered) > _MAX_CLAUSES:
-        others = sum(len(each.ranks) for each in ordered[_MAX_CLAUSES:])
+        alike = several and len(ordered) == 1
+        named = f"all {len(each.ranks)} ranks" if alike else ranks_text(each.ranks)
+        clauses.append(f"{named} {position_text(each.frames, each.state, several=several)}")
+    others = sum(len(each.ranks) for each in ordered[_MAX_CLAUSES:])
+    if others:
         clauses.append(f"{others} more {'ranks are' if others > 1 else 'rank is'} elsewhere")
-    return "; ".join(clauses)
+    return "; ".join(clauses) or "no ranks"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -377,39 +310,35 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks"
 
 
-def _verb_and_place(each: Group, *, place: bool) -> tuple[tuple[str, str], str]:
-    """Return the verb in singular and plural, and where the ranks of a group are.
+def position_text(frames: Sequence[Frame], state: str, *, several: bool = False) -> str:
+    """Return where a main thread is, without the subject: ``is in decode (data.py:41)``.
+
+    It names the function that waits, or the innermost function in a file of the program.
 
     Args:
-        each: the group.
-        place: whether to add the program's line to a function in which ranks wait.
+        frames: its frames; empty without an answer.
+        state: the kernel's state of its process.
+        several: whether the subject is several ranks.
     """
-    if not each.frames:
-        return ("does not answer:", "do not answer:"), f"the process {each.state}"
-    own = program_frame(each.frames)
-    where = f" ({place_text(own)})" if own is not None else ""
-    wait = find_wait(each.frames)
-    if each.state.startswith(STOPPED):  # py-spy has read the stack
-        frame = own or each.frames[0]
-        return ("is stopped in", "are stopped in"), f"{frame.function} ({place_text(frame)})"
-    if wait is not None:
-        return ("waits in", "wait in"), wait.function + (where if place else "")
-    shown = without_imports(each.frames)
-    frame = own or shown[0]
-    importing = len(each.frames) > len(shown)
-    if own is not None:
-        importing = any(map(is_of_import, each.frames[: each.frames.index(own)]))
-    elif importing:  # the frames of the program are cut off
-        package = _PACKAGE.search(shown[-1].file)
-        name = package[1] if package else os.path.basename(shown[-1].file)
-        return ("imports", "import"), f"{name} ({place_text(frame)})"
-    verbs = ("imports in", "import in") if importing else ("is in", "are in")
-    return verbs, f"{frame.function} ({place_text(frame)})"
+    be, s = ("are", "") if several else ("is", "s")
+    if not frames:
+        return f"{'do' if several else 'does'} not answer: the process {state}"
+    shown = without_imports(frames)
+    frame = program_frame(shown) or shown[0]
+    wait = find_wait(frames)
+    verb, function = f"{be} in", frame.function
+    if state.startswith(STOPPED):  # py-spy has read the stack
+        verb = f"{be} stopped in"
+    elif wait is not None:
+        verb, function = f"wait{s} in", wait[0]
+    elif len(shown) < len(frames):
+        verb = f"import{s} in"
+    return f"{verb} {function} ({place_text(frame)})"
 
 
 def without_imports(frames: Sequence[Frame]) -> Sequence[Frame]:
     """Return the frames without those of Python's import machinery, as a traceback shows them."""
-    return [frame for frame in frames if not is_of_import(frame)] or frames
+    return [frame for frame in frames if not _IMPORT.search(frame.file)] or frames
 
 
 def place_text(frame: Frame) -> str:
@@ -444,38 +373,32 @@ def text(stacks: Sequence[RankStack], *, all_threads: bool = False) -> list[str]
     lines = [headline(groups)]
     for index, each in enumerate(groups):
         members = [by_rank[rank] for rank in each.ranks]
-        lines += ["", _title(members)]
-        lines += _frame_lines(each.frames)
+        lines += ["", _title(members), *frame_lines(each.frames)]
         shown = members if all_threads else members[:1] if index == 0 else []
         for stack in shown:
-            named = f" of rank {stack.rank}" if len(members) > 1 else ""
-            for thread in itertools.islice(stack.threads, 1, None):
-                lines.append(f"  {thread.name}{named}:")
-                lines += [f"  {line}" for line in _frame_lines(thread.frames)]
+            for thread in stack.threads[1:]:
+                lines.append(f"  {thread.name} of rank {stack.rank}:")
+                lines += [f"  {line}" for line in frame_lines(thread.frames)]
     return lines
 
 
 def _title(members: Sequence[RankStack]) -> str:
     """Return the ranks of a group, and where one or all of them run."""
-    first = members[0]
-    named = f"rank{'s' * (len(members) > 1)} {', '.join(ranges(each.rank for each in members))}"
+    first, nodes = members[0], {each.node_rank for each in members}
+    where = f"node {first.node_rank}" if len(nodes) == 1 else f"{len(nodes)} nodes"
     if len(members) == 1:
-        where = f"node {first.node_rank}, {first.host}, pid {first.pid}: {first.state}"
-    else:
-        nodes = {each.node_rank for each in members}
-        states = sorted({each.state.partition(" (")[0] for each in members})
-        count = f"{len(nodes)} nodes" if len(nodes) > 1 else f"node {first.node_rank}"
-        where = f"{count}: {', '.join(states)}"
-    return f"{named} ({where})" + ("" if first.answered else ": no answer")
+        where += f", {first.host}, pid {first.pid}"
+    states = ", ".join(sorted({each.state for each in members}))
+    named = f"rank{'s' * (len(members) > 1)} {', '.join(ranges(each.rank for each in members))}"
+    return f"{named} ({where}: {states})" + ("" if first.answered else ": no answer")
 
 
-def _frame_lines(frames: Sequence[Frame]) -> list[str]:
-    lines = []
-    for frame in without_imports(frames):
-        line = frame.line if frame.line is not None else "?"
-        lines.append(f"  {frame.function} ({frame.file}:{line})")
-    cut = len(frames) == CUT_AT and all(frame.line is not None for frame in frames)
-    return lines + ([f"  ... (Python writes only the innermost {CUT_AT} frames)"] if cut else [])
+def frame_lines(frames: Sequence[Frame]) -> list[str]:
+    """Return the frames of a thread as lines, without those of Python's import machinery."""
+    return [
+        f"  {frame.function} ({frame.file}:{'?' if frame.line is None else frame.line})"
+        for frame in without_imports(frames)
+    ]
 
 
 @dataclass(frozen=True)
@@ -524,10 +447,13 @@ def write_evidence(
         "flight_recorder": list(dumps),
     }
     _write(path.with_suffix(".json"), json.dumps(data))
-    lines = [f"{at} {why}", *(f"{node} did not answer" for node in silent)]
-    lines += [f"torch's flight recorder: {name}" for name in dumps]
-    lines.append("")
-    lines += text(stacks, all_threads=True)
+    lines = [
+        f"{at} {why}",
+        *(f"{node} did not answer" for node in silent),
+        *(f"torch's flight recorder: {name}" for name in dumps),
+        "",
+        *text(stacks, all_threads=True),
+    ]
     _write(path, "".join(f"{sanitize(line)}\n" for line in lines))
     return str(path.relative_to(job_dir))
 

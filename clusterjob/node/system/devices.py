@@ -35,7 +35,7 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     if nvidia:
         return len(listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), nvidia))
     properties = (
-        files.read_text(f"{_AMD_NODES}/{node}/properties") for node in _listed(_AMD_NODES)
+        files.read_text(f"{_AMD_NODES}/{node}/properties") for node in files.listed(_AMD_NODES)
     )
     amd = sum(_SIMD.search(text) is not None for text in properties)
     for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
@@ -45,7 +45,7 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
 
 def has_other_accelerator() -> bool:
     """Return whether the machine has an accelerator that `visible_gpus` does not count."""
-    return any(_OTHER.match(name) for name in _listed(_DEVICES))
+    return any(_OTHER.match(name) for name in files.listed(_DEVICES))
 
 
 def cuda_devices(listed: str) -> list[str]:
@@ -153,11 +153,4 @@ def _is_number_below(name: str, count: int) -> bool:
 
 
 def _nvidia() -> int:
-    return sum(_NVIDIA.match(name) is not None for name in _listed(_DEVICES))
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
+    return sum(_NVIDIA.match(name) is not None for name in files.listed(_DEVICES))

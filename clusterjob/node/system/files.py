@@ -206,6 +206,14 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogatepass")
 
 
+def listed(folder: str) -> list[str]:
+    """Return the sorted names in a directory; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
 def read_regular(path: Path, limit: int) -> bytes:
     """Return a regular file's content, with a size limit; never block on a pipe or a device.
 

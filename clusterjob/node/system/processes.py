@@ -443,10 +443,11 @@ class OomKills:
     @classmethod
     def now(cls) -> OomKills:
         """Return the current count."""
-        for directory, name in _memory_cgroups():
-            count = _count_in(directory / name)
-            if count is not None:
-                return cls(count, directory)
+        for directory in memory_cgroups():
+            for name in ("memory.events", "memory.oom_control"):  # of cgroups v2, and of v1
+                count = _count_in(directory / name)
+                if count is not None:
+                    return cls(count, directory)
         return cls(_count_in(Path("/proc/vmstat")) or 0)
 
     def describe_new(self) -> str:
@@ -465,18 +466,20 @@ class OomKills:
         )
 
 
-def _memory_cgroups() -> Iterator[tuple[Path, str]]:
-    """Yield (directory, file name) of this process's memory counters, for cgroups v2 and v1.
+def memory_cgroups(root: str = "") -> Iterator[Path]:
+    """Yield the cgroup that counts the memory of this process, v2 or v1, and those above it.
 
-    In a container the mounted root is the container's own cgroup, so the root is yielded too.
+    In a container the mounted root is the container's own cgroup.
+
+    Args:
+        root: replaces ``/`` in tests.
     """
-    for line in files.read_text("/proc/self/cgroup").splitlines():
+    for line in files.read_text(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        for directory in (path, ""):
-            if not controllers:
-                yield Path(f"/sys/fs/cgroup{directory}"), "memory.events"
-            elif "memory" in controllers.split(","):
-                yield Path(f"/sys/fs/cgroup/memory{directory}"), "memory.oom_control"
+        if not controllers or "memory" in controllers.split(","):
+            top = f"{root}/sys/fs/cgroup{'/memory' if controllers else ''}"
+            group = Path(f"{top}{path}")
+            yield from (each for each in (group, *group.parents) if str(each).startswith(top))
 
 
 def _count_in(path: Path) -> int | None:

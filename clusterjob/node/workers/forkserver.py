@@ -30,8 +30,8 @@ from clusterjob.node.logs import ends, log_files
 from clusterjob.node.logs.job_dir import STORE_LOG
 from clusterjob.node.options import LaunchOptions
 from clusterjob.node.program import Program
-from clusterjob.node.stacks import grouping, offer
-from clusterjob.node.stacks.collect import StackRequest, catches
+from clusterjob.node.stacks import collect, grouping, offer
+from clusterjob.node.stacks.collect import StackRequest
 from clusterjob.node.system import processes
 from clusterjob.node.system.shared_note import SharedNote
 from clusterjob.node.verdict import FailureKind
@@ -504,7 +504,7 @@ class Forkserver:
         if time.monotonic() < max(since, begun) + _EARLY_KILL or state == "begun":
             return False
         if self._options.launcher == "torchrun" or state not in ("set", "ended"):
-            return not catches(pid, signal.SIGTERM)
+            return not collect.has_signal(pid, "SigCgt", signal.SIGTERM)
         if state == "set":  # stuck in native code
             return True
         if pid not in stacks:
@@ -513,8 +513,8 @@ class Forkserver:
         if not asked.done:
             asked.step()
             return False
-        main = next(iter(stacks.pop(pid).answer().values()), None)
-        return main is not None and grouping.waits_for_peers(main.frames)
+        threads = stacks.pop(pid).answer()
+        return bool(threads) and grouping.waits_for_peers(threads[0].frames)
 
     @staticmethod
     def _signal(pids: list[int], with_signal: int) -> None:
