@@ -190,19 +190,9 @@ def test_more_bytes_than_the_window_are_refused(pair: Pair) -> None:
         connection.feed(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        frame(streams.DATA, 1, b"x")[:-1] + b"?",
-        struct.pack(">BII", streams.DATA, 1, streams.MAX_PAYLOAD + 1),
-        struct.pack(">BII", 77, 1, 0),
-        frame(streams.GRANT, 1, b"\xff"),
-    ],
-    ids=["end", "size", "kind", "grant"],
-)
-def test_wrong_frames_are_refused(data: bytes) -> None:
+def test_longer_frame_than_allowed_is_refused() -> None:
     with pytest.raises(FrameError):
-        feeder([]).feed(data)
+        feeder([]).feed(struct.pack(">BII", streams.DATA, 1, streams.MAX_PAYLOAD + 1))
 
 
 def test_side_that_never_reads_needs_no_memory(pair: Pair) -> None:

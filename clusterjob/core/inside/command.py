@@ -68,11 +68,11 @@ def run(
     entered = connection.enter(record, backend, request, node=node, rank=rank)
     with contextlib.closing(entered), Signals() as signals, contextlib.ExitStack() as stack:
         _warn_of_container(entered, warn)
-        output = Stream(STDOUT, sink=STDOUT, shared=True)
+        output = Stream(STDOUT, sink=STDOUT)
         for stream in (
             Stream(STDIN, source=STDIN),
             output,
-            Stream(STDERR, sink=STDERR, shared=True),
+            Stream(STDERR, sink=STDERR),
         ):
             entered.streams.add(stream)
         if terminal:

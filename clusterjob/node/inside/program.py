@@ -35,15 +35,13 @@ from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import processes
 
-_MAX_REQUEST = 16 << 20  # bytes; execve(2) takes less
 _SILENCE = 120.0  # seconds without a frame after which the submitter counts as dead
 _START_TIMEOUT = 10.0  # seconds for workers that are being started
 _TICK = 0.2  # seconds between two checks of the command and the job
 _SHORT_TICK = 0.01  # the same while the command ends
 _LAST_OUTPUT = 1.0  # seconds for the output of a command that was stopped
 _FLUSH = 10.0  # seconds for the last frames
-_MAX_STACKS = 30.0  # seconds for stacks, and for sending them
-_ADDRESSES = ("127.0.0.1", "::1")  # a server on "localhost" may listen on either
+_MAX_STACKS = 30.0  # seconds for stacks
 _CONNECT_TIMEOUT = 2.0  # seconds; loopback answers at once, unless the server's backlog is full
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes as of a shell, and of `docker exec`
 _LEFTOVERS = 1.0  # seconds that processes left behind by the command may still write
@@ -63,22 +61,29 @@ def main() -> None:
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(0, 1 << 16)  # the submitter sends nothing after the line before the answer
-        line += data
-        if not data or len(line) > _MAX_REQUEST:
+        if not data:
             return
+        line += data
     request = json.loads(line)
     processes.adopt_orphans()
-    try:
-        place = _wait_for_worker(request)
-    except NotHereError as error:
-        _answer({"error": error.facts})
-        return
+    end = time.monotonic() + _START_TIMEOUT
+    while True:
+        try:
+            place = find(request["job"], request["node"], request["rank"])
+            break
+        except NotHereError as error:
+            starting = error.facts["why"] == "starting" and not request.get("stacks")
+            if not starting or time.monotonic() > end:
+                _answer({"error": error.facts})
+                return
+        time.sleep(_TICK)
+    answer = {"rank": place.rank, "host": socket.gethostname()}
     if request.get("stacks"):
-        _answer({"rank": place.rank, "host": socket.gethostname(), "stacks": True})
+        _answer(answer | {"stacks": True})
         _send_stacks(request)
         return
     enter = _enter_container(place)
-    _answer({"rank": place.rank, "host": socket.gethostname(), "outside": enter is None})
+    _answer(answer | {"outside": enter is None})
     try:
         _serve(place, request, enter or [])
     except FrameError as error:
@@ -86,23 +91,8 @@ def main() -> None:
 
 
 def _answer(answer: dict[str, Any]) -> None:
-    sys.stdout.flush()
-    data = streams.MARKER + json.dumps(answer).encode() + b"\n"
-    while data:
-        data = data[os.write(1, data) :]
-
-
-def _wait_for_worker(request: dict[str, Any]) -> WorkerPlace:
-    """Return the worker; wait a moment for workers that are being started."""
-    end = time.monotonic() + _START_TIMEOUT
-    while True:
-        try:
-            return find(request["job"], request["node"], request["rank"])
-        except NotHereError as error:
-            starting = error.facts["why"] == "starting" and not request.get("stacks")
-            if not starting or time.monotonic() > end:
-                raise
-        time.sleep(_TICK)
+    sys.stdout.buffer.write(streams.MARKER + json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def _serve(place: WorkerPlace, request: dict[str, Any], enter: Sequence[str]) -> None:
@@ -128,22 +118,23 @@ def _serve(place: WorkerPlace, request: dict[str, Any], enter: Sequence[str]) ->
     job_ended = False
     try:
         while not (connection.closed or stopped or job_ended or connection.silence > _SILENCE):
-            connection.step(_SHORT_TICK if command is not None and command.closing else _TICK)
+            closing = command is not None and not connection.reading
+            connection.step(_SHORT_TICK if closing else _TICK)
             if command is not None and command.poll():
                 break
             job_ended = place.ended()
     finally:
         if command is not None:
             command.stop()
-    end = time.monotonic() + (_LAST_OUTPUT if command is not None else 0.0)
-    while connection.reading and not connection.closed and time.monotonic() < end:
-        connection.step(_SHORT_TICK)
     code = None if command is None else command.code
     _send_end(connection, code, ended=job_ended or bool(stopped))
 
 
 def _send_end(connection: Streams, code: int | None, *, ended: bool) -> None:
-    """Send the last frame, with the exit code, and what is queued before it."""
+    """Send what is left of the streams, and the last frame, with the exit code."""
+    end = time.monotonic() + (0.0 if code is None else _LAST_OUTPUT)
+    while connection.reading and not connection.closed and time.monotonic() < end:
+        connection.step(_SHORT_TICK)
     connection.send(streams.EXIT, payload=json.dumps({"code": code, "ended": ended}).encode())
     end = time.monotonic() + _FLUSH
     while not (connection.sent or connection.closed) and time.monotonic() < end:
@@ -165,16 +156,11 @@ def _send_stacks(request: dict[str, Any]) -> None:
         native=request["stacks"]["native"],
         warn=warnings.append,
     )
-    answer = {"ranks": [each.to_json() for each in stacks], "warnings": warnings}
-    file = anonymous_file("clusterjob-answer")
-    with open(file, "wb", closefd=False) as stream:
-        stream.write(json.dumps(answer, separators=(",", ":")).encode())
-    os.lseek(file, 0, os.SEEK_SET)
+    data = json.dumps({"ranks": [each.to_json() for each in stacks], "warnings": warnings})
     connection = Streams(0, 1, control=lambda *_: None)
-    connection.add(Stream(STDOUT, source=file, close_source=lambda: os.close(file)))
-    end = time.monotonic() + _MAX_STACKS
-    while connection.reading and not connection.closed and time.monotonic() < end:
-        connection.step(0.1)
+    for begin in range(0, len(data), streams.MAX_PAYLOAD):  # the submitter stores none of them
+        part = data[begin : begin + streams.MAX_PAYLOAD]
+        connection.send(streams.DATA, STDOUT, payload=part.encode())
     _send_end(connection, 0, ended=False)
 
 
@@ -187,16 +173,14 @@ def _open_connection(connection: Streams, number: int, payload: bytes) -> None:
     if len(payload) != streams.PORT.size:
         raise FrameError("a malformed port")
     (port,) = streams.PORT.unpack(payload)
-    code = 0
-    for address in _ADDRESSES:
-        try:
-            sock = socket.create_connection((address, port), _CONNECT_TIMEOUT)
-        except OSError as error:
-            code = code or error.errno or errno.ETIMEDOUT
-            continue
+    try:
+        # A server on "localhost" may listen on 127.0.0.1, ::1 or both.
+        sock = socket.create_connection(("localhost", port), _CONNECT_TIMEOUT)
+    except OSError as error:
+        why = f"{port}: {error.strerror or 'timed out'}"
+        connection.send(streams.RESET, number, payload=why.encode())
+    else:
         streams.add_socket(connection, number, sock)
-        return
-    connection.send(streams.RESET, number, payload=f"{port}: {os.strerror(code)}".encode())
 
 
 class NotHereError(Exception):
@@ -291,10 +275,9 @@ class _Command:
         request: dict[str, Any],
         enter: Sequence[str],
     ) -> None:
-        terminal = request["terminal"]
         self.code: int | None = None
         self._connection = connection
-        self._terminal = terminal is not None
+        self._terminal = request["terminal"]
         self._ended_at = 0.0
         self._pid: int | None = None
         self._master: int | None = None
@@ -302,8 +285,8 @@ class _Command:
         environ = dict(place.environ)
         for name in ("COLUMNS", "LINES", "TERM"):
             environ.pop(name, None)
-        if terminal is not None:
-            environ["TERM"] = terminal[2] or "xterm"
+        if self._terminal is not None:
+            environ["TERM"] = self._terminal[2] or "xterm"
         root = f"/proc/{place.pid}/root" if enter else ""
         title = f"{request['job']} rank {place.rank}"
         words = list(request["argv"]) or self._shell(environ, title, root=root)
@@ -311,19 +294,14 @@ class _Command:
         if enter:  # the directory may exist only in the container
             words, directory = [*enter, "--wd", "--", *words], "/"
         try:
-            self._start(
-                words, environ, directory=directory, terminal=terminal, stdin=request["stdin"]
-            )
+            self._start(words, environ, directory=directory, stdin=request["stdin"])
         except OSError as error:
+            end = "\n" if self._terminal is None else "\r\n"
+            text = f"clusterjob: {words[0][:4096]}: {error.strerror or error}{end}"
+            data = text.encode(errors="surrogateescape")
+            connection.send(streams.DATA, STDERR, payload=data)
             absent = error.errno in (errno.ENOENT, errno.ENOTDIR)
-            self._fail(words[0], error, code=NOT_FOUND if absent else NOT_EXECUTABLE)
-
-    def _fail(self, name: str, error: OSError, code: int) -> None:
-        end = "\r\n" if self._terminal else "\n"
-        text = f"clusterjob: {name}: {error.strerror or error}{end}"
-        data = text.encode(errors="surrogateescape")
-        self._connection.send(streams.DATA, STDERR, payload=data[: streams.MAX_PAYLOAD])
-        self.code, self._ended_at = code, time.monotonic()
+            self.code = NOT_FOUND if absent else NOT_EXECUTABLE
 
     def _shell(self, environ: dict[str, str], title: str, root: str) -> list[str]:
         """Return the command line of the user's shell; bash gets a prompt and the environment.
@@ -362,18 +340,12 @@ class _Command:
         return [shell, "--rcfile", f"/dev/fd/{self._rcfile}", "-i"]
 
     def _start(
-        self,
-        words: list[str],
-        environ: dict[str, str],
-        *,
-        directory: str,
-        terminal: Sequence[Any] | None,
-        stdin: bool,
+        self, words: list[str], environ: dict[str, str], *, directory: str, stdin: bool
     ) -> None:
         slave = None
-        if terminal is not None:
+        if self._terminal is not None:
             self._master, slave = os.openpty()
-            self.resize(*terminal[:2])
+            self.resize(*self._terminal[:2])
         end = subprocess.PIPE if slave is None else slave
         parent = os.getpid()
         ctypes.CDLL(None)  # loaded before the fork
@@ -406,15 +378,16 @@ class _Command:
             os.set_blocking(self._master, False)
             self._connection.add(Stream(STDOUT, source=self._master))
             self._connection.add(Stream(STDIN, sink=self._master, close_sink=self._hang_up))
-        for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr)):
-            if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._connection.add(Stream(number, source=pipe.fileno(), close_source=pipe.close))
-        if child.stdin is not None:
-            os.set_blocking(child.stdin.fileno(), False)
-            self._connection.add(
-                Stream(STDIN, sink=child.stdin.fileno(), close_sink=child.stdin.close)
-            )
+        for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr), (STDIN, child.stdin)):
+            if pipe is None:
+                continue
+            handle = pipe.fileno()
+            os.set_blocking(handle, False)
+            if number == STDIN:
+                stream = Stream(number, sink=handle, close_sink=pipe.close)
+            else:
+                stream = Stream(number, source=handle, close_source=pipe.close)
+            self._connection.add(stream)
 
     def _hang_up(self) -> None:
         if self._master is not None:
@@ -444,11 +417,6 @@ class _Command:
         if time.monotonic() - self._ended_at > _LEFTOVERS and processes.descendants(os.getpid()):
             self.stop()
         return False
-
-    @property
-    def closing(self) -> bool:
-        """Whether the command has closed its output, or has ended, so that its end is near."""
-        return self.code is not None or not self._connection.reading
 
     def stop(self) -> None:
         """End all processes of the command: SIGHUP, SIGTERM and, after the grace, SIGKILL."""

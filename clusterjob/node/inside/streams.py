@@ -14,7 +14,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 WINDOW = 1 << 19  # bytes of a stream that the receiver stores
@@ -39,8 +40,6 @@ SIZE = 6  # the size of the terminal, as `TERMINAL_SIZE`
 SIGNAL = 7  # a signal for the command (1 byte)
 EXIT = 8  # the last frame: a JSON object
 ALIVE = 9  # the sender is alive
-_KINDS = range(OPEN, ALIVE + 1)
-_GRANT = struct.Struct(">I")
 PORT = struct.Struct(">H")  # the payload of `OPEN` to a relay
 TERMINAL_SIZE = struct.Struct(">HH")  # rows and columns
 
@@ -48,8 +47,6 @@ MARKER = b"clusterjob-inside-1 "  # begins the line before the first frame; a lo
 STDIN, STDOUT, STDERR = 0, 1, 2  # streams of a command; a terminal uses the first two
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE  # flags of `wait`
-Source = int | None
-Sink = int | Callable[[bytes], None] | None
 
 
 class FrameError(ValueError):
@@ -65,7 +62,6 @@ class Stream:
         source: the descriptor whose bytes are sent; None after its end.
         sink: the descriptor, or the function, for received bytes; None after its end.
         close_source, close_sink: called once, at the end of each.
-        shared: whether other processes use the sink, so that it stays in blocking mode.
         credit: number of bytes that the other side accepts.
         waiting: received bytes that are not written yet.
         ending: whether the other side has sent its last byte.
@@ -74,21 +70,28 @@ class Stream:
     """
 
     number: int
-    source: Source = None
-    sink: Sink = None
+    source: int | None = None
+    sink: int | Callable[[bytes], None] | None = None
     close_source: Callable[[], None] = lambda: None
     close_sink: Callable[[], None] = lambda: None
-    shared: bool = False
     credit: int = WINDOW
     waiting: bytearray = field(default_factory=bytearray)
     ending: bool = False
     granted: int = 0
     error: OSError | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether both directions have ended."""
-        return self.source is None and self.sink is None
+    def end_source(self) -> None:
+        """Send nothing more."""
+        if self.source is not None:
+            self.source = None
+            self.close_source()
+
+    def end_sink(self) -> None:
+        """Accept nothing more."""
+        self.waiting.clear()
+        if self.sink is not None:
+            self.sink = None
+            self.close_sink()
 
 
 class Streams:
@@ -154,20 +157,20 @@ class Streams:
 
     def interest(self) -> dict[int, int]:
         """Return the descriptors to `wait` for, with the flags of each."""
-        wanted: dict[int, int] = {}
+        wanted: defaultdict[int, int] = defaultdict(int)
         if not self.closed:
-            wanted[self._reader] = READ
+            wanted[self._reader] |= READ
             if self._unsent:
-                wanted[self._writer] = wanted.get(self._writer, 0) | WRITE
-        full = self._deaf or len(self._unsent) > _MAX_UNSENT
+                wanted[self._writer] |= WRITE
+        full = self.closed or self._deaf or len(self._unsent) > _MAX_UNSENT
         for stream in self.streams.values():
-            if stream.source is not None and stream.credit and not full and not self.closed:
-                wanted[stream.source] = wanted.get(stream.source, 0) | READ
+            if stream.source is not None and stream.credit and not full:
+                wanted[stream.source] |= READ
             if isinstance(stream.sink, int) and stream.waiting:
-                wanted[stream.sink] = wanted.get(stream.sink, 0) | WRITE
+                wanted[stream.sink] |= WRITE
         return wanted
 
-    def handle(self, ready: dict[int, int]) -> None:
+    def handle(self, ready: Mapping[int, int]) -> None:
         """Read and write the descriptors that are ready, and send a sign of life when it is due.
 
         Raises:
@@ -178,13 +181,17 @@ class Streams:
             self.send(ALIVE)
         for stream in list(self.streams.values()):
             if isinstance(stream.sink, int) and ready.get(stream.sink, 0) & WRITE:
-                self._write(stream)
+                self._write(stream, stream.sink)
             if stream.source is not None and ready.get(stream.source, 0) & READ:
-                self._read(stream)
-            self._forget(stream)
+                self._read(stream, stream.source)
+            self._settle(stream)
         if ready.get(self._reader, 0) & READ and not self.closed:
             self._receive()
-        self._grant()
+        # Grants wait while the other side does not read, so they need no memory.
+        for stream in self.streams.values():
+            if stream.granted and len(self._unsent) < _MAX_UNSENT:
+                self.send(GRANT, stream.number, payload=stream.granted.to_bytes(4, "big"))
+                stream.granted = 0
         if self._unsent and not self.closed:
             self._flush()
 
@@ -202,42 +209,27 @@ class Streams:
         begin = 0
         while len(self._received) - begin >= _HEADER.size:
             kind, number, size = _HEADER.unpack_from(self._received, begin)
-            if kind not in _KINDS or size > MAX_PAYLOAD:
+            if size > MAX_PAYLOAD:
                 raise FrameError(f"a frame of kind {kind} with {size} bytes")
-            end = begin + _HEADER.size + size
-            if len(self._received) <= end:
+            payload = begin + _HEADER.size
+            if len(self._received) <= payload + size:
                 break
-            if self._received[end] != 10:
-                raise FrameError("a frame without its end")
-            payload = bytes(self._received[begin + _HEADER.size : end])
-            begin = end + 1
-            self._dispatch(kind, number, payload)
+            begin = payload + size + 1
+            self._dispatch(kind, number, bytes(self._received[payload : begin - 1]))
         del self._received[:begin]
 
     def _receive(self) -> None:
-        try:
-            data = os.read(self._reader, 1 << 17)
-        except (BlockingIOError, InterruptedError):
+        data = _some(self._reader, 1 << 17)
+        if data is None:
             return
-        except OSError:
-            data = b""
-        if not data:
-            self.closed = True
-            return
+        self.closed = not data
         self._heard = time.monotonic()
         self.feed(data)
-
-    def _grant(self) -> None:
-        """Queue the grants; they wait while the other side does not read, and need no memory."""
-        for stream in self.streams.values():
-            if stream.granted and len(self._unsent) < _MAX_UNSENT:
-                self.send(GRANT, stream.number, payload=_GRANT.pack(stream.granted))
-                stream.granted = 0
 
     def _flush(self) -> None:
         try:
             sent = os.write(self._writer, self._unsent[: 1 << 17])
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return
         except OSError:
             self._deaf = True
@@ -246,92 +238,73 @@ class Streams:
         del self._unsent[:sent]
 
     def _dispatch(self, kind: int, number: int, payload: bytes) -> None:
-        if kind == ALIVE:
-            return
         if kind not in (DATA, END, GRANT, RESET):
-            self._control(kind, number, payload)
+            if kind != ALIVE:
+                self._control(kind, number, payload)
             return
         stream = self.streams.get(number)
         if stream is None:
             return  # it has ended here
         if kind == DATA:
             self._take(stream, payload)
-        elif kind == END:
-            stream.ending = True
-            self._end_sink_if_done(stream)
         elif kind == GRANT:
-            if len(payload) != _GRANT.size:
-                raise FrameError("a malformed grant")
-            stream.credit = min(WINDOW, stream.credit + _GRANT.unpack(payload)[0])
+            stream.credit = min(WINDOW, stream.credit + int.from_bytes(payload, "big"))
         else:
+            stream.ending = True
+        if kind == RESET:
             if payload:
                 self._control(RESET, number, payload)
-            stream.ending = True
-            stream.waiting.clear()
-            self._end_source(stream)
-            self._end_sink_if_done(stream)
-        self._forget(stream)
+            stream.end_source()
+            stream.end_sink()
+        self._settle(stream)
 
     def _take(self, stream: Stream, data: bytes) -> None:
         if len(stream.waiting) + len(data) > WINDOW or stream.ending:
             raise FrameError(f"more bytes of stream {stream.number} than its window allows")
-        if stream.sink is None:
-            return
         if callable(stream.sink):
             stream.sink(data)
             stream.granted = min(WINDOW, stream.granted + len(data))
-            return
-        stream.waiting += data
-        self._write(stream)
+        elif stream.sink is not None:
+            stream.waiting += data
 
-    def _write(self, stream: Stream) -> None:
-        assert isinstance(stream.sink, int)
-        if stream.shared and not wait({stream.sink: WRITE}, 0.0):
-            return
-        most = _SAFE_WRITE if stream.shared else len(stream.waiting)
+    def _write(self, stream: Stream, sink: int) -> None:
         try:
-            count = os.write(stream.sink, stream.waiting[:most])
-        except (BlockingIOError, InterruptedError):
+            count = os.write(sink, stream.waiting[:_SAFE_WRITE])
+        except BlockingIOError:
             return
         except OSError as error:
-            stream.waiting.clear()
-            stream.sink = None
-            stream.close_sink()
             stream.error = error
+            stream.end_sink()
             self.send(RESET, stream.number, payload=(error.strerror or "").encode()[:200])
             return
         del stream.waiting[:count]
         stream.granted = min(WINDOW, stream.granted + count)
-        self._end_sink_if_done(stream)
 
-    def _end_sink_if_done(self, stream: Stream) -> None:
-        if stream.ending and not stream.waiting and stream.sink is not None:
-            stream.sink = None
-            stream.close_sink()
-
-    def _read(self, stream: Stream) -> None:
-        assert stream.source is not None
-        try:
-            data = os.read(stream.source, min(stream.credit, MAX_PAYLOAD))
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:  # EIO: no process has the terminal open any more
-            data = b""
+    def _read(self, stream: Stream, source: int) -> None:
+        data = _some(source, min(stream.credit, MAX_PAYLOAD))
         if data:
             stream.credit -= len(data)
             self.send(DATA, stream.number, payload=data)
-        else:
+        elif data is not None:
             self.send(END, stream.number)
-            self._end_source(stream)
+            stream.end_source()
 
-    def _end_source(self, stream: Stream) -> None:
-        if stream.source is not None:
-            stream.source = None
-            stream.close_source()
+    def _settle(self, stream: Stream) -> None:
+        """Close the sink after the last byte, and forget a stream that has ended."""
+        if stream.ending and not stream.waiting:
+            stream.end_sink()
+        if stream.source is None and stream.sink is None:
+            self.streams.pop(stream.number, None)
 
-    def _forget(self, stream: Stream) -> None:
-        if stream.done and self.streams.get(stream.number) is stream:
-            del self.streams[stream.number]
+
+def _some(descriptor: int, most: int) -> bytes | None:
+    """Return the bytes that can be read now; empty at the end, None if there are none yet."""
+    try:
+        return os.read(descriptor, most)
+    except BlockingIOError:
+        return None
+    except OSError:  # EIO: no process has the terminal open any more
+        return b""
 
 
 def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
@@ -343,7 +316,7 @@ def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
 
     def ended(how: int) -> None:
         with contextlib.suppress(OSError):  # the peer has closed it
-            if stream.done:
+            if stream.source is None and stream.sink is None:
                 sock.close()
             else:
                 sock.shutdown(how)
@@ -353,7 +326,7 @@ def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
     connection.add(stream)
 
 
-def wait(wanted: dict[int, int], timeout: float) -> dict[int, int]:
+def wait(wanted: Mapping[int, int], timeout: float) -> dict[int, int]:
     """Return the descriptors that are ready, with `READ` and `WRITE` flags.
 
     Args:
@@ -370,8 +343,8 @@ def wait_for_any(
     connections: Iterable[Streams], more: Iterable[int], timeout: float
 ) -> dict[int, int]:
     """Wait for several connections and further descriptors that are read; return the ready ones."""
-    wanted: dict[int, int] = dict.fromkeys(more, READ)
+    wanted = defaultdict(int, dict.fromkeys(more, READ))
     for connection in connections:
         for each, flags in connection.interest().items():
-            wanted[each] = wanted.get(each, 0) | flags
+            wanted[each] |= flags
     return wait(wanted, timeout)
