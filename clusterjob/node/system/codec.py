@@ -11,7 +11,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum, EnumMeta
 from typing import Annotated, Any, TypeVar
@@ -21,7 +21,6 @@ _MAX_NUMBER = 2**31 - 1
 _MAX_SECONDS = 1e9
 _MAX_TEXT = 1 << 17  # characters; the longest environment variable that execve(2) takes
 _MAX_ITEMS = 256
-_PLAIN = (str, int, float, bool)
 _SHOWN = 80  # characters of a wrong value in an error
 _T = TypeVar("_T")
 Reader = Callable[[Any], Any]
@@ -29,18 +28,6 @@ Reader = Callable[[Any], Any]
 
 class MalformedMessageError(ValueError):
     """A message is unknown or has a wrong field; the text names the field."""
-
-
-class UnknownMessageError(MalformedMessageError):
-    """No message of the codec has this name.
-
-    Args:
-        name: the name, as it arrived.
-    """
-
-    def __init__(self, name: Any) -> None:
-        self.shown = f"{name!r:.{_SHOWN}}"
-        super().__init__(f"unknown message {self.shown}")
 
 
 @dataclass(frozen=True)
@@ -63,8 +50,8 @@ class Codec:
 
     Args:
         *kinds: the dataclasses of the messages. Accepted field types: bool, int, float, str, a
-            tuple of one type or of a fixed number of types, dict[str, ...], another dataclass, and
-            each of these types or None. A dataclass with `to_json` and `from_json` encodes itself.
+            tuple of one type, dict[str, str], an enumeration, another dataclass, and each of these
+            types or None. The `from_json` of a dataclass checks its data.
     """
 
     def __init__(self, *kinds: type[Any]) -> None:
@@ -98,14 +85,14 @@ class Codec:
         """Return the message that plain data describes.
 
         Raises:
-            UnknownMessageError: the message is unknown.
-            MalformedMessageError: a field is missing or has a wrong value.
+            MalformedMessageError: the message is unknown, or a field is missing or has a wrong
+                value.
         """
         name = data.get(_NAME) if isinstance(data, dict) else None
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise UnknownMessageError(name)
-        return _apply(_reader(typing.cast("Any", kind), kind.__name__), data)
+            raise MalformedMessageError(f"unknown message {name!r:.{_SHOWN}}")
+        return read(kind, data)
 
 
 def read(kind: type[_T], data: Any) -> _T:
@@ -114,15 +101,11 @@ def read(kind: type[_T], data: Any) -> _T:
     Raises:
         MalformedMessageError: the data is no object, or a field is missing or has a wrong value.
     """
-    found: _T = _apply(_read_object(typing.cast("Any", kind), kind.__name__), data)
-    return found
-
-
-def _apply(reader: Reader, data: Any) -> Any:
     try:
-        return reader(data)
+        found: _T = _object_reader(typing.cast("Any", kind), kind.__name__)(data)
     except RecursionError as error:  # json.loads allows a few levels more than the repr in an error
         raise MalformedMessageError("a value is nested too deeply") from error
+    return found
 
 
 @functools.cache
@@ -130,25 +113,13 @@ def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass's object as plain data, also if it has a `to_json`."""
-    kind: Any = type(value)
-    return {name: plain(getattr(value, name)) for name in _field_names(kind)}
-
-
 def plain(value: Any) -> Any:
     """Return an object of a dataclass as plain data, with its fields in order."""
-    if value is None or type(value) in _PLAIN:
-        return value
-    if hasattr(value, "to_json"):
-        return value.to_json()
     if is_dataclass(value):
-        return fields_of(value)
+        return {name: plain(getattr(value, name)) for name in _field_names(type(value))}
     if isinstance(value, tuple):
         return [plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return value
+    return value.value if isinstance(value, Enum) else value
 
 
 @functools.cache
@@ -168,122 +139,85 @@ def _reader(annotation: Any, where: str) -> Reader:
     if origin in (typing.Union, types.UnionType):
         inner = _reader(next(each for each in arguments if each is not type(None)), where)
         return lambda value: None if value is None else inner(value)
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return _read_list(arguments[0], where, limit or Limit(_MAX_ITEMS))
     if origin is tuple:
-        return _read_items(arguments, where)
-    if origin is dict:
-        return _read_map(arguments[1], where)
-    if hasattr(annotation, "from_json"):
-        return _read_json(annotation.from_json, where)
-    if isinstance(annotation, EnumMeta):
-        return _read_json(annotation, where)
+        return functools.partial(
+            _read_list, _reader(arguments[0], where), limit or Limit(_MAX_ITEMS), where
+        )
+    if origin is dict:  # variables of a forked worker may be longer than `_MAX_TEXT`
+        text = _reader(Annotated[str, Limit(_MAX_NUMBER)], where)
+        return functools.partial(_read_map, text, where)
+    if hasattr(annotation, "from_json") or isinstance(annotation, EnumMeta):
+        from_json = getattr(annotation, "from_json", annotation)
+        return functools.partial(_read_json, from_json, where)
     if is_dataclass(annotation):
-        return _read_object(typing.cast("Any", annotation), where)
-    if annotation is int:
-        low, high = (limit.minimum, limit.maximum) if limit else (0, _MAX_NUMBER)
-        return _read_if(lambda value: type(value) is int and low <= value <= high, where)
+        return _object_reader(typing.cast("Any", annotation), where)
     if annotation is str:
-        return _read_text(limit or Limit(_MAX_TEXT), where)
-    if annotation is float:
-        return _read_if(_is_seconds, where)
-    return _read_if(lambda value: annotation is bool and isinstance(value, bool), where)
+        return functools.partial(_read_text, limit or Limit(_MAX_TEXT), where)
+    limit = limit or Limit(_MAX_NUMBER)
+    checks: dict[Any, Callable[[Any], bool]] = {
+        int: lambda value: type(value) is int and limit.minimum <= value <= limit.maximum,
+        # neither inf nor nan
+        float: lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
+        bool: lambda value: isinstance(value, bool),
+    }
+    return functools.partial(_read_if, checks[annotation], where)
 
 
 def _wrong(value: Any, where: str) -> MalformedMessageError:
     return MalformedMessageError(f"{where}: {value!r:.{_SHOWN}}")
 
 
-def _read_list(annotation: Any, where: str, limit: Limit) -> Reader:
-    item = _reader(annotation, where)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _wrong(value, where)
-        if len(value) > limit.maximum and not limit.cuts:
-            raise MalformedMessageError(f"{where}: {len(value)} items")
-        return tuple([item(each) for each in value[-limit.maximum :]])
-
-    return read
+def _read_list(item: Reader, limit: Limit, where: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _wrong(value, where)
+    if len(value) > limit.maximum and not limit.cuts:
+        raise MalformedMessageError(f"{where}: {len(value)} items")
+    return tuple([item(each) for each in value[-limit.maximum :]])
 
 
-def _read_items(annotations: Sequence[Any], where: str) -> Reader:
-    items = [_reader(each, where) for each in annotations]
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _wrong(value, where)
-        if len(value) != len(items):
-            raise MalformedMessageError(f"{where}: {len(value)} items")
-        return tuple([item(each) for item, each in zip(items, value, strict=True)])
-
-    return read
+def _read_map(text: Reader, where: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise _wrong(value, where)
+    return {text(key): text(each) for key, each in value.items()}
 
 
-def _read_map(annotation: Any, where: str) -> Reader:
-    if annotation is str:  # variables of a forked worker may be longer than `_MAX_TEXT`
-        annotation = Annotated[str, Limit(_MAX_NUMBER)]
-    item = _reader(annotation, where)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _wrong(value, where)
-        return {key: item(each) for key, each in value.items()}
-
-    return read
+def _read_json(from_json: Reader, where: str, value: Any) -> Any:
+    try:
+        return from_json(value)
+    except ValueError as error:
+        raise MalformedMessageError(f"{where}: {error}") from error
 
 
-def _read_json(from_json: Callable[[Any], Any], where: str) -> Reader:
-    def read(value: Any) -> Any:
-        try:
-            return from_json(value)
-        except ValueError as error:
-            raise MalformedMessageError(f"{where}: {error}") from error
+def _read_text(limit: Limit, where: str, value: Any) -> str:
+    if isinstance(value, str) and (limit.cuts or len(value) <= limit.maximum):
+        return value[: limit.maximum]
+    raise _wrong(value, where)
 
-    return read
+
+def _read_if(is_right: Callable[[Any], bool], where: str, value: Any) -> Any:
+    if is_right(value):
+        return value
+    raise _wrong(value, where)
 
 
 @functools.cache
-def _read_object(kind: Any, where: str) -> Reader:
+def _object_reader(kind: Any, where: str) -> Reader:
     annotations = typing.get_type_hints(kind, include_extras=True)
-    readers = {
-        field.name: _reader(annotations[field.name], f"{where}.{field.name}")
-        for field in fields(kind)
-    }
+    readers = {name: _reader(annotations[name], f"{where}.{name}") for name in _field_names(kind)}
     required = [
         field.name
         for field in fields(kind)
         if field.default is MISSING and field.default_factory is MISSING
     ]
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise MalformedMessageError(f"{where}: not an object")
-        for name in required:
-            if name not in value:
-                raise MalformedMessageError(f"{where}: no {name}")
-        return kind(**{name: read(value[name]) for name, read in readers.items() if name in value})
-
-    return read
+    return functools.partial(_read_object, kind, readers, required, where)
 
 
-def _read_text(limit: Limit, where: str) -> Reader:
-    def read(value: Any) -> Any:
-        if isinstance(value, str) and (limit.cuts or len(value) <= limit.maximum):
-            return value[: limit.maximum]
-        raise _wrong(value, where)
-
-    return read
-
-
-def _read_if(is_right: Callable[[Any], bool], where: str) -> Reader:
-    def read(value: Any) -> Any:
-        if is_right(value):
-            return value
-        raise _wrong(value, where)
-
-    return read
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < _MAX_SECONDS  # neither inf nor nan
+def _read_object(
+    kind: Any, readers: Mapping[str, Reader], required: Sequence[str], where: str, value: Any
+) -> Any:
+    if not isinstance(value, dict):
+        raise MalformedMessageError(f"{where}: not an object")
+    for name in required:
+        if name not in value:
+            raise MalformedMessageError(f"{where}: no {name}")
+    return kind(**{name: read(value[name]) for name, read in readers.items() if name in value})
