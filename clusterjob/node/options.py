@@ -106,13 +106,6 @@ def retries(text: str) -> tuple[str, ...]:
     return words
 
 
-def _retries(text: str) -> tuple[str, ...]:
-    try:
-        return retries(text)
-    except SpecError as error:
-        raise UsageError(f"--retry {error.message}", error.hint) from error
-
-
 def _signal_name(text: str) -> str:
     from clusterjob.node.system import processes  # large, and only --warn-signal needs it
 
@@ -207,7 +200,7 @@ class LaunchOptions:
         (),
         "KIND[:N]",
         "Restarts after one kind of failure, such as device:5 or code:0; repeatable.",
-        _retries,
+        retries,
     )
     start: str = _option(
         "auto",

@@ -258,7 +258,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain data, with its schema number."""
-        return {"schema": SCHEMA, **codec.fields_of(self)}
+        return {"schema": SCHEMA, **codec.plain(self)}
 
     def later_failures(self) -> list[tuple[str, list[Failure]]]:
         """Return the failures after the root cause in groups, each with how it failed."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from clusterjob.core.units import show_size
 from clusterjob.errors import ClusterJobError, HostError
 from clusterjob.node.host_server.jobs import MAX_BYTES, MAX_DIGESTS, MAX_PARTS
-from clusterjob.node.host_server.requests import Digests, Get, Tree
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, SchemaError, TreeEntry, check
 from clusterjob.remote.destination import (
@@ -132,7 +131,11 @@ class Fetch:
             paths = list(dict.fromkeys(asked.values()))
             most = _TREE_MARGIN + request.max_files * TREE_ENTRY_BYTES
             answer, data = self._session.ask(
-                Tree(request.job_id, request.workdir, tuple(paths), most=request.max_files),
+                "tree",
+                job=request.job_id,
+                workdir=request.workdir,
+                paths=paths,
+                most=request.max_files,
                 bulk=True,
                 timeout=_SLOW,
                 max_bytes=most,
@@ -296,7 +299,10 @@ class Fetch:
         for begin in range(0, len(paths), MAX_DIGESTS):
             some = paths[begin : begin + MAX_DIGESTS]
             answer, _ = self._session.ask(
-                Digests(self._request.job_id, self._request.workdir, tuple(some)),
+                "digests",
+                job=self._request.job_id,
+                workdir=self._request.workdir,
+                paths=some,
                 bulk=True,
                 timeout=_SLOW,
             )
@@ -327,7 +333,11 @@ class Fetch:
     def _get(self, parts: list[tuple[str, int, int]]) -> list[bytes]:
         """Return the bytes of each (path, offset, length); fewer if the file became shorter."""
         answer, data = self._session.ask(
-            Get(self._request.job_id, self._request.workdir, tuple(parts)), bulk=True
+            "get",
+            job=self._request.job_id,
+            workdir=self._request.workdir,
+            parts=parts,
+            bulk=True,
         )
         lengths = answer["lengths"]
         fits = len(lengths) == len(parts) and all(

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.jobs import MAX_BYTES
-from clusterjob.node.host_server.requests import Get, Tree
 from clusterjob.remote.answer_schemas import TREE_ENTRY_BYTES, TreeEntry, check
 from clusterjob.remote.protocol import Exchange
 from clusterjob.remote.session import Session
@@ -33,7 +32,11 @@ def read(
         HostError: the host does not answer, sends something else, or the files are too large.
     """
     _, listing = session.ask(
-        Tree(job_id, folder, tuple(names), most=len(names)),
+        "tree",
+        job=job_id,
+        workdir=folder,
+        paths=list(names),
+        most=len(names),
         bulk=True,
         max_bytes=_MARGIN + len(names) * TREE_ENTRY_BYTES,
     )
@@ -59,7 +62,8 @@ def _content(session: Session | Exchange, job_id: str, folder: str, name: str, s
     data = bytearray()
     while len(data) < size:
         length = min(MAX_BYTES, size - len(data))
-        answer, part = session.ask(Get(job_id, folder, ((name, len(data), length),)), bulk=True)
+        parts = [(name, len(data), length)]
+        answer, part = session.ask("get", job=job_id, workdir=folder, parts=parts, bulk=True)
         if answer["lengths"] != [len(part)] or not 0 < len(part) <= length:
             raise _malformed(session, f"it sends another size of {name} than it announces")
         data += part

@@ -30,14 +30,14 @@ SENDER = """
 import hashlib
 FILES = {files!r}
 def answer(request):
-    if request["type"] == "Tree":
+    if request["call"] == "tree":
         rows = [
             (path, kind, mode, len(text), mtime, text if kind == "link" else "")
             for path, kind, mode, mtime, text in FILES
         ]
         return {{"absent": []}}, b"".join(json.dumps(row).encode() + b"\\n" for row in rows)
     held = {{row[0]: row[4].encode() for row in FILES}}
-    if request["type"] == "Digests":
+    if request["call"] == "digests":
         digests = [hashlib.sha256(held[path]).hexdigest() for path in request["paths"]]
         return {{"digests": digests}}, b""
     parts = [held[path][offset:offset + length] for path, offset, length in request["parts"]]
@@ -318,7 +318,7 @@ def test_unrequested_or_malformed_answers_are_refused(
     row = json.dumps(["a", "file", 0o644, 4, 1, ""])
     play = f"""
         def answer(request):
-            if request["type"] == "Tree":
+            if request["call"] == "tree":
                 return {{"absent": []}}, {row.encode()!r}
             return {answer}
     """
@@ -341,7 +341,7 @@ def test_fetch_of_large_file_ends_at_first_short_answer(
     row = json.dumps(["model.pt", "file", 0o644, size, 1, ""])
     play = f"""
         def answer(request):
-            if request["type"] == "Tree":
+            if request["call"] == "tree":
                 return {{"absent": []}}, {row.encode()!r} + b"\\n"
             (_, offset, _), = request["parts"]
             return ({{"lengths": [1]}}, b"x") if offset < 3 else ({{"lengths": [0]}}, b"")

@@ -13,7 +13,6 @@ from doctoring import doctor, light_torch
 from ssh_network import python_without_torch
 
 from clusterjob.node.host_server import host_check
-from clusterjob.node.host_server.requests import Fit
 
 MODULES = ("json", "torch", "importlib", "site", "warnings", "contextlib", "signal", "clusterjob")
 
@@ -56,12 +55,18 @@ def test_interpreter_probe_finds_torch_on_python_path_but_not_in_clone(
     clone: Path, tmp_path: Path
 ) -> None:
     python = str(python_without_torch(tmp_path))
-    request = Fit("", python, setup=(), workdir=str(clone), torch=True)
-    (error,) = host_check.interpreter(Path("/"), request)["errors"]
+
+    def errors() -> list[str]:
+        found = host_check.interpreter(
+            Path("/"), "", python, setup=(), workdir=str(clone), torch=True
+        )
+        return found["errors"]
+
+    (error,) = errors()
     assert "no torch" in error
     os.environ["PYTHONPATH"], before = str(light_torch(tmp_path / "lib")), os.environ["PYTHONPATH"]
     try:
-        assert host_check.interpreter(Path("/"), request)["errors"] == []
+        assert errors() == []
     finally:
         os.environ["PYTHONPATH"] = before
     assert not (tmp_path / "executed").exists()

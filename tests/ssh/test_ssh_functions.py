@@ -34,7 +34,7 @@ SIZE = {size!r}
 NAME = {name!r}
 asked = open({log!r}, "a")
 def answer(request):
-    if request["type"] == "Tree":
+    if request["call"] == "tree":
         asked.write(" ".join(request["paths"]) + "\\n")
         asked.flush()
         rows = [(NAME or path, "file", 0o600, SIZE, 0, "") for path in request["paths"]]

@@ -22,7 +22,7 @@ GIB = 1 << 30
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmi]:
     smi = FakeSmi(tmp_path / "smi")
     monkeypatch.setenv("PATH", f"{smi.directory}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpus, "lock_directories", lambda: [smi.directory])
+    monkeypatch.setattr(gpus, "lock_directory", lambda: smi.directory)
     return smi
 
 
@@ -75,7 +75,7 @@ def test_failing_nvidia_smi_raises_its_output(smi: FakeSmi) -> None:
         ("GPU-0003, 1", [3, 1]),
         ("-1", []),
         ("x", []),
-        ("2,MIG-1", [2, 4 + 1]),  # a MIG device follows the host's four GPUs
+        ("2,MIG-1", [2]),
     ],
 )
 def test_visible_gpus_follow_cuda_visible_devices(
@@ -161,7 +161,7 @@ def test_concurrent_picks_return_different_gpus(smi: FakeSmi) -> None:
 import os, sys
 from clusterjob.node.host_server import gpus
 from pathlib import Path
-gpus.lock_directories = lambda: [Path(sys.argv[1])]
+gpus.lock_directory = lambda: Path(sys.argv[1])
 try:
     held = gpus.pick(str(os.getpid()), "auto", 1, {})
     print(held.gpus[0].uuid, flush=True)
@@ -204,9 +204,6 @@ def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
     ]
 
 
-def test_lock_directories_are_private_to_user() -> None:
-    directories = gpus.lock_directories()
-    assert directories
-    for path in directories:
-        assert path.stat().st_mode & 0o777 == 0o700
-        assert path.stat().st_uid == os.getuid()
+def test_lock_directory_is_private_to_user() -> None:
+    status = gpus.lock_directory().stat()
+    assert (status.st_mode & 0o777, status.st_uid) == (0o700, os.getuid())
