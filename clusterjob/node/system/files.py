@@ -12,15 +12,13 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-_TEMPORARY = ".tmp"  # the end of the name of a temporary file
-_SURELY_KILLED = 3600.0  # seconds without a change after which the writer must be dead
+TEMPORARY = ".tmp"  # the end of the name of a temporary file
 RESERVED = 32 << 10  # bytes that `reserve` takes
 LARGEST_JSON = 32 << 20  # bytes; clusterjob's own files are much smaller
 # The thread in which an agent uses the job's directory: a shared disk may hang for minutes, and the
@@ -67,9 +65,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     Raises:
         OSError: the disk is full or the directory cannot be written; no temporary file remains.
     """
-    handle, temporary = tempfile.mkstemp(
-        prefix=f".{path.name}.", suffix=_TEMPORARY, dir=path.parent
-    )
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             os.fchmod(stream.fileno(), mode)
@@ -162,23 +158,6 @@ def why_full(directory: Path) -> str:
     if found.f_files and found.f_favail == 0:
         return f"the disk of {directory} has no inodes left"
     return ""
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of `write_atomic` calls that were killed over an hour ago."""
-    for path in directory.glob(f".*{_TEMPORARY}"):
-        with contextlib.suppress(OSError):
-            if is_old(path):
-                path.unlink()
-
-
-def is_old(path: Path) -> bool:
-    """Return whether a file has not changed for an hour, so that its writer must be dead.
-
-    Raises:
-        OSError: the file's status cannot be read.
-    """
-    return time.time() - path.stat().st_mtime > _SURELY_KILLED
 
 
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:

@@ -1,6 +1,6 @@
 """Query and control processes: state, environment, descendants, signals, OOM kills.
 
-Linux only, except `ProcessIdentity` and `StderrTail`, which a submitter needs too. Sources:
+Linux only, except `StderrTail`, which a submitter needs too. Sources:
 prctl(2), proc(5). PR_SET_PDEATHSIG fires when the THREAD that forked exits, so long-lived
 processes are started from main threads only.
 """
@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -113,31 +112,10 @@ def parent(pid: int) -> int:
 def start_ticks(pid: int) -> int | None:
     """Return a process's start time in clock ticks since boot; None if it has ended.
 
-    The pid and the start time identify a process during one boot. A zombie counts as ended. Without
-    /proc, the time is in seconds since the epoch, as ps(1) shows it.
+    The pid and the start time identify a process during one boot. A zombie counts as ended.
     """
-    if sys.platform != "linux":
-        return _start_time(pid)
     fields = stat_fields(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
-
-
-def _start_time(pid: int) -> int | None:
-    """Return a process's start time in seconds since the epoch, from ps; None if it has ended."""
-    import subprocess  # slow to load, and Linux does not need it
-
-    try:
-        shown = subprocess.run(
-            ["ps", "-o", "stat=,lstart=", "-p", str(pid)],
-            capture_output=True,
-            env=os.environ | {"LC_ALL": "C"},
-            text=True,
-            check=False,
-        ).stdout
-        state, started = shown.split(maxsplit=1)
-        return None if state[0] in "ZX" else int(time.mktime(time.strptime(started.strip())))
-    except (OSError, ValueError):
-        return None
 
 
 def output_of(argv: Sequence[str], environ: Mapping[str, str], timeout: float) -> str:
@@ -166,10 +144,7 @@ def output_of(argv: Sequence[str], environ: Mapping[str, str], timeout: float) -
 
 
 def boot_id() -> str:
-    """Return the kernel's random id of this boot, which distinguishes pids of different boots.
-
-    It is empty without /proc: there `start_ticks` differs between boots.
-    """
+    """Return the kernel's random id of this boot, which distinguishes pids of different boots."""
     return files.read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
@@ -469,40 +444,6 @@ def _memory_cgroups() -> Iterator[tuple[Path, str]]:
 def _count_in(path: Path) -> int | None:
     found = re.search(r"^oom_kill (\d+)", files.read_text(path), re.MULTILINE)
     return int(found[1]) if found else None
-
-
-@dataclass(frozen=True)
-class ProcessIdentity:
-    """Identity of a process that stays unique after its pid is reused.
-
-    Attributes:
-        pid: its pid.
-        ticks: its start time, in clock ticks since boot.
-        boot_id: id of the machine's boot.
-        host: name of the machine.
-    """
-
-    pid: int
-    ticks: int
-    boot_id: str
-    host: str
-
-    @classmethod
-    def of_this_process(cls) -> ProcessIdentity:
-        """Return the identity of the calling process."""
-        return cls(os.getpid(), start_ticks(os.getpid()) or 0, boot_id(), socket.gethostname())
-
-    def alive(self) -> bool:
-        """Return whether the process runs.
-
-        It returns False for a process of another host or another boot, which cannot be checked from
-        this machine.
-        """
-        return (
-            self.host == socket.gethostname()
-            and self.boot_id == boot_id()
-            and start_ticks(self.pid) == self.ticks != 0
-        )
 
 
 class StderrTail:
