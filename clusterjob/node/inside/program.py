@@ -24,7 +24,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,9 +72,10 @@ def main() -> None:
             place = find(request["job"], request["node"], request["rank"])
             break
         except NotHereError as error:
-            starting = error.facts["why"] == "starting" and not request.get("stacks")
+            (facts,) = error.args
+            starting = facts["why"] == "starting" and not request.get("stacks")
             if not starting or time.monotonic() > end:
-                _answer({"error": error.facts})
+                _answer({"error": facts})
                 return
         time.sleep(_TICK)
     answer = {"rank": place.rank, "host": socket.gethostname()}
@@ -184,16 +185,11 @@ def _open_connection(connection: Streams, number: int, payload: bytes) -> None:
 
 
 class NotHereError(Exception):
-    """This node has no such worker.
+    """This node has no such worker; the argument says why.
 
-    Attributes:
-        facts: ``why`` (absent, starting, old or rank); for a wrong rank also ``first``, ``count``
-            and ``world`` of the ranks.
+    It has ``why`` (absent, starting or rank); for a wrong rank also ``first``, ``count`` and
+    ``world`` of the ranks.
     """
-
-    def __init__(self, why: str, **facts: int) -> None:
-        super().__init__(why)
-        self.facts = {"why": why, **facts}
 
 
 @dataclass(frozen=True)
@@ -204,26 +200,27 @@ class WorkerPlace:
         rank: the worker's rank; None if it is not known.
         pid: the worker; it may have ended.
         environ: its environment.
-        watched: pid and start time of the process with which the node's part of the job ends.
+        watched: the process with which the node's part of the job ends.
+        ticks: its start time.
     """
 
     rank: int | None
     pid: int
-    watched: tuple[int, int]
     environ: dict[str, str] = field(repr=False)
+    watched: int
+    ticks: int | None
 
     @property
     def directory(self) -> str:
         """The worker's working directory, or that of its forkserver."""
-        for pid in (self.pid, self.watched[0]):
+        for pid in (self.pid, self.watched):
             with contextlib.suppress(OSError):
                 return os.readlink(f"/proc/{pid}/cwd")
         return "/"
 
     def ended(self) -> bool:
         """Return whether the node's part of the job has ended."""
-        pid, ticks = self.watched
-        return processes.start_ticks(pid) != ticks
+        return self.ticks is None or processes.start_ticks(self.watched) != self.ticks
 
 
 def find(job_id: str, node: int, rank: int | None) -> WorkerPlace:
@@ -239,18 +236,16 @@ def find(job_id: str, node: int, rank: int | None) -> WorkerPlace:
     """
     found = job_processes.on_node(job_id, node)
     if not found.ranks:
-        raise NotHereError("starting" if found.started else "absent")
-    wanted = found.ranks[0].rank if rank is None else rank
-    process = next((each for each in found.ranks if each.rank == wanted), None)
+        raise NotHereError({"why": "starting" if found.started else "absent"})
+    process = next((each for each in found.ranks if rank in (None, each.rank)), None)
     if process is None:
-        raise NotHereError("rank", first=found.first, count=found.count, world=found.world)
+        facts = {"first": found.first, "count": found.count, "world": found.world}
+        raise NotHereError({"why": "rank", **facts})
     watched = process.pid if found.forkserver is None else found.forkserver
     environ = {name: value for name, value in process.environ.items() if name not in _OWN}
+    environ[job_processes.MARK] = str(process.pid)
     return WorkerPlace(
-        wanted,
-        process.pid,
-        (watched, processes.start_ticks(watched) or 0),
-        environ=environ | {job_processes.MARK: str(process.pid)},
+        process.rank, process.pid, environ, watched, ticks=processes.start_ticks(watched)
     )
 
 
@@ -375,19 +370,18 @@ class _Command:
         self._pid = child.pid
         child.returncode = 0  # this object reaps it
         if self._master is not None:
-            os.set_blocking(self._master, False)
-            self._connection.add(Stream(STDOUT, source=self._master))
-            self._connection.add(Stream(STDIN, sink=self._master, close_sink=self._hang_up))
+            self._add(STDOUT, self._master, lambda: None)
+            self._add(STDIN, self._master, self._hang_up)
         for number, pipe in ((STDOUT, child.stdout), (STDERR, child.stderr), (STDIN, child.stdin)):
-            if pipe is None:
-                continue
-            handle = pipe.fileno()
-            os.set_blocking(handle, False)
-            if number == STDIN:
-                stream = Stream(number, sink=handle, close_sink=pipe.close)
-            else:
-                stream = Stream(number, source=handle, close_source=pipe.close)
-            self._connection.add(stream)
+            if pipe is not None:
+                self._add(number, pipe.fileno(), pipe.close)
+
+    def _add(self, number: int, end: int, close: Callable[[], None]) -> None:
+        os.set_blocking(end, False)
+        if number == STDIN:
+            self._connection.add(Stream(number, sink=end, close_sink=close))
+        else:
+            self._connection.add(Stream(number, source=end, close_source=close))
 
     def _hang_up(self) -> None:
         if self._master is not None:
@@ -445,7 +439,7 @@ def _enter_container(place: WorkerPlace) -> list[str] | None:
     Returns:
         The words; empty if the worker runs in no container; None if this user cannot enter it.
     """
-    pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched[0]
+    pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched
     if processes.namespace(pid, "mnt") in ("", processes.namespace(os.getpid(), "mnt")):
         return []
     words = ["nsenter", f"--target={pid}", "--mount"]
