@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clusterjob.core.units import show_size
 from clusterjob.errors import HostError
 from clusterjob.node.host_server.jobs import MAX_BYTES
-from clusterjob.node.logs.job_dir import event_files, events_node
-from clusterjob.node.logs.log_files import node_directory
+from clusterjob.node.logs.job_dir import events_node
 from clusterjob.node.system import files
 from clusterjob.remote.answer_schemas import MAX_FILES
 from clusterjob.remote.protocol import Exchange
@@ -32,6 +31,7 @@ MAX_TOTAL_BYTES = 16 << 30  # maximum bytes of mirrored files, for one host or o
 MAX_REPLACED_BYTES = 64 << 20
 _HINT = "this host is not to be trusted"
 
+_ANY = r"\w[\w.-]*"
 MAX_EVENTS_BYTES = 64 << 20  # the file is read into memory as a whole
 
 
@@ -117,6 +117,22 @@ def check_progress(label: str, answers: Iterable[dict[str, Any]], data: bytes, m
         raise HostError(label, "it announces more data and does not send it", hint=_HINT)
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a path is one of a job's files, as in `clusterjob.node.host_server.jobs.poll`.
+
+    In a pattern, ``*`` stands for letters, digits, dots, underscores and dashes.
+    """
+    forms = "|".join(re.escape(each).replace(r"\*", _ANY) for each in patterns)
+    return re.fullmatch(forms, name, re.ASCII) is not None
+
+
+def held(job_dir: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Return the size of each file of these patterns in a local job directory."""
+    found = (path for each in patterns for path in job_dir.glob(each) if path.is_file())
+    sizes = {str(path.relative_to(job_dir)): files.size_of(path) for path in found}
+    return {name: size for name, size in sizes.items() if matches(name, patterns)}
+
+
 def keep(
     label: str,
     job_dir: Path,
@@ -125,8 +141,8 @@ def keep(
     sizes: Mapping[str, int],
     stamps: dict[str, str],
     *,
-    grown: re.Pattern[str],
-    replaced: re.Pattern[str],
+    grown: Iterable[str],
+    replaced: Iterable[str],
 ) -> None:
     """Write a part of a file that a host sent, or remove one that it has removed.
 
@@ -138,8 +154,8 @@ def keep(
         content: the bytes.
         sizes: the sizes of growing files here, as the host was told.
         stamps: stamps of replaced files by path; updated.
-        grown: the names of the growing files that the host may send.
-        replaced: the names of the replaced ones.
+        grown: patterns of the growing files that the host may send.
+        replaced: patterns of the replaced ones.
 
     Raises:
         HostError: the file was not asked for, cannot be written, or an event file would exceed
@@ -148,8 +164,8 @@ def keep(
     name = file["path"]
     path, offset = job_dir / name, file.get("offset")
     kinds = (offset is not None) + ("stamp" in file) + bool(file.get("gone"))
-    form = replaced if offset is None else grown
-    if kinds != 1 or not form.fullmatch(name) or (offset or 0) != sizes.get(name, 0):
+    patterns = replaced if offset is None else grown
+    if kinds != 1 or not matches(name, patterns) or (offset or 0) != sizes.get(name, 0):
         raise HostError(label, f"it sends a file that was not asked for: {name[:80]!r}", hint=_HINT)
     if events_node(name) is not None and (offset or 0) + len(content) > MAX_EVENTS_BYTES:
         raise HostError(
@@ -192,14 +208,11 @@ class JobMirror:
         self._stamps: dict[str, str] = {}
         self._volume: Volume | None = None
         # The only files that a host may write here.
-        verdict = r"result\.json|" if node == 0 else ""
-        self._replaced = re.compile(rf"{verdict}ends/node{node}\.(?:json|refused)")
-        first = r"events\.jsonl|" if node == 0 else ""
-        events = rf"{first}events\.\d{{1,4}}\.node{node}\.jsonl"
-        self._grown = {
-            False: re.compile(events, re.ASCII),
-            True: re.compile(rf"{events}|logs/node{node}/\w[\w.-]*", re.ASCII),
-        }
+        self._events = [f"events.*.node{node}.jsonl"]
+        self._results = [f"ends/node{node}.json", f"ends/node{node}.refused"]
+        if node == 0:
+            self._events.append("events.jsonl")
+            self._results.append("result.json")
 
     def poll(self, session: Session | Exchange, *, logs: bool) -> PollAnswer:
         """Fetch the new data of the node's files.
@@ -211,12 +224,14 @@ class JobMirror:
         Raises:
             HostError: the host does not answer, or its answer is malformed.
         """
-        sizes, most = self._sizes(logs=logs), LOG_BYTES if logs else STATUS_BYTES
-        have = {**self._stamps, **sizes}
+        grown = [*([f"logs/node{self._node}/*"] if logs else []), *self._events]
+        sizes, most = held(self._job_dir, grown), LOG_BYTES if logs else STATUS_BYTES
         asked = {
             "job": self._job_id,
             "node": self._node,
-            "logs": "all" if logs else "none",
+            "grown": grown,
+            "late": [],
+            "replaced": self._results,
             "sizes": sizes,
             "stamps": self._stamps,
         }
@@ -226,7 +241,7 @@ class JobMirror:
         answer: PollAnswer = polled["jobs"][0] | {"clock": polled["clock"]}
         check_progress(session.label, [answer], data=data, most=most)
         self._volume = self._volume or Volume(session.label, self._job_dir)
-        self._volume.check(have, answer["files"])
+        self._volume.check({**self._stamps, **sizes}, answer["files"])
         for file, content in contents(session.label, answer["files"], data=data):
             keep(
                 session.label,
@@ -235,20 +250,7 @@ class JobMirror:
                 content=content,
                 sizes=sizes,
                 stamps=self._stamps,
-                grown=self._grown[logs],
-                replaced=self._replaced,
+                grown=grown,
+                replaced=self._results,
             )
         return answer
-
-    def _sizes(self, *, logs: bool) -> dict[str, int]:
-        paths = [
-            path for path in event_files(self._job_dir) if events_node(path.name) == self._node
-        ]
-        folder = node_directory(self._job_dir, self._node)
-        if logs and folder.is_dir():
-            paths += list(folder.iterdir())
-        return {
-            str(path.relative_to(self._job_dir)): path.stat().st_size
-            for path in paths
-            if path.exists()
-        }

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from clusterjob.core.records import Record
 from clusterjob.errors import HostError
-from clusterjob.node.logs.job_dir import ENDS, LOGS, RESULT, SLURM_LOG, event_files
-from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, keep
+from clusterjob.remote.mirror import LOG_BYTES, Volume, check_progress, contents, held, keep
 
 _AT_ONCE = 500  # maximum number of jobs in one request
 _STATUS_BYTES = 1 << 20  # maximum bytes of one answer with only the status of the jobs
-# The files that the login host may send: replaced files, and growing files for each mode of
-# logs (none, only stderr files, all).
-_REPLACED = re.compile(r"result\.json|ends/\w[\w.-]*", re.ASCII)
-_ALWAYS = r"events(?:\.\d{1,4}\.node\d{1,7})?\.jsonl|logs/slurm\.out"
-_GROWN = {
-    "none": re.compile(_ALWAYS),
-    "last": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*\.err", re.ASCII),
-    "all": re.compile(rf"{_ALWAYS}|logs/node\d+/\w[\w.-]*", re.ASCII),
-}
+# The files that the login host may send; results before the verdict: after that the job has ended.
+_GROWN = ["events.jsonl", "events.*.jsonl", "logs/slurm.out"]
+_REPLACED = ["ends/*", "result.json"]
 
 
 class ClusterMirror:
@@ -56,7 +47,7 @@ class ClusterMirror:
         for begin in range(0, len(wanted), _AT_ONCE):
             chunk = wanted[begin : begin + _AT_ONCE]
             asked = [self._asked(record, logs=logs) for record, logs in chunk]
-            bulk = any(job["logs"] != "none" for job in asked)
+            bulk = any(len(job["grown"]) > len(_GROWN) for job in asked)
             most = LOG_BYTES if bulk else _STATUS_BYTES
             answer, data = ask("poll", jobs=asked, most=most, bulk=bulk)
             found = answer["jobs"]
@@ -81,7 +72,7 @@ class ClusterMirror:
                         content=content,
                         sizes=had["sizes"],
                         stamps=self._stamps[record.job_id],
-                        grown=_GROWN[had["logs"]],
+                        grown=had["grown"] + had["late"],
                         replaced=_REPLACED,
                     )
                 more[record.job_id] = one["more"]
@@ -90,32 +81,15 @@ class ClusterMirror:
     def _asked(self, record: Record, *, logs: bool) -> dict[str, Any]:
         """Return a job's part of the request, with the local version of each file."""
         known = self._stamps.setdefault(record.job_id, {})
-        replaced = [*_files_in(record.job_dir / ENDS), record.job_dir / RESULT]
-        grown = [*event_files(record.job_dir), record.job_dir / LOGS / SLURM_LOG]
+        grown = [*(["logs/node*/*"] if logs else []), *_GROWN]
         # With --launcher srun, the root cause is found in the last lines of the workers' stderr.
-        mode = "all" if logs else "last" if record.job.launcher == "srun" else "none"
-        if mode != "none":
-            grown += [
-                path
-                for node in _files_in(record.job_dir / LOGS)
-                if node.is_dir()
-                for path in _files_in(node)
-            ]
-
-        def by_name(paths: Iterable[Path]) -> dict[str, Path]:
-            return {str(path.relative_to(record.job_dir)): path for path in paths if path.exists()}
-
+        late = ["logs/node*/*.err"] if record.job.launcher == "srun" and not logs else []
         return {
             "job": record.directory_name,
             "node": None,
-            "logs": mode,
-            "sizes": {name: path.stat().st_size for name, path in by_name(grown).items()},
-            "stamps": {name: known.get(name, "") for name in by_name(replaced)},
+            "grown": grown,
+            "late": late,
+            "replaced": _REPLACED,
+            "sizes": held(record.job_dir, grown + late),
+            "stamps": {name: known.get(name, "") for name in held(record.job_dir, _REPLACED)},
         }
-
-
-def _files_in(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if not path.name.startswith(".")]
-    except OSError:
-        return []

@@ -30,12 +30,9 @@ from clusterjob.node.logs.job_dir import (
     ENDS,
     LOGS,
     RESULT,
-    SLURM_LOG,
     TIMELINE,
-    event_files,
-    events_node,
 )
-from clusterjob.node.logs.log_files import file_names, last_lines, node_directory
+from clusterjob.node.logs.log_files import last_lines, node_directory
 from clusterjob.node.system import files, private_dirs, processes
 
 MAX_BYTES = 4 << 20  # bytes of growing files, or of parts of results, in one answer
@@ -210,10 +207,11 @@ def remove(home: Path, job: str) -> Object:
 def poll(home: Path, jobs: list[Object], most: int) -> tuple[Object, bytes]:
     """Return new data in the directories of jobs, about `most` bytes at once.
 
-    Each of `jobs` has the job's name as ``job``; ``node``, None for all nodes; ``logs``: ``all``,
-    ``none``, or ``last`` for the workers' stderr after a Slurm step has ended; the size of each
-    growing file (``sizes``) and the stamp of each replaced file (``stamps``) that the submitter
-    has.
+    Each of `jobs` has the job's name as ``job``; ``node``, whose agent is looked for, or None; the
+    patterns of its growing files (``grown``), of those that are sent when a Slurm step has ended
+    (``late``), and of its replaced files (``replaced``), all in the order in which they are sent;
+    the size of each growing file (``sizes``) and the stamp of each replaced file (``stamps``) that
+    the submitter has.
 
     Returns:
         ``clock``: the host's monotonic clock. ``jobs``: for each job, ``known``: whether its
@@ -228,7 +226,7 @@ def poll(home: Path, jobs: list[Object], most: int) -> tuple[Object, bytes]:
         news = _News(job_dir, asked["sizes"], stamps=asked["stamps"], data=data, most=most)
         known = job_dir.is_dir()
         if known:
-            news.collect(node, asked["logs"])
+            news.collect(asked)
         answers.append({"known": known, "alive": alive, "files": news.files, "more": news.more})
     return {"jobs": answers, "clock": time.monotonic()}, bytes(data)
 
@@ -252,52 +250,39 @@ class _News:
     files: list[Object] = field(default_factory=list)
     more: bool = False
 
-    def collect(self, node: int | None, logs: str) -> None:
-        """Add new data of one node, or of all nodes."""
-        for folder in _entries(self.job_dir / LOGS):
-            if folder.is_dir() and (node is None or folder.name == f"node{node}"):
-                self._node_logs(folder, logs)
-        self._grown(self.job_dir / LOGS / SLURM_LOG)
-        for path in event_files(self.job_dir):
-            if node in (None, events_node(path.name)):
+    def collect(self, asked: Object) -> None:
+        """Add the new data of all files."""
+        paths = self._matching(asked["grown"])
+        if any(self.job_dir.glob(f"{ENDS}/srun.*")):
+            late = self._matching(asked["late"])
+            paths += [path for path in late if files.size_of(path) <= _MAX_LAST]
+        # A timeline is measured first and sent last: it must not refer to log bytes that the
+        # submitter does not have yet.
+        timelines = {path: files.size_of(path) for path in paths if path.name == TIMELINE}
+        for path in paths:
+            if path not in timelines:
                 self._grown(path)
-        # Send node results before the verdict: after the verdict the submitter stops reading.
-        own = (f"node{node}.json", f"node{node}.refused")
-        for path in _entries(ends.directory(self.job_dir)):
-            if path.name in own if node is not None else path.suffix != ".part":
-                self._replaced(path)
-        if not node:
-            self._replaced(self.job_dir / RESULT)
+        for path, size in timelines.items():
+            if not self.more:
+                self._grown(path, size)
+        for path in self._matching(asked["replaced"]):
+            self._replaced(path)
         # Such as the verdict of an earlier run, which the next run renames.
         for name in self.stamps:
             if not (self.job_dir / name).exists():
                 self.files.append({"path": name, "gone": True, "size": 0})
 
-    def _node_logs(self, folder: Path, logs: str) -> None:
-        paths = _entries(folder) if logs != "none" else []
-        if logs == "last":
-            over = any(ends.directory(self.job_dir).glob("srun.*"))
-            paths = [
-                path
-                for path in paths
-                if over and path.suffix == ".err" and path.stat().st_size <= _MAX_LAST
-            ]
-        # The timeline is measured first and sent last: it must not refer to log bytes that the
-        # submitter does not have yet.
-        timeline = folder / TIMELINE
-        noted = files.size_of(timeline)
-        for path in paths:
-            if path != timeline:
-                self._grown(path)
-        if timeline in paths and not self.more:
-            self._grown(timeline, noted)
+    def _matching(self, patterns: Iterable[str]) -> list[Path]:
+        """Return the files of these patterns whose names clusterjob may have written."""
+        found = (path for each in patterns for path in sorted(self.job_dir.glob(each)))
+        return [path for path in found if _NAME.fullmatch(path.name) and path.suffix != ".part"]
 
     def _grown(self, path: Path, upto: int | None = None) -> None:
         """Add the new bytes of a growing file, up to the size `upto`."""
         name = str(path.relative_to(self.job_dir))
         had = self.sizes.get(name, -1)  # an empty file is sent once
         size = files.size_of(path) if upto is None else upto
-        if size <= had or not path.exists():
+        if size <= had:
             return
         offset, room = max(0, had), max(0, self.most - len(self.data))
         self.more = self.more or size - offset > room
@@ -325,11 +310,6 @@ class _News:
             return
         self.files.append({"path": name, "stamp": stamp, "size": len(data)})
         self.data += data
-
-
-def _entries(folder: Path) -> list[Path]:
-    """Return the entries of a directory whose names clusterjob may have written."""
-    return [folder / name for name in sorted(file_names(folder)) if _NAME.fullmatch(name)]
 
 
 # -- clean ---------------------------------------------------------------------------------------

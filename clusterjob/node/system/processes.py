@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,9 +194,9 @@ def descendants(pid: int) -> list[int]:
 
 def children(stats: Mapping[int, list[str]]) -> dict[int, list[int]]:
     """Return the children of each process, by pid, from the result of `running`."""
-    found: dict[int, list[int]] = {}
+    found: defaultdict[int, list[int]] = defaultdict(list)
     for pid, fields in sorted(stats.items()):
-        found.setdefault(int(fields[1]), []).append(pid)
+        found[int(fields[1])].append(pid)
     return found
 
 
@@ -311,14 +312,9 @@ def reap(pids: list[int]) -> None:
 
 def ended_children() -> Iterator[tuple[int, int]]:
     """Reap the children that have ended, and yield the pid and the wait status of each."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, status
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def exit_code_of(wait_status: int) -> tuple[int, str | None]:
@@ -405,10 +401,9 @@ class OomKills:
     @classmethod
     def now(cls) -> OomKills:
         """Return the current count."""
-        for directory, name in _memory_cgroups():
-            count = _count_in(directory / name)
-            if count is not None:
-                return cls(count, directory)
+        for path in _memory_counters():
+            if (count := _count_in(path)) is not None:
+                return cls(count, path.parent)
         return cls(_count_in(Path("/proc/vmstat")) or 0)
 
     def describe_new(self) -> str:
@@ -427,8 +422,8 @@ class OomKills:
         )
 
 
-def _memory_cgroups() -> Iterator[tuple[Path, str]]:
-    """Yield (directory, file name) of this process's memory counters, for cgroups v2 and v1.
+def _memory_counters() -> Iterator[Path]:
+    """Yield the files with this process's memory counters, for cgroups v2 and v1.
 
     In a container the mounted root is the container's own cgroup, so the root is yielded too.
     """
@@ -436,9 +431,9 @@ def _memory_cgroups() -> Iterator[tuple[Path, str]]:
         _, controllers, path = line.split(":", 2)
         for directory in (path, ""):
             if not controllers:
-                yield Path(f"/sys/fs/cgroup{directory}"), "memory.events"
+                yield Path(f"/sys/fs/cgroup{directory}/memory.events")
             elif "memory" in controllers.split(","):
-                yield Path(f"/sys/fs/cgroup/memory{directory}"), "memory.oom_control"
+                yield Path(f"/sys/fs/cgroup/memory{directory}/memory.oom_control")
 
 
 def _count_in(path: Path) -> int | None:
