@@ -26,11 +26,9 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmi]:
     return smi
 
 
-def uuids_of(reservation: gpus.Reservation) -> list[str]:
-    try:
-        return [gpu.uuid for gpu in reservation.gpus]
-    finally:
-        reservation.release()
+def uuids_of(locks: gpus.Locks) -> list[str]:
+    gpus.release(locks)
+    return list(locks)
 
 
 def test_read_gpus_parses_memory_and_processes(smi: FakeSmi) -> None:
@@ -114,7 +112,7 @@ def test_pick_auto_returns_idle_visible_gpus(smi: FakeSmi) -> None:
     assert gpus.idle_count({}) == 2
     held = gpus.pick("a", "auto", count=1, environ={})
     assert gpus.idle_count({}) == 1
-    held.release()
+    gpus.release(held)
 
 
 def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
@@ -124,7 +122,7 @@ def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
         gpus.pick("mine", "auto", count=2, environ={})
     with pytest.raises(gpus.TooFewGpusError, match=r"^no GPU is idle: 0 job other-job; 1 NVIDIA"):
         gpus.idle_count({})
-    held.release()
+    gpus.release(held)
     text = str(caught.value)
     assert text.startswith(
         "0 idle GPUs where 2 are asked for: 0 job other-job;"
@@ -139,10 +137,10 @@ def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
 def test_pick_of_listed_gpus_refuses_held_and_missing_gpus(smi: FakeSmi) -> None:
     smi.set_gpus([3, 2000, 3], {2: [(1, "trainer")]})
     held = gpus.pick("a", "2,1", count=2, environ={})
-    assert [gpu.uuid for gpu in held.gpus] == ["GPU-0002", "GPU-0001"]
+    assert [*held] == ["GPU-0002", "GPU-0001"]
     with pytest.raises(gpus.TooFewGpusError, match="GPU 1 is held by job a"):
         gpus.pick("b", "0,1", count=2, environ={})
-    held.release()
+    gpus.release(held)
     with pytest.raises(gpus.TooFewGpusError, match="GPU 7 does not exist; existing GPUs: 0, 1, 2"):
         gpus.pick("b", "7", count=1, environ={})
 
@@ -155,7 +153,7 @@ from pathlib import Path
 gpus.lock_directory = lambda: Path(sys.argv[1])
 try:
     held = gpus.pick(str(os.getpid()), "auto", 1, {})
-    print(held.gpus[0].uuid, flush=True)
+    print(*held, flush=True)
 except gpus.TooFewGpusError:
     print("none", flush=True)
 sys.stdin.read()
@@ -179,8 +177,8 @@ sys.stdin.read()
 
 def test_reservation_lasts_until_inheriting_process_exits(smi: FakeSmi) -> None:
     held = gpus.pick("a", "auto", count=4, environ={})
-    child = subprocess.Popen(["sleep", "1000"], pass_fds=held.descriptors)
-    held.release()
+    child = subprocess.Popen(["sleep", "1000"], pass_fds=tuple(held.values()))
+    gpus.release(held)
     try:
         with pytest.raises(gpus.TooFewGpusError, match="0 job a; 1 job a"):
             gpus.pick("b", "auto", count=1, environ={})

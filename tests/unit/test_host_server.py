@@ -139,19 +139,6 @@ def test_archive_is_kept_until_no_job_needs_it(tmp_path: Path) -> None:
     assert stored(tmp_path) == set()
 
 
-def test_file_that_is_removed_from_store_during_installation_is_sent_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_job(tmp_path, "one-a", code={"own.py": b"1"})
-    (tmp_path / "jobs" / "two-b").mkdir()
-    digest = hashlib.sha256(b"1").hexdigest()
-    monkeypatch.setattr(code_store, "is_stored", lambda *_: True)
-    (tmp_path / "store" / digest[:2] / digest).unlink()
-    answer = install(tmp_path, "two-b", [("own.py", "file", 0o644, 1, digest)])
-    assert answer == {"missing": [digest]}
-    assert list((tmp_path / "jobs" / "two-b").iterdir()) == []
-
-
 def test_job_whose_agent_runs_is_kept_on_host(tmp_path: Path) -> None:
     job_dir = put_job(tmp_path, "one-a", code={})
     agent = {"pid": os.getpid(), "process": processes.identity(os.getpid())}

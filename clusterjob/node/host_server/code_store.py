@@ -103,12 +103,12 @@ def build(home: Path, code: Path, packed: bytes, listed: Path) -> set[str]:
                 target.chmod(mode | 0o700)
             elif kind == "link":
                 os.symlink(value, target)
-            elif not _copy(_blob(home, value), target, mode=mode, digest=value):
-                missing.add(value)
-        if not missing:
-            files.write_atomic(listed, packed)  # `clean` reads it
-            part.chmod(0o755)
-            part.rename(code)
+            else:
+                shutil.copyfile(_blob(home, value), target)
+                target.chmod(mode)
+        files.write_atomic(listed, packed)  # `clean` reads it
+        part.chmod(0o755)
+        part.rename(code)
     except OSError:
         if not code.exists():  # otherwise another node has created it meanwhile
             raise
@@ -159,23 +159,6 @@ def add(home: Path, read: Callable[[int], bytes]) -> tuple[str, int]:
     finally:
         Path(temporary).unlink(missing_ok=True)
     return digest, size
-
-
-def _copy(blob: Path, target: Path, mode: int, digest: str) -> bool:
-    """Copy a file from the store.
-
-    Returns:
-        Whether its content has the digest. If not, the file is removed from the store.
-    """
-    if not blob.exists():  # `clean` has removed it meanwhile
-        return False
-    shutil.copyfile(blob, target)
-    target.chmod(mode)
-    if files.sha256(target) == digest:
-        return True
-    target.unlink()
-    blob.unlink(missing_ok=True)
-    return False
 
 
 def receive(

@@ -25,6 +25,7 @@ _IDLE_MEMORY = 1 << 30
 _SMI_TIMEOUT = 30.0  # seconds for nvidia-smi, which wakes sleeping GPUs one after the other
 _TMP = "/tmp"  # noqa: S108 - the owner of the directory in it is checked
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+Locks = dict[str, int]  # descriptors of locked files, by the UUID of the GPU
 
 
 class TooFewGpusError(Exception):
@@ -130,48 +131,30 @@ def visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
     return found
 
 
-class Reservation:
-    """Locks on GPUs for one job.
+def _take(locks: Locks, gpu: Gpu, job_id: str) -> str:
+    """Lock a GPU, or return its holder if another job has locked it.
 
-    A lock is held until this process and all processes that inherit its descriptors have ended.
-
-    Args:
-        job_id: the job, which is written to the lock file for other jobs' messages.
+    Raises:
+        OSError: no lock file can be created.
     """
+    path = lock_directory() / gpu.uuid.replace("/", "_")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace")
+        os.close(lock)
+        return f"job {holder}" if holder else "another job"
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, job_id.encode(), 0)
+    locks[gpu.uuid] = lock
+    return ""
 
-    def __init__(self, job_id: str) -> None:
-        self._job_id = job_id
-        self.gpus: list[Gpu] = []
-        self.descriptors: list[int] = []
 
-    def take(self, gpu: Gpu) -> str:
-        """Lock a GPU.
-
-        Returns:
-            Its holder if another job has locked it; empty if it is now locked.
-
-        Raises:
-            OSError: no lock file can be created.
-        """
-        path = lock_directory() / gpu.uuid.replace("/", "_")
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode(errors="replace")
-            os.close(lock)
-            return f"job {holder}" if holder else "another job"
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, self._job_id.encode(), 0)
-        self.gpus.append(gpu)
-        self.descriptors.append(lock)
-        return ""
-
-    def release(self) -> None:
-        """Close this process's descriptors; processes that inherited them keep the locks."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors = []
+def release(locks: Locks) -> None:
+    """Close this process's descriptors; processes that inherited them keep the locks."""
+    for lock in locks.values():
+        os.close(lock)
 
 
 def lock_directory() -> Path:
@@ -197,11 +180,13 @@ def lock_directory() -> Path:
     )
 
 
-def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]) -> Reservation:
+def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]) -> Locks:
     """Choose GPUs for a job and lock them.
 
+    A lock is held until this process and all processes that inherit its descriptor have ended.
+
     Args:
-        job_id: the job.
+        job_id: the job, which is written to the lock files for other jobs' messages.
         wanted: ``auto`` for idle ones, otherwise a list of nvidia-smi indices or UUIDs.
         count: number of GPUs, equal to the length of the list, if there is one; None for all
             idle ones.
@@ -212,38 +197,39 @@ def pick(job_id: str, wanted: str, count: int | None, environ: Mapping[str, str]
         OSError: the GPUs cannot be read, or no lock file can be created.
     """
     there = visible(read_gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
-    held = Reservation(job_id)
+    locks: Locks = {}
     try:
         if wanted == AUTO:
-            _take_idle(held, there, count)
+            _take_idle(locks, there, job_id, count=count)
         else:
-            _take_listed(held, there, wanted.split(","))
+            _take_listed(locks, there, job_id, entries=wanted.split(","))
     except BaseException:
-        held.release()
+        release(locks)
         raise
-    return held
+    return locks
 
 
-def _take_listed(held: Reservation, there: Sequence[Gpu], entries: Sequence[str]) -> None:
+def _take_listed(locks: Locks, there: Sequence[Gpu], job_id: str, entries: Sequence[str]) -> None:
     by_name = {name: gpu for gpu in there for name in (str(gpu.index), gpu.uuid)}
     for entry in entries:
         if entry not in by_name:
             known = ", ".join(str(gpu.index) for gpu in there) or "none"
             raise TooFewGpusError(f"GPU {entry} does not exist; existing GPUs: {known}")
-        if holder := held.take(by_name[entry]):
+        if holder := _take(locks, by_name[entry], job_id):
             raise TooFewGpusError(f"GPU {entry} is held by {holder}")
 
 
-def _take_idle(held: Reservation, there: Sequence[Gpu], count: int | None) -> None:
+def _take_idle(locks: Locks, there: Sequence[Gpu], job_id: str, count: int | None) -> None:
     holders: list[str] = []
     for gpu in there:
-        if len(held.gpus) == count:
+        if len(locks) == count:
             return
-        holder = f"{gpu.index} {held.take(gpu)}" if gpu.idle else gpu.describe()
-        if gpu not in held.gpus:
-            holders.append(holder)
-    if len(held.gpus) < (count or 1):
-        found = f"{len(held.gpus)} idle GPUs where {count} are asked for"
+        if not gpu.idle:
+            holders.append(gpu.describe())
+        elif holder := _take(locks, gpu, job_id):
+            holders.append(f"{gpu.index} {holder}")
+    if len(locks) < (count or 1):
+        found = f"{len(locks)} idle GPUs where {count} are asked for"
         if count is None:
             found = "no GPU is idle" if holders else "there is no GPU"
         raise TooFewGpusError(found + (f": {'; '.join(holders)}" if holders else ""))
@@ -256,9 +242,9 @@ def idle_count(environ: Mapping[str, str]) -> int:
         TooFewGpusError: there is none.
         OSError: the GPUs cannot be read, or no lock file can be created.
     """
-    held = pick("", AUTO, count=None, environ=environ)
-    held.release()
-    return len(held.gpus)
+    locks = pick("", AUTO, count=None, environ=environ)
+    release(locks)
+    return len(locks)
 
 
 def share(count: int, environ: Mapping[str, str]) -> str | None:

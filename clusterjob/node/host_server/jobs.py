@@ -43,12 +43,13 @@ _MAX_LAST = 1 << 20  # bytes of a worker's stderr that is sent for its last line
 # Seconds after the job's grace period before an agent that does not stop is killed.
 _CANCEL_TIMEOUT = 2.0
 _ENDING = 2.0  # seconds to wait for agents that have written their verdict and are about to exit
+_KINDS = {stat.S_IFDIR: "dir", stat.S_IFREG: "file", stat.S_IFLNK: "link"}
 _JOB = re.compile(r"[^\W_][^/\0\n]*(?:/elements/[0-9]+)?")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 Read = Callable[[int], bytes]  # returns at most the given number of the next bytes of a call
 Object = dict[str, Any]  # of JSON
 
-_reserved: dict[str, gpus.Reservation] = {}  # by job, from `reserve` to `start` in one session
+_reserved: dict[str, gpus.Locks] = {}  # by job, from `reserve` to `start` in one session
 
 
 def directory(home: Path, job: str) -> Path:
@@ -106,11 +107,11 @@ def reserve(_home: Path, job: str, wanted: str, count: int) -> Object:
     try:
         if not wanted:
             return {"devices": gpus.share(count, os.environ), "short": ""}
-        reserved = gpus.pick(job, wanted, count=count or None, environ=os.environ)
+        locks = gpus.pick(job, wanted, count=count or None, environ=os.environ)
     except gpus.TooFewGpusError as error:
         return {"devices": None, "short": str(error)}
-    _reserved[job] = reserved
-    return {"devices": ",".join(gpu.uuid for gpu in reserved.gpus), "short": ""}
+    _reserved[job] = locks
+    return {"devices": ",".join(locks), "short": ""}
 
 
 def start(home: Path, job: str, node: int, script: str, env: dict[str, str]) -> Object:
@@ -119,7 +120,7 @@ def start(home: Path, job: str, node: int, script: str, env: dict[str, str]) -> 
     The variables of `env` are added to its environment.
     """
     job_dir = directory(home, job)
-    reserved = _reserved.pop(job, gpus.Reservation(job))
+    locks = _reserved.pop(job, {})
     with (node_directory(job_dir, node) / AGENT_LOG).open("ab") as output:
         agent = subprocess.Popen(
             ["bash", str(job_dir / script)],
@@ -129,9 +130,9 @@ def start(home: Path, job: str, node: int, script: str, env: dict[str, str]) -> 
             cwd=job_dir,
             env=work_environment() | env,
             start_new_session=True,
-            pass_fds=reserved.descriptors,
+            pass_fds=tuple(locks.values()),
         )
-    reserved.release()  # the agent and its children hold the locks
+    gpus.release(locks)  # the agent and its children hold the locks
     noted = {"pid": agent.pid, "process": processes.identity(agent.pid)}
     # The agent outlives this process: stop Popen from warning that nothing waits for it.
     agent.returncode = 0
@@ -196,7 +197,7 @@ def request_stop(
 
 def remove(home: Path, job: str) -> Object:
     """Delete the job's directory, and release its GPUs."""
-    _reserved.pop(job, gpus.Reservation(job)).release()
+    gpus.release(_reserved.pop(job, {}))
     shutil.rmtree(directory(home, job), ignore_errors=True)
     return {}
 
@@ -369,7 +370,7 @@ def tree(home: Path, job: str, workdir: str, paths: list[str], most: int) -> tup
         directory comes before its content.
     """
     root = os.path.normpath(directory(home, job) / workdir)
-    entries: list[tuple[str, str, int, int, int, str]] = []
+    entries: list[tuple[Any, ...]] = []
     absent = []
     for text in paths:
         path = os.path.normpath(os.path.join(root, text))
@@ -380,23 +381,19 @@ def tree(home: Path, job: str, workdir: str, paths: list[str], most: int) -> tup
     return {"absent": absent}, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
-def _walk(
-    root: str, path: str, entries: list[tuple[str, str, int, int, int, str]], most: int
-) -> None:
+def _walk(root: str, path: str, entries: list[tuple[Any, ...]], most: int) -> None:
     if len(entries) >= most:
         raise OSError(0, f"more than {most} files: fetch fewer paths, or raise --max-files", path)
     status = os.lstat(path)
+    kind = _KINDS.get(stat.S_IFMT(status.st_mode))
     name = os.path.relpath(path, root)
-    mode = stat.S_IMODE(status.st_mode) & 0o777
-    if stat.S_ISDIR(status.st_mode):
-        if name != ".":
-            entries.append((name, "dir", mode, 0, 0, ""))
+    if kind is not None and name != ".":
+        mode, time_ns = status.st_mode & 0o777, max(0, status.st_mtime_ns)
+        link = os.readlink(path) if kind == "link" else ""
+        entries.append((name, kind, mode, status.st_size, time_ns, link))
+    if kind == "dir":
         for child in sorted({*os.listdir(path)} - {".git"}):
             _walk(root, os.path.join(path, child), entries=entries, most=most)
-    elif stat.S_ISLNK(status.st_mode):
-        entries.append((name, "link", 0, 0, 0, os.readlink(path)))
-    elif stat.S_ISREG(status.st_mode):
-        entries.append((name, "file", mode, status.st_size, max(0, status.st_mtime_ns), ""))
 
 
 def digests(home: Path, job: str, workdir: str, paths: list[str]) -> Object:
