@@ -109,9 +109,8 @@ def test_pick_auto_returns_idle_visible_gpus(smi: FakeSmi) -> None:
         "GPU-0003"
     ]
     assert uuids_of(gpus.pick("a", "auto", count=None, environ={})) == ["GPU-0000", "GPU-0003"]
-    assert gpus.idle_count({}) == 2
     held = gpus.pick("a", "auto", count=1, environ={})
-    assert gpus.idle_count({}) == 1
+    assert uuids_of(gpus.pick("b", "auto", count=None, environ={})) == ["GPU-0003"]
     gpus.release(held)
 
 
@@ -121,7 +120,7 @@ def test_pick_with_too_few_idle_gpus_names_holders(smi: FakeSmi) -> None:
     with pytest.raises(gpus.TooFewGpusError) as caught:
         gpus.pick("mine", "auto", count=2, environ={})
     with pytest.raises(gpus.TooFewGpusError, match=r"^no GPU is idle: 0 job other-job; 1 NVIDIA"):
-        gpus.idle_count({})
+        gpus.pick("mine", "auto", count=None, environ={})
     gpus.release(held)
     text = str(caught.value)
     assert text.startswith(

@@ -51,9 +51,11 @@ def counted(spec: JobSpec) -> JobSpec:
 def _idle(nodes: int) -> int:
     """Return the number of idle GPUs for each node."""
     try:
-        count = host_gpus.idle_count(os.environ)
+        locks = host_gpus.pick("", IDLE, count=None, environ=os.environ)
     except (host_gpus.TooFewGpusError, OSError) as error:
         raise SubmitError(f"--gpus {IDLE}: {error}", "nvidia-smi shows the GPUs") from error
+    host_gpus.release(locks)
+    count = len(locks)
     if count < nodes:
         raise SubmitError(f"--gpus {IDLE}: {count} idle GPUs for {nodes} nodes", "lower --nodes")
     return count // nodes

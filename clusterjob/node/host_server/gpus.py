@@ -235,18 +235,6 @@ def _take_idle(locks: Locks, there: Sequence[Gpu], job_id: str, count: int | Non
         raise TooFewGpusError(found + (f": {'; '.join(holders)}" if holders else ""))
 
 
-def idle_count(environ: Mapping[str, str]) -> int:
-    """Return the number of idle GPUs that no job of this user has locked.
-
-    Raises:
-        TooFewGpusError: there is none.
-        OSError: the GPUs cannot be read, or no lock file can be created.
-    """
-    locks = pick("", AUTO, count=None, environ=environ)
-    release(locks)
-    return len(locks)
-
-
 def share(count: int, environ: Mapping[str, str]) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for a job that needs `count` GPUs; None to leave it unchanged.
 

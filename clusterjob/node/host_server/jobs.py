@@ -71,9 +71,9 @@ def _agent_file(job_dir: Path, node: int) -> Path:
 def _agent_of(job_dir: Path, node: int) -> int | None:
     """Return the pid of a node's agent; None if it does not run on this host."""
     noted = files.read_json(_agent_file(job_dir, node))
-    if noted is None or processes.identity(noted["pid"]) != noted["process"]:
+    if noted is None or processes.start_ticks(noted["pid"]) is None:
         return None
-    return int(noted["pid"])
+    return noted["pid"] if processes.identity(noted["pid"]) == noted["process"] else None
 
 
 # -- start and stop ------------------------------------------------------------------------------
@@ -166,10 +166,8 @@ def cancel(
     With `interrupt` send SIGINT, as Ctrl-C does, and return immediately. With `stacks` the stacks
     of the workers are saved first.
     """
-    job_dir = directory(home, job)
-    if job_dir.is_dir():
-        request_stop(home, [job], stacks=stacks)
-    pid = _agent_of(job_dir, node)
+    request_stop(home, [job], stacks=stacks)
+    pid = _agent_of(directory(home, job), node)
     if pid is not None and interrupt:
         processes.signal_group(pid, signal.SIGINT)
     elif pid is not None:

@@ -25,12 +25,12 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from clusterjob.node import contract, job_processes
 from clusterjob.node.inside import streams
 from clusterjob.node.inside.streams import STDERR, STDIN, STDOUT, FrameError, Stream, Streams
+from clusterjob.node.job_processes import RankProcess
 from clusterjob.node.stacks.collect import collect
 from clusterjob.node.stacks.offer import anonymous_file
 from clusterjob.node.system import processes
@@ -52,8 +52,8 @@ _READ_ONLY = {"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"}
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 _NO_SHELLS = ("", "nologin", "false")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# Variables that only the worker itself can use: descriptors that a command does not inherit.
-_OWN = (contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD)
+# Variables of the worker that mean nothing to a command: descriptors, the size of a terminal.
+_OWN = {contract.REPORT_FD, contract.WARNING_FD, contract.STDIN_FD, "COLUMNS", "LINES", "TERM"}
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
     end = time.monotonic() + _START_TIMEOUT
     while True:
         try:
-            place = find(request["job"], request["node"], request["rank"])
+            worker, keeper = find(request["job"], request["node"], request["rank"])
             break
         except NotHereError as error:
             (facts,) = error.args
@@ -78,15 +78,15 @@ def main() -> None:
                 _answer({"error": facts})
                 return
         time.sleep(_TICK)
-    answer = {"rank": place.rank, "host": socket.gethostname()}
+    answer = {"rank": worker.rank, "host": socket.gethostname()}
     if request.get("stacks"):
         _answer(answer | {"stacks": True})
         _send_stacks(request)
         return
-    enter = _enter_container(place)
+    enter = _enter_container(_alive(worker, keeper))
     _answer(answer | {"outside": enter is None})
     try:
-        _serve(place, request, enter or [])
+        _serve(worker, keeper, request, enter=enter or [])
     except FrameError as error:
         print(f"clusterjob: {error}", file=sys.stderr)
 
@@ -96,7 +96,7 @@ def _answer(answer: dict[str, Any]) -> None:
     sys.stdout.buffer.flush()
 
 
-def _serve(place: WorkerPlace, request: dict[str, Any], enter: Sequence[str]) -> None:
+def _serve(worker: RankProcess, keeper: int, request: dict[str, Any], enter: Sequence[str]) -> None:
     """Carry the streams of a command or a relay until the end; leave no process behind."""
     command: _Command | None = None  # None for a relay
     stopped: list[int] = []  # signals that end this program
@@ -115,15 +115,15 @@ def _serve(place: WorkerPlace, request: dict[str, Any], enter: Sequence[str]) ->
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(each, lambda number, _: stopped.append(number))
     if not request.get("relay"):
-        command = _Command(connection, place, request, enter)
-    job_ended = False
+        command = _Command(connection, worker, request, enter=enter, beside=_alive(worker, keeper))
+    job, job_ended = processes.identity(keeper), False
     try:
         while not (connection.closed or stopped or job_ended or connection.silence > _SILENCE):
             closing = command is not None and not connection.reading
             connection.step(_SHORT_TICK if closing else _TICK)
             if command is not None and command.poll():
                 break
-            job_ended = place.ended()
+            job_ended = processes.has_ended(job)
     finally:
         if command is not None:
             command.stop()
@@ -192,39 +192,8 @@ class NotHereError(Exception):
     """
 
 
-@dataclass(frozen=True)
-class WorkerPlace:
-    """What a command shares with a worker.
-
-    Attributes:
-        rank: the worker's rank; None if it is not known.
-        pid: the worker; it may have ended.
-        environ: its environment.
-        watched: the process with which the node's part of the job ends.
-        ticks: its start time.
-    """
-
-    rank: int | None
-    pid: int
-    environ: dict[str, str] = field(repr=False)
-    watched: int
-    ticks: int | None
-
-    @property
-    def directory(self) -> str:
-        """The worker's working directory, or that of its forkserver."""
-        for pid in (self.pid, self.watched):
-            with contextlib.suppress(OSError):
-                return os.readlink(f"/proc/{pid}/cwd")
-        return "/"
-
-    def ended(self) -> bool:
-        """Return whether the node's part of the job has ended."""
-        return self.ticks is None or processes.start_ticks(self.watched) != self.ticks
-
-
-def find(job_id: str, node: int, rank: int | None) -> WorkerPlace:
-    """Return the place of a worker on this node.
+def find(job_id: str, node: int, rank: int | None) -> tuple[RankProcess, int]:
+    """Return a worker of this node, and the process with which the node's part of the job ends.
 
     Args:
         job_id: the job.
@@ -237,16 +206,16 @@ def find(job_id: str, node: int, rank: int | None) -> WorkerPlace:
     found = job_processes.on_node(job_id, node)
     if not found.ranks:
         raise NotHereError({"why": "starting" if found.started else "absent"})
-    process = next((each for each in found.ranks if rank in (None, each.rank)), None)
-    if process is None:
+    worker = next((each for each in found.ranks if rank in (None, each.rank)), None)
+    if worker is None:
         facts = {"first": found.first, "count": found.count, "world": found.world}
         raise NotHereError({"why": "rank", **facts})
-    watched = process.pid if found.forkserver is None else found.forkserver
-    environ = {name: value for name, value in process.environ.items() if name not in _OWN}
-    environ[job_processes.MARK] = str(process.pid)
-    return WorkerPlace(
-        process.rank, process.pid, environ, watched, ticks=processes.start_ticks(watched)
-    )
+    return worker, worker.pid if found.forkserver is None else found.forkserver
+
+
+def _alive(worker: RankProcess, keeper: int) -> int:
+    """Return the pid of the worker, or of the node's forkserver if the worker has ended."""
+    return keeper if processes.start_ticks(worker.pid) is None else worker.pid
 
 
 class _Command:
@@ -254,10 +223,11 @@ class _Command:
 
     Args:
         connection: the streams to the submitter.
-        place: the worker whose environment it gets.
+        worker: the worker whose environment it gets.
         request: ``argv``: its command line, empty for a shell; ``terminal``: (rows, columns, TERM)
             of its terminal, None for pipes; ``stdin``: whether it reads the submitter's stdin.
         enter: the words of `_enter_container`.
+        beside: the process whose directory it gets.
 
     Attributes:
         code: its exit code; None while it runs.
@@ -266,9 +236,10 @@ class _Command:
     def __init__(
         self,
         connection: Streams,
-        place: WorkerPlace,
+        worker: RankProcess,
         request: dict[str, Any],
         enter: Sequence[str],
+        beside: int,
     ) -> None:
         self.code: int | None = None
         self._connection = connection
@@ -277,15 +248,14 @@ class _Command:
         self._pid: int | None = None
         self._master: int | None = None
         self._rcfile: int | None = None
-        environ = dict(place.environ)
-        for name in ("COLUMNS", "LINES", "TERM"):
-            environ.pop(name, None)
+        environ = {name: value for name, value in worker.environ.items() if name not in _OWN}
+        environ[job_processes.MARK] = str(worker.pid)
         if self._terminal is not None:
             environ["TERM"] = self._terminal[2] or "xterm"
-        root = f"/proc/{place.pid}/root" if enter else ""
-        title = f"{request['job']} rank {place.rank}"
+        root = f"/proc/{beside}/root" if enter else ""
+        title = f"{request['job']} rank {worker.rank}"
         words = list(request["argv"]) or self._shell(environ, title, root=root)
-        directory = place.directory
+        directory = f"/proc/{beside}/cwd"
         if enter:  # the directory may exist only in the container
             words, directory = [*enter, "--wd", "--", *words], "/"
         try:
@@ -431,15 +401,14 @@ class _Command:
                 self._ended_at = time.monotonic()
 
 
-def _enter_container(place: WorkerPlace) -> list[str] | None:
-    """Return the words that run a command in the worker's container.
+def _enter_container(pid: int) -> list[str] | None:
+    """Return the words that run a command in the container of a process.
 
     The container of an unprivileged engine has a user namespace that its owner may enter.
 
     Returns:
-        The words; empty if the worker runs in no container; None if this user cannot enter it.
+        The words; empty if the process runs in no container; None if this user cannot enter it.
     """
-    pid = place.pid if processes.start_ticks(place.pid) is not None else place.watched
     if processes.namespace(pid, "mnt") in ("", processes.namespace(os.getpid(), "mnt")):
         return []
     words = ["nsenter", f"--target={pid}", "--mount"]

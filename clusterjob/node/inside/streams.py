@@ -314,15 +314,14 @@ def add_socket(connection: Streams, number: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream = Stream(number, source=sock.fileno(), sink=sock.fileno())
 
-    def ended(how: int) -> None:
-        with contextlib.suppress(OSError):  # the peer has closed it
-            if stream.source is None and stream.sink is None:
-                sock.close()
-            else:
-                sock.shutdown(how)
+    def ended() -> None:
+        if stream.source is None and stream.sink is None:
+            sock.close()
+        elif stream.sink is None:
+            with contextlib.suppress(OSError):  # the peer has closed it
+                sock.shutdown(socket.SHUT_WR)
 
-    stream.close_source = lambda: ended(socket.SHUT_RD)
-    stream.close_sink = lambda: ended(socket.SHUT_WR)
+    stream.close_source = stream.close_sink = ended
     connection.add(stream)
 
 

@@ -151,7 +151,7 @@ def boot_id() -> str:
 
 def identity(pid: int) -> str:
     """Return a text that identifies a process of this machine for `has_ended`."""
-    return f"{_machine()} {pid} {start_ticks(pid)}"
+    return f"{_machine()} {pid} {start_ticks(pid) or 0}"
 
 
 def has_ended(identity: str) -> bool:
