@@ -214,18 +214,15 @@ def kill_descendants(*keep: int | None) -> None:
     Args:
         keep: pids of descendants that are left alone, with all processes below them.
     """
-    for _ in range(100):
-        try:
-            left = set(descendants(os.getpid()))
-            for pid in filter(None, keep):
-                left -= {pid, *descendants(pid)}
-        except OSError:  # no descriptor is free; PR_SET_PDEATHSIG ends the workers instead
-            return
-        if not left:
-            return
-        for pid in sorted(left):
-            send_signal(pid, signal.SIGKILL)
-        time.sleep(0.01)
+    with contextlib.suppress(OSError):  # no descriptor is free; PR_SET_PDEATHSIG ends the workers
+        for _ in range(100):
+            kept = {pid for top in keep if top is not None for pid in (top, *descendants(top))}
+            left = [pid for pid in descendants(os.getpid()) if pid not in kept]
+            for pid in left:
+                send_signal(pid, signal.SIGKILL)
+            if not left:
+                break
+            time.sleep(0.01)
 
 
 def terminal_reader(above: int, terminal: int = 0) -> int | None:
@@ -277,24 +274,14 @@ def end_groups(leaders: list[int], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for pid in leaders:
         signal_group(pid, signal.SIGTERM)
-    while True:
-        reap(leaders)
-        leaders = [pid for pid in leaders if start_ticks(pid) is not None or group_members(pid)]
-        if not leaders:
-            return
+    while leaders:
         for pid in leaders:
             if start_ticks(pid) is None or time.monotonic() > deadline:
                 signal_group(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def group_members(leader: int) -> list[int]:
-    """Return the processes of a group that are not zombies."""
-    return [
-        pid
-        for pid, fields in running().items()
-        if fields[0] not in "ZX" and int(fields[2]) == leader
-    ]
+        reap(leaders)
+        groups = {int(fields[2]) for fields in running().values() if fields[0] not in "ZX"}
+        leaders = [pid for pid in leaders if pid in groups]
 
 
 def signal_group(leader: int, number: int) -> None:
@@ -413,13 +400,12 @@ class OomKills:
             return ""
         if now.cgroup is None:
             return "this machine ran out of memory in the meantime"
-        limits = [now.cgroup / name for name in ("memory.max", "memory.limit_in_bytes")]
-        texts = [files.read_text(path).strip() for path in limits]
-        # cgroup v1 writes a huge number for no limit.
-        limit = next((int(text) for text in texts if text.isdigit() and int(text) < 1 << 60), None)
-        return "out of memory: the kernel killed it" + (
-            f", limit {limit // 10**6} MB" if limit else ""
-        )
+        news = "out of memory: the kernel killed it"
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = files.read_text(now.cgroup / name).strip()
+            if limit.isdigit() and int(limit) < 1 << 60:  # cgroup v1: a huge number is no limit
+                news += f", limit {int(limit) // 10**6} MB"
+        return news
 
 
 def _memory_counters() -> Iterator[Path]:
