@@ -62,13 +62,15 @@ class Machine:
         with tempfile.TemporaryDirectory(prefix="clusterjob-doctor-") as folder:
             archive = Path(folder) / node_zip.NAME
             archive.write_bytes(node_zip.node_zip(node_zip.cache_directory()))
-            self._answer = host_check.facts(
+            self._answer = host_check.interpreter(
                 str(archive),
                 home(),
+                job="",
                 python=spec.python,
                 setup=spec.setup,
                 env=spec.env,
                 workdir=str(spec.workdir),
+                imports=True,
             )
         yield fitness.interpreter(self._answer)
 

@@ -111,14 +111,14 @@ ANSWERS = {
             }
         )
     ),
-    "interpreter": AnswerSchema(_object({"errors": _Texts})),
-    "facts": AnswerSchema(
+    "interpreter": AnswerSchema(
         _object(
             {
                 "unfit": _Text,
                 "setup": bool,
                 "version": _Version | None,
                 "executable": _Text,
+                "torch": bool | None,
                 "facts": _TorchFacts | None,
                 "died": _Text,
             }

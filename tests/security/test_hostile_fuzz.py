@@ -53,8 +53,9 @@ HONEST: dict[str, tuple[dict[str, Any], bytes]] = {
         },
         b"",
     ),
-    "facts": (
+    "interpreter": (
         {
+            "torch": True,
             "unfit": "",
             "setup": False,
             "version": [3, 11, 2],

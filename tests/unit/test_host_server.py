@@ -57,7 +57,7 @@ def test_wrong_call_is_answered_with_its_error_and_session_goes_on(
 
 
 def test_every_function_with_an_answer_schema_exists() -> None:
-    assert answer_schemas.ANSWERS.keys() <= {*FUNCTIONS, "facts"}
+    assert answer_schemas.ANSWERS.keys() <= {*FUNCTIONS, "interpreter"}
 
 
 # -- removing ended jobs ---------------------------------------------------------------------------

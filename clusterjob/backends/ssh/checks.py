@@ -126,6 +126,7 @@ class Hosts:
     def _interpreter(self) -> Iterator[CheckFinding]:
         spec = self._spec
         request = {
+            "job": "",
             "python": spec.python,
             "setup": list(spec.setup),
             "env": dict(spec.env),
@@ -134,7 +135,7 @@ class Hosts:
         outcome = for_each(
             list(self._reached),
             lambda node: self._sessions.session(self._place, node).ask(
-                "facts", timeout=_SLOW, **request
+                "interpreter", imports=True, timeout=_SLOW, **request
             )[0],
         )
         found = {

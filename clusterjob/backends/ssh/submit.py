@@ -243,12 +243,15 @@ class Submission:
             job=self._plan.job_id,
             python=self.place.python,
             setup=list(self.place.setup),
+            env={},
             workdir=CODE if spec.sync else str(spec.workdir),
-            torch=self._needs_torch,
             timeout=_SLOW,
         )
-        if answer["errors"]:
-            raise HostError(session.label, "; ".join(answer["errors"]))
+        why = answer["unfit"]
+        if not why and self._needs_torch and not answer["torch"]:
+            why = f"no torch: {answer['executable']} does not find it"
+        if why:
+            raise HostError(session.label, why)
 
     def _start(self, node: int, session: Session, address: str) -> None:
         """Start the script of a node, and wait until its agent runs."""

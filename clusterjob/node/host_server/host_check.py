@@ -72,7 +72,7 @@ def check(home: Path, need: int, *, torch: bool, own: bool, with_gpus: bool = Fa
         errors.append(f"its directory {home} contains a colon, which PYTHONPATH does not allow")
     has_torch = importlib.util.find_spec("torch") is not None if own else None
     if torch and has_torch is False:
-        errors.append(_no_torch(sys.executable))
+        errors.append(f"no torch: {sys.executable} does not find it")
     seen = []
     if with_gpus:
         seen = gpus.visible(gpus.read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -91,61 +91,36 @@ def check(home: Path, need: int, *, torch: bool, own: bool, with_gpus: bool = Fa
 
 
 def interpreter(
-    home: Path, job: str, python: str, setup: Sequence[str], workdir: str, *, torch: bool
-) -> Object:
-    """Check the interpreter that the job's script will find after its setup lines.
-
-    Args:
-        home: clusterjob's directory on this host.
-        job: the job.
-        python: the interpreter.
-        setup: shell lines.
-        workdir: absolute, or relative to the job's directory.
-        torch: whether the job needs torch.
-
-    Returns:
-        ``errors``: why the interpreter is unfit; empty if it is fit.
-    """
-    found = _ask(home / "jobs" / job / workdir, python, setup, {}, code=_PROBE)
-    if not found["unfit"] and torch and not found["torch"]:
-        return {"errors": [_no_torch(found["executable"])]}
-    return {"errors": [found["unfit"]] if found["unfit"] else []}
-
-
-def facts(
     node_zip: str,
-    _home: Path,
+    home: Path,
+    job: str,
     python: str,
     setup: Sequence[str],
     env: Mapping[str, str],
     workdir: str,
+    *,
+    imports: bool = False,
 ) -> Object:
-    """Run `clusterjob.node.host_server.torch_probe` in the job's interpreter.
+    """Check the interpreter that a job's script will find after its setup lines.
 
     Args:
         node_zip: path of the node zip.
+        home: clusterjob's directory on this host.
+        job: the job; empty for none.
         python: the interpreter.
         setup: shell lines.
         env: variables of the job.
-        workdir: the directory in which the setup lines run.
+        workdir: the directory in which the setup lines run: absolute, or relative to the job's.
+        imports: whether to run `clusterjob.node.host_server.torch_probe`.
 
     Returns:
         ``unfit``: why the interpreter is unfit, or empty. ``setup``: whether a setup line failed.
-        ``version`` and ``executable``, if known. ``facts``: the facts; None if the interpreter
-        died while it imported torch. ``died``: how it ended in that case.
+        ``version``, ``executable``, and whether it finds ``torch``, if known. ``facts``: those of
+        the probe; None if the interpreter died while it imported torch. ``died``: how it ended in
+        that case.
     """
-    code = _PROBE + _FACTS.format(zip=node_zip)
-    return _ask(Path(workdir).expanduser(), python, setup, env, code=code)
-
-
-def _no_torch(executable: str) -> str:
-    return f"no torch: {executable} does not find it"
-
-
-def _ask(
-    directory: Path, python: str, setup: Sequence[str], env: Mapping[str, str], code: str
-) -> Object:
-    """Run the job's setup lines in bash, then code in its interpreter; see `facts`."""
+    directory = home / "jobs" / job / Path(workdir).expanduser()
+    code = _PROBE + (_FACTS.format(zip=node_zip) if imports else "")
     lines = [f"cd -- {shlex.quote(str(directory))} || exit 1"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     lines += [

@@ -24,7 +24,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         host_check.check,
-        host_check.interpreter,
         jobs.put,
         jobs.reserve,
         jobs.start,
@@ -55,7 +54,7 @@ def main(home: str, node_zip: str) -> None:
         home: clusterjob's directory on this host.
         node_zip: path of the node zip.
     """
-    functions = FUNCTIONS | {"facts": functools.partial(host_check.facts, node_zip)}
+    functions = FUNCTIONS | {"interpreter": functools.partial(host_check.interpreter, node_zip)}
     while True:
         # After a network failure stdin never ends: SIGALRM, which has no handler, ends the process.
         signal.alarm(_IDLE_TIMEOUT)
