@@ -77,7 +77,7 @@ def run(
             entered.streams.add(stream)
         if terminal:
             stack.enter_context(own)
-            entered.streams.send(streams.SIZE, payload=own.frame())
+            entered.streams.tell({"size": own.size()})
         _carry([entered], signals, own if terminal else None)
         if output.error is not None and output.error.errno != errno.EPIPE:
             raise ClusterJobError(f"{output.error.strerror}: standard output")
@@ -188,9 +188,9 @@ def _carry(
         for number in signals.read() if signals.descriptor in ready else ():
             for entered in left:
                 if number != signal.SIGWINCH:
-                    entered.streams.send(streams.SIGNAL, payload=bytes([number]))
+                    entered.streams.tell({"signal": number})
                 elif terminal is not None:
-                    entered.streams.send(streams.SIZE, payload=terminal.frame())
+                    entered.streams.tell({"size": terminal.size()})
         for entered in list(left):
             try:
                 entered.handle(ready)

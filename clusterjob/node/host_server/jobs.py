@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterjob.errors import os_error_text
 from clusterjob.node.host_server import code_store, gpus
 from clusterjob.node.host_server.host_check import work_environment
 from clusterjob.node.logs import ends
@@ -350,7 +351,7 @@ def _clean(job_dir: Path, until: float, *, remove: bool) -> Object:
         if remove:
             files.remove_tree(job_dir)
     except OSError as error:
-        answer["kept"] = f"{error.strerror or error}: {error.filename}"
+        answer["kept"] = os_error_text(error)
     return answer
 
 

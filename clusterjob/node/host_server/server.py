@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from clusterjob.errors import os_error_text
 from clusterjob.node.host_server import code_store, commands, host_check, jobs
 
 _IDLE_TIMEOUT = 600  # seconds without a call after which the session ends
@@ -76,8 +77,7 @@ def main(home: str, node_zip: str) -> None:
         except EOFError:
             return
         except OSError as error:
-            path = f": {error.filename}" if error.filename else ""
-            answer = {"error": f"{error.strerror or error}{path}"}
+            answer = {"error": os_error_text(error)}
         except Exception:
             trace = traceback.format_exc().strip().replace("\n", " | ")
             answer = {"error": f"internal error of clusterjob: {trace}"}

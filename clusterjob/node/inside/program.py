@@ -102,14 +102,15 @@ def _serve(worker: RankProcess, keeper: int, request: dict[str, Any], enter: Seq
     stopped: list[int] = []  # signals that end this program
 
     def control(kind: int, number: int, payload: bytes) -> None:
-        if kind == streams.OPEN and command is None:
-            _open_connection(connection, number, payload)
-        elif kind == streams.SIZE and command and len(payload) == streams.TERMINAL_SIZE.size:
-            command.resize(*streams.TERMINAL_SIZE.unpack(payload))
-        elif kind == streams.SIGNAL and command and len(payload) == 1 and payload[0] < signal.NSIG:
-            command.signal(payload[0])
-        elif kind != streams.RESET:  # the reason of the submitter's side interests nobody here
-            raise FrameError(f"a frame of kind {kind}")
+        if kind != streams.CONTROL:  # a reset: the reason of the submitter's side is not used
+            return
+        message = json.loads(payload)
+        if command is None:
+            _open_connection(connection, number, message["port"])
+        elif "size" in message:
+            command.resize(*message["size"])
+        else:
+            command.signal(message["signal"])
 
     connection = Streams(0, 1, control=control)
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -136,7 +137,7 @@ def _send_end(connection: Streams, code: int | None, *, ended: bool) -> None:
     end = time.monotonic() + (0.0 if code is None else _LAST_OUTPUT)
     while connection.reading and not connection.closed and time.monotonic() < end:
         connection.step(_SHORT_TICK)
-    connection.send(streams.EXIT, payload=json.dumps({"code": code, "ended": ended}).encode())
+    connection.tell({"code": code, "ended": ended})
     end = time.monotonic() + _FLUSH
     while not (connection.sent or connection.closed) and time.monotonic() < end:
         connection.step(_SHORT_TICK)
@@ -165,15 +166,8 @@ def _send_stacks(request: dict[str, Any]) -> None:
     _send_end(connection, 0, ended=False)
 
 
-def _open_connection(connection: Streams, number: int, payload: bytes) -> None:
-    """Connect to the port that the payload names, and add the stream; reset it on an error.
-
-    Raises:
-        FrameError: the payload names no port.
-    """
-    if len(payload) != streams.PORT.size:
-        raise FrameError("a malformed port")
-    (port,) = streams.PORT.unpack(payload)
+def _open_connection(connection: Streams, number: int, port: int) -> None:
+    """Connect to a port of this machine and add the stream; reset it on an error."""
     try:
         # A server on "localhost" may listen on 127.0.0.1, ::1 or both.
         sock = socket.create_connection(("localhost", port), _CONNECT_TIMEOUT)

@@ -8,6 +8,7 @@ stream before the other side grants more, so a slow reader of one stream delays 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import socket
@@ -17,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 WINDOW = 1 << 19  # bytes of a stream that the receiver stores
 MAX_PAYLOAD = 1 << 15  # bytes of one frame
@@ -31,19 +33,14 @@ _HEADER = struct.Struct(">BII")
 _Selector = selectors.SelectSelector if sys.platform == "darwin" else selectors.PollSelector
 
 # Kinds of frames.
-OPEN = 1  # a new stream; the payload belongs to the user of `Streams`
+CONTROL = 1  # a JSON object, which belongs to the users of `Streams`
 DATA = 2
 END = 3  # the sender sends no more data of the stream
 GRANT = 4  # the sender accepts this number of further bytes (4 bytes)
 RESET = 5  # the sender accepts no more data of the stream; the payload is the reason
-SIZE = 6  # the size of the terminal, as `TERMINAL_SIZE`
-SIGNAL = 7  # a signal for the command (1 byte)
-EXIT = 8  # the last frame: a JSON object
-ALIVE = 9  # the sender is alive
-PORT = struct.Struct(">H")  # the payload of `OPEN` to a relay
-TERMINAL_SIZE = struct.Struct(">HH")  # rows and columns
+ALIVE = 6  # the sender is alive
 
-MARKER = b"clusterjob-inside-1 "  # begins the line before the first frame; a login may print more
+MARKER = b"clusterjob-inside-2 "  # begins the line before the first frame; a login may print more
 STDIN, STDOUT, STDERR = 0, 1, 2  # streams of a command; a terminal uses the first two
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE  # flags of `wait`
@@ -99,8 +96,8 @@ class Streams:
 
     Args:
         reader, writer: descriptors of the connection.
-        control: called with (kind, stream number, payload) of each frame that is not about the
-            data of a stream, and of each `RESET` with a reason.
+        control: called with (kind, stream number, payload) of each `CONTROL` frame, each frame of
+            an unknown kind, and each `RESET` with a reason.
 
     Attributes:
         closed: whether the other side has closed the connection.
@@ -134,6 +131,10 @@ class Streams:
         """Queue a frame, unless the other side takes nothing more."""
         if not self._deaf:
             self._unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+
+    def tell(self, message: Mapping[str, Any], number: int = 0) -> None:
+        """Queue a `CONTROL` frame."""
+        self.send(CONTROL, number, payload=json.dumps(message).encode())
 
     @property
     def written(self) -> bool:
