@@ -14,6 +14,7 @@ from nvidia import FakeSmi
 from procs import TEST_TIMEOUT
 
 from clusterjob.node.host_server import gpus
+from clusterjob.node.system import devices
 
 GIB = 1 << 30
 
@@ -93,7 +94,10 @@ def test_visible_gpus_follow_cuda_visible_devices(
         ("none", []),
     ],
 )
-def test_host_server_shares_the_gpus_that_its_login_sees(listed: str, found: list[str]) -> None:
+def test_host_server_shares_the_gpus_that_its_login_sees(
+    monkeypatch: pytest.MonkeyPatch, listed: str, found: list[str]
+) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda _environ: 8)
     environ = {"CUDA_VISIBLE_DEVICES": listed}
     with pytest.raises(gpus.TooFewGpusError, match=f"^{len(found)} GPUs"):
         gpus.share(len(found) + 1, environ)

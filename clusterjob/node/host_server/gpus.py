@@ -24,7 +24,6 @@ AUTO = "auto"
 _IDLE_MEMORY = 1 << 30
 _SMI_TIMEOUT = 30.0  # seconds for nvidia-smi, which wakes sleeping GPUs one after the other
 _TMP = "/tmp"  # noqa: S108 - the owner of the directory in it is checked
-_DRIVER = Path("/proc/driver/nvidia/gpus")
 Locks = dict[str, int]  # descriptors of locked files, by the UUID of the GPU
 
 
@@ -238,15 +237,12 @@ def _take_idle(locks: Locks, there: Sequence[Gpu], job_id: str, count: int | Non
 def share(count: int, environ: Mapping[str, str]) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for a job that needs `count` GPUs; None to leave it unchanged.
 
-    The function reads the driver's files: nvidia-smi may take seconds.
+    The function counts device files: nvidia-smi may take seconds.
 
     Raises:
         TooFewGpusError: there are fewer GPUs.
     """
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(len(os.listdir(_DRIVER)))] if _DRIVER.is_dir() else []
-    if listed is not None:
-        names = devices.cuda_devices(listed)
+    names = devices.listed_gpus(environ.get("CUDA_VISIBLE_DEVICES"), devices.visible_gpus({}))
     if len(names) < count:
         raise TooFewGpusError(f"{len(names)} GPUs where {count} are asked for")
     return ",".join(names[:count]) if len(names) > count else None
