@@ -64,7 +64,7 @@ class Machine:
             archive.write_bytes(node_zip.node_zip(node_zip.cache_directory()))
             self._answer = host_check.interpreter(
                 str(archive),
-                home(),
+                Path("/"),
                 job="",
                 python=spec.python,
                 setup=spec.setup,
