@@ -54,7 +54,7 @@ def feeder(received: list[bytes]) -> Streams:
     """Return streams whose connection is never used: frames are fed to them."""
     connection = Streams.__new__(Streams)
     connection.__dict__.update(
-        closed=False, _deaf=False, streams={}, _received=bytearray(), _unsent=bytearray(),
+        closed=False, _deaf=False, streams={}, _received=bytearray(), unsent=bytearray(),
         _reader=-1, _writer=-1, _control=lambda *_: None,
     )  # fmt: skip
     connection.add(Stream(1, sink=received.append))
@@ -182,4 +182,4 @@ def test_side_that_never_reads_needs_no_memory(pair: Pair) -> None:
     for _ in range(40):
         pair.far.feed(frame(streams.DATA, 1, b"") * 1000 + frame(streams.DATA, 1, b"x") * 1000)
         pair.far.step(0.0)
-    assert len(pair.far._unsent) < 1 << 18
+    assert len(pair.far.unsent) < 1 << 18

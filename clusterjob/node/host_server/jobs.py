@@ -23,7 +23,7 @@ from typing import Any
 
 from clusterjob.errors import os_error_text
 from clusterjob.node.host_server import code_store, gpus
-from clusterjob.node.host_server.host_check import work_environment
+from clusterjob.node.host_server.host_check import Object, work_environment
 from clusterjob.node.logs import ends
 from clusterjob.node.logs.job_dir import (
     AGENT_LOG,
@@ -48,7 +48,6 @@ _KINDS = {stat.S_IFDIR: "dir", stat.S_IFREG: "file", stat.S_IFLNK: "link"}
 _JOB = re.compile(r"[^\W_][^/\0\n]*(?:/elements/[0-9]+)?")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 Read = Callable[[int], bytes]  # returns at most the given number of the next bytes of a call
-Object = dict[str, Any]  # of JSON
 
 _reserved: dict[str, gpus.Locks] = {}  # by job, from `reserve` to `start` in one session
 

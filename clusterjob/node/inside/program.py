@@ -139,7 +139,7 @@ def _send_end(connection: Streams, code: int | None, *, ended: bool) -> None:
         connection.step(_SHORT_TICK)
     connection.tell({"code": code, "ended": ended})
     end = time.monotonic() + _FLUSH
-    while not (connection.sent or connection.closed) and time.monotonic() < end:
+    while connection.unsent and not connection.closed and time.monotonic() < end:
         connection.step(_SHORT_TICK)
 
 

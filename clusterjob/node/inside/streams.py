@@ -102,6 +102,7 @@ class Streams:
     Attributes:
         closed: whether the other side has closed the connection.
         streams: the streams that have not ended.
+        unsent: the frames that are queued.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Streams:
         self._deaf = False  # the other side takes nothing more; it may have sent its last frames
         self.streams: dict[int, Stream] = {}
         self._received = bytearray()
-        self._unsent = bytearray()
+        self.unsent = bytearray()
         self._alive_due = self._heard = time.monotonic()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -130,7 +131,7 @@ class Streams:
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
         """Queue a frame, unless the other side takes nothing more."""
         if not self._deaf:
-            self._unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
+            self.unsent += _HEADER.pack(kind, number, len(payload)) + payload + b"\n"
 
     def tell(self, message: Mapping[str, Any], number: int = 0) -> None:
         """Queue a `CONTROL` frame."""
@@ -147,11 +148,6 @@ class Streams:
         return any(stream.source is not None for stream in self.streams.values())
 
     @property
-    def sent(self) -> bool:
-        """Whether all queued frames are sent."""
-        return not self._unsent
-
-    @property
     def silence(self) -> float:
         """Seconds since the other side has sent anything; it sends a sign of life every 10 s."""
         return time.monotonic() - self._heard
@@ -161,9 +157,9 @@ class Streams:
         wanted: defaultdict[int, int] = defaultdict(int)
         if not self.closed:
             wanted[self._reader] |= READ
-            if self._unsent:
+            if self.unsent:
                 wanted[self._writer] |= WRITE
-        full = self.closed or self._deaf or len(self._unsent) > _MAX_UNSENT
+        full = self.closed or self._deaf or len(self.unsent) > _MAX_UNSENT
         for stream in self.streams.values():
             if stream.source is not None and stream.credit and not full:
                 wanted[stream.source] |= READ
@@ -190,10 +186,10 @@ class Streams:
             self._receive()
         # Grants wait while the other side does not read, so they need no memory.
         for stream in self.streams.values():
-            if stream.granted and len(self._unsent) < _MAX_UNSENT:
+            if stream.granted and len(self.unsent) < _MAX_UNSENT:
                 self.send(GRANT, stream.number, payload=stream.granted.to_bytes(4, "big"))
                 stream.granted = 0
-        if self._unsent and not self.closed:
+        if self.unsent and not self.closed:
             self._flush()
 
     def step(self, timeout: float) -> None:
@@ -229,14 +225,14 @@ class Streams:
 
     def _flush(self) -> None:
         try:
-            sent = os.write(self._writer, self._unsent[: 1 << 17])
+            sent = os.write(self._writer, self.unsent[: 1 << 17])
         except BlockingIOError:
             return
         except OSError:
             self._deaf = True
-            self._unsent.clear()
+            self.unsent.clear()
             return
-        del self._unsent[:sent]
+        del self.unsent[:sent]
 
     def _dispatch(self, kind: int, number: int, payload: bytes) -> None:
         if kind not in (DATA, END, GRANT, RESET):

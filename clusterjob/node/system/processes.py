@@ -29,7 +29,6 @@ _MAX_STDERR = 1 << 14  # bytes that `StderrTail` keeps; the process may write wi
 _MAX_LINE = 300  # characters
 # srun says so of each --cpu-bind=none without the plugin task/affinity, also with --quiet.
 _NO_REASON = "srun: cluster configuration lacks support for cpu binding\n"
-_SYSTEMS = {"darwin": "macOS"}
 # The number of the system call read(2), by CPU architecture.
 _READ = {
     "x86_64": "0",
@@ -51,7 +50,7 @@ def require_linux(what: str) -> None:
     """
     if sys.platform != "linux":
         raise UsageError(
-            f"{what} needs Linux, and this is {_SYSTEMS.get(sys.platform, sys.platform)}",
+            f"{what} needs Linux, and this is {sys.platform.replace('darwin', 'macOS')}",
             "submit to Linux machines: --hosts HOST (over SSH), or --login HOST (its Slurm)",
         )
 
