@@ -139,7 +139,6 @@ ANSWERS = {
     ),
     # The caller sets the limit of the bytes that follow.
     "tree": AnswerSchema(_object({"absent": _list(_Path, 10_000)})),
-    "digests": AnswerSchema(_object({"digests": _list(_DigestOrEmpty, jobs.MAX_DIGESTS)})),
     "get": AnswerSchema(
         _object({"lengths": _list(_Part, jobs.MAX_PARTS)}),
         jobs.MAX_BYTES,
@@ -151,7 +150,7 @@ ANSWERS = {
 NO_ANSWER = AnswerSchema(_object({}))
 # Average bytes of a tree's entry, which limits the answer of `tree`.
 TREE_ENTRY_BYTES = 400
-# One entry of a tree: path, kind, mode, size, modification time in ns, target of a link.
+# One entry of a tree: path, kind, mode, size, modification time in ns, target of a link, digest.
 TreeEntry = tuple[
     _Path,
     Literal["file", "dir", "link"],
@@ -159,6 +158,7 @@ TreeEntry = tuple[
     _Integer,
     _Integer,
     _Path,
+    _DigestOrEmpty,
 ]
 
 

@@ -104,6 +104,7 @@ ENTRIES = st.lists(
         st.integers(-1, 9),
         st.integers(-1, 2**64),
         NAMES,
+        st.just(""),
     ),
     max_size=6,
 )
@@ -242,7 +243,7 @@ def test_fetch_of_any_tree_writes_only_below_requested_path(
         else json.dumps(extra_row).encode()
     )
     if not false_lengths:  # the answer of an honest host with these files
-        lengths = [size for _, kind, _, size, _, _ in entries if kind == "file"]
+        lengths = [size for _, kind, _, size, *_ in entries if kind == "file"]
     answers = [
         packed({"absent": []}, rows),
         packed({"lengths": lengths}, b"x" * sum(max(0, length) for length in lengths)),

@@ -39,7 +39,7 @@ from clusterjob.node.system import files, private_dirs, processes
 MAX_BYTES = 4 << 20  # bytes of growing files, or of parts of results, in one answer
 _MAX_REPLACED = 8 << 20  # bytes of one replaced file
 MAX_ANSWER = MAX_BYTES + _MAX_REPLACED
-MAX_PARTS, MAX_DIGESTS = 1000, 10_000  # maximum numbers of results in one call
+MAX_PARTS = 1000  # maximum number of parts of results in one call
 _MAX_LAST = 1 << 20  # bytes of a worker's stderr that is sent for its last lines
 # Seconds after the job's grace period before an agent that does not stop is killed.
 _CANCEL_TIMEOUT = 2.0
@@ -357,15 +357,17 @@ def _clean(job_dir: Path, until: float, *, remove: bool) -> Object:
 # -- results -------------------------------------------------------------------------------------
 
 
-def tree(home: Path, job: str, workdir: str, paths: list[str], most: int) -> tuple[Object, bytes]:
+def tree(
+    home: Path, job: str, workdir: str, paths: list[str], most: int, *, digests: bool = False
+) -> tuple[Object, bytes]:
     """List at most `most` files, directories and links at paths below the working directory.
 
     The working directory is absolute, or relative to the job's directory.
 
     Returns:
         ``absent``: the paths that do not exist. The bytes have one line of JSON for each file,
-        directory and link: (path, kind, mode, size, modification time in ns, target of a link). A
-        directory comes before its content.
+        directory and link: (path, kind, mode, size, modification time in ns, target of a link,
+        digest of a file if asked). A directory comes before its content.
     """
     root = os.path.normpath(directory(home, job) / workdir)
     entries: list[tuple[Any, ...]] = []
@@ -375,11 +377,13 @@ def tree(home: Path, job: str, workdir: str, paths: list[str], most: int) -> tup
         if os.path.commonpath([path, root]) != root or not os.path.lexists(path):
             absent.append(text)
         else:
-            _walk(root, path, entries=entries, most=most)
+            _walk(root, path, entries=entries, most=most, digests=digests)
     return {"absent": absent}, b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
-def _walk(root: str, path: str, entries: list[tuple[Any, ...]], most: int) -> None:
+def _walk(
+    root: str, path: str, entries: list[tuple[Any, ...]], most: int, *, digests: bool
+) -> None:
     if len(entries) >= most:
         raise OSError(0, f"more than {most} files: fetch fewer paths, or raise --max-files", path)
     status = os.lstat(path)
@@ -388,21 +392,11 @@ def _walk(root: str, path: str, entries: list[tuple[Any, ...]], most: int) -> No
     if kind is not None and name != ".":
         mode, time_ns = status.st_mode & 0o777, max(0, status.st_mtime_ns)
         link = os.readlink(path) if kind == "link" else ""
-        entries.append((name, kind, mode, status.st_size, time_ns, link))
+        digest = files.sha256(Path(path)) if digests and kind == "file" else ""
+        entries.append((name, kind, mode, status.st_size, time_ns, link, digest))
     if kind == "dir":
         for child in sorted({*os.listdir(path)} - {".git"}):
-            _walk(root, os.path.join(path, child), entries=entries, most=most)
-
-
-def digests(home: Path, job: str, workdir: str, paths: list[str]) -> Object:
-    """Return the SHA-256 digests of files; empty for a missing file."""
-    found = []
-    for path in paths:
-        try:
-            found.append(files.sha256(directory(home, job) / workdir / path))
-        except OSError:
-            found.append("")
-    return {"digests": found}
+            _walk(root, os.path.join(path, child), entries, most=most, digests=digests)
 
 
 def get(

@@ -35,7 +35,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         jobs.remove,
         jobs.clean,
         jobs.tree,
-        jobs.digests,
         jobs.get,
         code_store.install,
         code_store.has_file,
