@@ -11,19 +11,15 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import Enum, EnumMeta
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Sized
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any, TypeVar
 
 _NAME = "type"  # the key of the message's name; no message may have a field of this name
-_MAX_NUMBER = 2**31 - 1
 _MAX_SECONDS = 1e9
-_MAX_TEXT = 1 << 17  # characters; the longest environment variable that execve(2) takes
-_MAX_ITEMS = 256
 _SHOWN = 80  # characters of a wrong value in an error
 _T = TypeVar("_T")
-Reader = Callable[[Any], Any]
 
 
 class MalformedMessageError(ValueError):
@@ -43,6 +39,43 @@ class Limit:
     maximum: int
     minimum: int = 0
     cuts: bool = False
+
+
+_MANY = Limit(2**31 - 1)
+# The limits of fields without their own; execve(2) takes no longer environment variable.
+_LIMITS: dict[Any, Limit] = {str: Limit(1 << 17), tuple: Limit(256)}
+# Whether a value is of a type, and within a limit.
+_CHECKS: dict[Any, Callable[[Any, Limit], bool]] = {
+    int: lambda value, limit: type(value) is int and limit.minimum <= value <= limit.maximum,
+    float: lambda value, _: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
+    bool: lambda value, _: isinstance(value, bool),
+    str: lambda value, limit: isinstance(value, str) and _fits(value, limit),
+    tuple: lambda value, limit: isinstance(value, list) and _fits(value, limit),
+    dict: lambda value, _: (
+        isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    ),
+}
+
+
+def _fits(value: Sized, limit: Limit) -> bool:
+    return limit.cuts or len(value) <= limit.maximum
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a type annotation accepts.
+
+    Attributes:
+        kind: a key of `_CHECKS`, or a function that reads a value or raises ValueError.
+        limit: the bounds of a value.
+        item: the form of the items of a list.
+        optional: whether null is accepted.
+    """
+
+    kind: Any
+    limit: Limit
+    item: _Form | None
+    optional: bool
 
 
 class Codec:
@@ -90,123 +123,77 @@ def read(kind: type[_T], data: Any) -> _T:
     Raises:
         MalformedMessageError: the data is no object, or a field is missing or has a wrong value.
     """
-    try:
-        found: _T = _object_reader(typing.cast("Any", kind), kind.__name__)(data)
-    except RecursionError as error:  # json.loads allows a few levels more than the repr in an error
-        raise MalformedMessageError("a value is nested too deeply") from error
-    return found
-
-
-@functools.cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+    forms, required = _fields(kind)
+    if not isinstance(data, dict):
+        raise MalformedMessageError(f"{kind.__name__}: not an object")
+    for name in required:
+        if name not in data:
+            raise MalformedMessageError(f"{kind.__name__}: no {name}")
+    found = {}
+    for name, form in forms.items():
+        if name in data:
+            try:
+                found[name] = _value(form, data[name])
+            except (ValueError, RecursionError) as error:
+                raise MalformedMessageError(f"{kind.__name__}.{name}: {error}") from error
+    return kind(**found)
 
 
 def plain(value: Any) -> Any:
     """Return an object of a dataclass as plain data, with its fields in order."""
     if is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name in _field_names(type(value))}
+        return {name: plain(getattr(value, name)) for name in _fields(type(value))[0]}
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     return value.value if isinstance(value, Enum) else value
 
 
 @functools.cache
-def _reader(annotation: Any, where: str) -> Reader:
-    """Return the function that checks a value of this type and returns it.
+def _fields(kind: Any) -> tuple[dict[str, _Form], list[str]]:
+    """Return the forms of a dataclass's fields, and the names of those without a default.
 
-    A large job decodes thousands of messages at once; so each annotation is examined only once.
-
-    Args:
-        annotation: the type.
-        where: the name of the value for errors, such as ``Hello.host``.
+    A large job decodes thousands of messages at once; so each class is examined only once.
     """
-    limit: Limit | None = None
-    if typing.get_origin(annotation) is typing.Annotated:
-        annotation, limit = typing.get_args(annotation)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        inner = _reader(next(each for each in arguments if each is not type(None)), where)
-        return lambda value: None if value is None else inner(value)
-    if origin is tuple:
-        return functools.partial(
-            _read_list, _reader(arguments[0], where), limit or Limit(_MAX_ITEMS), where
-        )
-    if origin is dict:  # variables of a forked worker may be longer than `_MAX_TEXT`
-        text = _reader(Annotated[str, Limit(_MAX_NUMBER)], where)
-        return functools.partial(_read_map, text, where)
-    if hasattr(annotation, "from_json") or isinstance(annotation, EnumMeta):
-        from_json = getattr(annotation, "from_json", annotation)
-        return functools.partial(_read_json, from_json, where)
-    if is_dataclass(annotation):
-        return _object_reader(typing.cast("Any", annotation), where)
-    if annotation is str:
-        return functools.partial(_read_text, limit or Limit(_MAX_TEXT), where)
-    limit = limit or Limit(_MAX_NUMBER)
-    checks: dict[Any, Callable[[Any], bool]] = {
-        int: lambda value: type(value) is int and limit.minimum <= value <= limit.maximum,
-        # neither inf nor nan
-        float: lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
-        bool: lambda value: isinstance(value, bool),
-    }
-    return functools.partial(_read_if, checks[annotation], where)
-
-
-def _wrong(value: Any, where: str) -> MalformedMessageError:
-    return MalformedMessageError(f"{where}: {value!r:.{_SHOWN}}")
-
-
-def _read_list(item: Reader, limit: Limit, where: str, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _wrong(value, where)
-    if len(value) > limit.maximum and not limit.cuts:
-        raise MalformedMessageError(f"{where}: {len(value)} items")
-    return tuple([item(each) for each in value[-limit.maximum :]])
-
-
-def _read_map(text: Reader, where: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise _wrong(value, where)
-    return {text(key): text(each) for key, each in value.items()}
-
-
-def _read_json(from_json: Reader, where: str, value: Any) -> Any:
-    try:
-        return from_json(value)
-    except ValueError as error:
-        raise MalformedMessageError(f"{where}: {error}") from error
-
-
-def _read_text(limit: Limit, where: str, value: Any) -> str:
-    if isinstance(value, str) and (limit.cuts or len(value) <= limit.maximum):
-        return value[: limit.maximum]
-    raise _wrong(value, where)
-
-
-def _read_if(is_right: Callable[[Any], bool], where: str, value: Any) -> Any:
-    if is_right(value):
-        return value
-    raise _wrong(value, where)
-
-
-@functools.cache
-def _object_reader(kind: Any, where: str) -> Reader:
-    annotations = typing.get_type_hints(kind, include_extras=True)
-    readers = {name: _reader(annotations[name], f"{where}.{name}") for name in _field_names(kind)}
+    hints = typing.get_type_hints(kind, include_extras=True)
+    forms = {field.name: _form(hints[field.name]) for field in fields(kind)}
     required = [
         field.name
         for field in fields(kind)
         if field.default is MISSING and field.default_factory is MISSING
     ]
-    return functools.partial(_read_object, kind, readers, required, where)
+    return forms, required
 
 
-def _read_object(
-    kind: Any, readers: Mapping[str, Reader], required: Sequence[str], where: str, value: Any
-) -> Any:
-    if not isinstance(value, dict):
-        raise MalformedMessageError(f"{where}: not an object")
-    for name in required:
-        if name not in value:
-            raise MalformedMessageError(f"{where}: no {name}")
-    return kind(**{name: read(value[name]) for name, read in readers.items() if name in value})
+def _form(annotation: Any) -> _Form:
+    limit: Limit | None = None
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, limit = typing.get_args(annotation)
+    kind = typing.get_origin(annotation) or annotation
+    inner = [each for each in typing.get_args(annotation) if each not in (type(None), ...)]
+    if kind in (typing.Union, types.UnionType):
+        return replace(_form(inner[0]), optional=True)
+    item = _form(inner[0]) if kind is tuple else None
+    if hasattr(kind, "from_json"):
+        kind = kind.from_json
+    elif is_dataclass(kind):
+        kind = functools.partial(read, kind)
+    return _Form(kind, limit or _LIMITS.get(kind, _MANY), item=item, optional=False)
+
+
+def _value(form: _Form, value: Any) -> Any:
+    """Check a value and return it.
+
+    Raises:
+        ValueError: the value is wrong.
+    """
+    kind, limit = form.kind, form.limit
+    if value is None and form.optional:
+        return None
+    check = _CHECKS.get(kind)
+    if check is None:
+        return kind(value)
+    if not check(value, limit):
+        raise MalformedMessageError(f"{value!r:.{_SHOWN}}")
+    if form.item is not None:
+        return tuple([_value(form.item, item) for item in value[-limit.maximum :]])
+    return value[: limit.maximum] if kind is str else value
