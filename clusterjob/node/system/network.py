@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 import threading
@@ -255,26 +256,16 @@ def listen_at(host: str, port: int, backlog: int, *, alone: bool = False) -> soc
     Raises:
         OSError: the port is taken (EADDRINUSE), or the name does not resolve.
     """
-    if "," in host:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
-    family, _, _, _, address = _resolve(host, port, kind=socket.SOCK_STREAM)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            # Debian resolves its own name to 127.0.1.1, which other machines cannot reach.
-            if str(address[0]).startswith("127.") and not is_loopback(host) and not alone:
-                address = ("0.0.0.0", port)  # noqa: S104
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            # The address is not this machine's: clients connect through NAT.
-            listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104
-        listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    if "," not in host:
+        family, _, _, _, address = _resolve(host, port, kind=socket.SOCK_STREAM)
+        # Debian resolves its own name to 127.0.1.1, which other machines cannot reach.
+        if alone or is_loopback(host) or not str(address[0]).startswith("127."):
+            try:
+                return socket.create_server(address, family=family, backlog=backlog)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise OSError(error.errno, os.strerror(error.errno or 0)) from error
+                # The address is not this machine's: clients connect through NAT.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
