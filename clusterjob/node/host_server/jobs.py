@@ -71,9 +71,10 @@ def _agent_file(job_dir: Path, node: int) -> Path:
 def _agent_of(job_dir: Path, node: int) -> int | None:
     """Return the pid of a node's agent; None if it does not run on this host."""
     noted = files.read_json(_agent_file(job_dir, node))
-    if noted is None or processes.start_ticks(noted["pid"]) is None:
+    pid: int = 0 if noted is None else noted["pid"]
+    if noted is None or processes.start_ticks(pid) is None:
         return None
-    return noted["pid"] if processes.identity(noted["pid"]) == noted["process"] else None
+    return pid if processes.identity(pid) == noted["process"] else None
 
 
 # -- start and stop ------------------------------------------------------------------------------
